@@ -1,0 +1,54 @@
+"""fastload: a drop-in torch DataLoader over object stores, with a first-epoch cache on local SSD.
+
+    from fastload import DataLoader, ImageFolder
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastload.cache import Cache
+    from fastload.datasets.image_folder import ImageFolder
+    from fastload.datasets.objects import ObjectDataset
+    from fastload.images.transforms import CenterCrop, RandomResizedCrop
+    from fastload.loader import DataLoader
+    from fastload.store import open_store
+
+# name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
+# child needs none of it.
+_HOME = {
+    "Cache": "fastload.cache",
+    "CenterCrop": "fastload.images.transforms",
+    "DataLoader": "fastload.loader",
+    "ImageFolder": "fastload.datasets.image_folder",
+    "ObjectDataset": "fastload.datasets.objects",
+    "RandomResizedCrop": "fastload.images.transforms",
+    "open_store": "fastload.store",
+}
+
+__all__ = [
+    "Cache",
+    "CenterCrop",
+    "DataLoader",
+    "ImageFolder",
+    "ObjectDataset",
+    "RandomResizedCrop",
+    "__version__",
+    "open_store",
+]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'fastload' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,118 @@
+"""Every error that fastload raises on purpose.
+
+    FastloadError
+    ├── ArgumentError      (ValueError)          a bad argument, found before any work starts
+    ├── StoreError         (OSError)             the object store failed, after the retries that could help
+    │   ├── NotFoundError      (FileNotFoundError)   no such object, bucket or prefix
+    │   ├── AccessDeniedError  (PermissionError)     credentials missing, refused or expired
+    │   ├── ObjectChangedError                       the object is not the version that was listed
+    │   ├── ShortReadError                           fewer bytes than the store promised
+    │   └── StoreTimeoutError  (TimeoutError)        no progress within the deadline
+    ├── CacheError         (OSError)             a cache directory that cannot be used at all
+    ├── DecodeError        (ValueError)          bytes that are not the image or record they should be
+    └── WorkerError        (RuntimeError)        a worker process died or did not answer
+
+Each carries `stage` (where on the path from store to batch it happened) and `key` (which sample), so that
+a message read at the consumer says both. Builtin parents are there for callers who catch those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AccessDeniedError",
+    "ArgumentError",
+    "CacheError",
+    "DecodeError",
+    "FastloadError",
+    "NotFoundError",
+    "ObjectChangedError",
+    "ShortReadError",
+    "StoreError",
+    "StoreTimeoutError",
+    "WorkerError",
+]
+
+
+class FastloadError(Exception):
+    """Base of all fastload errors.
+
+    Args:
+        message: what was found and what to do next.
+        stage: "argument", "list", "get", "cache", "decode", "transform", "collate" or "worker".
+        key: the object key or sample index, where there is one.
+    """
+
+    stage = ""
+
+    def __init__(self, message: str, *, stage: str | None = None, key: object = None) -> None:
+        # The explicit call keeps builtin parents such as OSError from parsing the arguments their own way.
+        Exception.__init__(self, message)
+        self.message = message
+        self.stage = stage if stage is not None else type(self).stage
+        self.key = key
+
+    def __str__(self) -> str:
+        where = self.stage
+        if self.key is not None:
+            where = f"{where} {self.key!r}" if where else f"{self.key!r}"
+        return f"[{where}] {self.message}" if where else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The instance's own dict is the state: notes and the like cross process borders too.
+        return _rebuild, (type(self), self.message, self.stage, self.key), self.__dict__
+
+
+def _rebuild(cls: type[FastloadError], message: str, stage: str, key: object) -> FastloadError:
+    return cls(message, stage=stage, key=key)
+
+
+class ArgumentError(FastloadError, ValueError):
+    """An argument has a value that cannot work; raised before any worker starts."""
+
+    stage = "argument"
+
+
+class StoreError(FastloadError, OSError):
+    """The object store failed, and retrying did not help or could not."""
+
+    stage = "get"
+
+
+class NotFoundError(StoreError, FileNotFoundError):
+    """The object, bucket or prefix does not exist."""
+
+
+class AccessDeniedError(StoreError, PermissionError):
+    """The store refused the credentials, or there were none."""
+
+
+class ObjectChangedError(StoreError):
+    """The object in the store is no longer the version that the manifest lists."""
+
+
+class ShortReadError(StoreError):
+    """A body ended before the length that the listing or the response promised."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """The store made no progress within the deadline."""
+
+
+class CacheError(FastloadError, OSError):
+    """The cache directory cannot be used (for example: its path is a file)."""
+
+    stage = "cache"
+
+
+class DecodeError(FastloadError, ValueError):
+    """The bytes are not a valid image or record, or exceed a safety limit."""
+
+    stage = "decode"
+
+
+class WorkerError(FastloadError, RuntimeError):
+    """A worker process died, or did not answer within its deadline."""
+
+    stage = "worker"
