@@ -1,7 +1,7 @@
 """Photo-like JPEGs, made rather than downloaded: noise with the 1/f spectrum of natural images.
 
-What a loader sees of a photo is its size on disk, its size in pixels and what it costs to decode. An image whose
-amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; flat or random pixels do not.
+What a loader sees of a photo is its size on disk, its size in pixels and what it costs to decode. An image
+whose amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; flat or random pixels do not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SLOPES = tuple(1.08 + 0.045 * step for step in range(12))
 
 
 def make_photo(seed: int, width: int = 500, height: int = 375, quality: int = QUALITY) -> bytes:
-    """One JPEG (4:2:0) of `width` x `height` pixels, about 110 KB at the default size; the same for the same seed."""
+    """One JPEG (4:2:0) of `width` x `height` pixels; the same for the same seed; about 110 KB by default."""
     rng = np.random.default_rng(seed)
     # How much fine detail a photo has varies a lot from one to the next, and its size on disk with it.
     slope = SLOPES[rng.integers(len(SLOPES))]
@@ -59,7 +59,7 @@ def _noise(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.comp
 
 @lru_cache(maxsize=128)
 def _falloff(height: int, width: int, slope: float, half: bool) -> NDArray[np.float32]:
-    """Amplitude 1/f**slope over the frequencies of a `height` x `width` image (right half only when `half`)."""
+    """Amplitude 1/f**slope over the frequencies of an image; the right half of them only when `half`."""
     down = np.fft.fftfreq(height)[:, None]
     across = np.fft.rfftfreq(width) if half else np.fft.fftfreq(width)
     frequency = np.hypot(down, across)
