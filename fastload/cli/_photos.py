@@ -1,7 +1,7 @@
 """Photo-like JPEGs, made rather than downloaded: noise with the 1/f spectrum of natural images.
 
 What a loader sees of a photo is its size on disk, its size in pixels and what it costs to decode. An image
-whose amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; flat or random pixels do not.
+whose amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; white noise has not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 __all__ = ["make_dataset", "make_photo"]
 
 Plane = NDArray[np.uint8]
+Real = NDArray[np.floating[Any]]
 
 QUALITY = 95
 # (width, height) and how many of 20 photos have it: mostly 500x375, some portrait, as in ImageNet.
@@ -58,16 +60,17 @@ def _noise(rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.comp
 
 
 @lru_cache(maxsize=128)
-def _falloff(height: int, width: int, slope: float, half: bool) -> NDArray[np.float32]:
+def _falloff(height: int, width: int, slope: float, half: bool) -> Real:
     """Amplitude 1/f**slope over the frequencies of an image; the right half of them only when `half`."""
     down = np.fft.fftfreq(height)[:, None]
     across = np.fft.rfftfreq(width) if half else np.fft.fftfreq(width)
     frequency = np.hypot(down, across)
     frequency[0, 0] = np.inf  # no mean: the caller adds one
-    return (frequency**-slope).astype(np.float32)
+    falloff: Real = (frequency**-slope).astype(np.float32)
+    return falloff
 
 
-def _plane(values: NDArray[np.float32], spread: float, mean: float) -> Plane:
+def _plane(values: Real, spread: float, mean: float) -> Plane:
     """`values` scaled to standard deviation `spread` around `mean`, as bytes."""
     scaled = values * (spread / values.std()) + mean
     return np.ascontiguousarray(np.clip(scaled, 0, 255).astype(np.uint8))
