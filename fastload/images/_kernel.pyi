@@ -1,0 +1,19 @@
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIMD: str
+LIBJPEG_TURBO: str
+
+def jpeg_size(data: Any, max_pixels: int) -> tuple[int, int]: ...
+def decode(data: Any, out: NDArray[np.uint8], denominator: int, max_pixels: int, strict: bool) -> None: ...
+def crop_resize(
+    out: NDArray[np.uint8],
+    items: Sequence[tuple[int, Any, float, float, float, float, bool]],
+    channels_last: bool,
+    clamp: bool,
+    max_pixels: int,
+    strict: bool,
+) -> list[tuple[int, str]]: ...

@@ -1,0 +1,123 @@
+"""The kernel's Python twin: the same functions from simplejpeg, and Pillow or else torch for the resize.
+
+It runs where no C compiler or no libjpeg-turbo was there at installation, and it is what the kernel is tested
+against. It decodes the whole image where the kernel decodes only the crop, at the smallest sufficient scale;
+so pixels differ a little (see tests/test_kernel.py for how little), and speed a lot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+
+Image: Any
+try:
+    from PIL import Image
+except ImportError:
+    Image = None
+
+__all__ = ["crop_resize", "decode", "jpeg_size"]
+
+Pixels = NDArray[np.uint8]
+
+
+def jpeg_size(data: Any, max_pixels: int) -> tuple[int, int]:
+    """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`."""
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    if height * width > max_pixels:
+        raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
+    return width, height
+
+
+def decode(data: Any, out: Pixels, denominator: int, max_pixels: int, strict: bool) -> None:
+    """Decode a JPEG at 1/`denominator` of its size into `out` (H, W, 3)."""
+    jpeg_size(data, max_pixels)
+    out[:] = _decode(data, strict, out.shape[0], out.shape[1])
+
+
+def crop_resize(
+    out: Pixels, items: Sequence[Any], channels_last: bool, clamp: bool, max_pixels: int, strict: bool
+) -> list[tuple[int, str]]:
+    """Resize each item's box into its row of `out`; returns (row, reason) of those that failed."""
+    size = out.shape[1:3] if channels_last else out.shape[2:4]
+    failures = []
+    for row, source, x0, y0, x1, y1, flip in items:
+        try:
+            pixels = source
+            if not isinstance(source, np.ndarray) or source.ndim != 3:
+                jpeg_size(source, max_pixels)
+                pixels = _decode(source, strict)
+            resized = _resize(pixels, (x0, y0, x1, y1), size, clamp, max_pixels)
+        except (ValueError, MemoryError) as error:
+            failures.append((row, str(error) or type(error).__name__))
+            continue
+        if flip:
+            resized = resized[:, ::-1]
+        out[row] = resized if channels_last else resized.transpose(2, 0, 1)
+    return failures
+
+
+def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) -> Pixels:
+    """RGB pixels of a JPEG. A minimum decodes at the smallest scale that has it."""
+    _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    cmyk = colorspace in ("CMYK", "YCCK")
+    pixels: Pixels = simplejpeg.decode_jpeg(
+        data,
+        colorspace="CMYK" if cmyk else "RGB",
+        fastdct=False,
+        fastupsample=False,
+        min_height=min_height,
+        min_width=min_width,
+        strict=strict,
+    )
+    return _cmyk_to_rgb(pixels) if cmyk else pixels
+
+
+def _cmyk_to_rgb(inverted: Pixels) -> Pixels:
+    """RGB of CMYK stored inverted, as Adobe does and as Pillow assumes of every JPEG; Pillow's rounding."""
+    black = inverted[..., 3:].astype(np.int32)
+    product = (255 - inverted[..., :3].astype(np.int32)) * black + 128
+    return np.clip(black - (((product >> 8) + product) >> 8), 0, 255).astype(np.uint8)
+
+
+def _resize(
+    pixels: Pixels,
+    box: tuple[float, float, float, float],
+    size: tuple[int, int],
+    clamp: bool,
+    max_pixels: int,
+) -> Pixels:
+    """The box of `pixels` resized to `size` (height, width) by an antialiased bilinear filter."""
+    if clamp:
+        x0, y0, x1, y1 = (round(edge) for edge in box)
+        pixels, box = pixels[y0:y1, x0:x1], (0, 0, x1 - x0, y1 - y0)
+    if Image is None:
+        return _resize_torch(pixels, box, size, max_pixels)
+    resized = Image.fromarray(pixels).resize((size[1], size[0]), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(resized)
+
+
+def _resize_torch(
+    pixels: Pixels, box: tuple[float, float, float, float], size: tuple[int, int], max_pixels: int
+) -> Pixels:
+    """Without Pillow: torch resizes the whole image, of which the box is then cut."""
+    import torch
+
+    height, width = pixels.shape[:2]
+    down, across = size[0] / (box[3] - box[1]), size[1] / (box[2] - box[0])
+    whole = (round(height * down), round(width * across))
+    if math.prod(whole) > max_pixels:
+        raise ValueError(
+            f"{width} x {height} is too long to resize without Pillow: pip install 'fastload[simd]'"
+        )
+    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+    resized = torch.nn.functional.interpolate(image, whole, mode="bilinear", antialias=True)
+    top, left = round(box[1] * down), round(box[0] * across)
+    resized = resized[0, :, top : top + size[0], left : left + size[1]]
+    cut: Pixels = resized.permute(1, 2, 0).numpy()
+    return cut
