@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "verdict"]
 
 
 class Counters:
@@ -56,3 +56,28 @@ class Counters:
     def as_dict(self) -> dict[str, float]:
         """A copy of the values."""
         return dict(self._values)
+
+
+_ADVICE = {
+    "get": "the store: reading objects. A cache, more connections or a closer bucket would help",
+    "cache": "the cache: reading records from disk. A faster SSD or mode 'shrunk' would help",
+    "decode": "decoding and transforming samples. More workers, or a cache in mode 'shrunk' or 'decoded', would help",
+    "collate": "collating batches. More workers would help",
+}
+
+
+def verdict(counters: Mapping[str, float]) -> str:
+    """One sentence: who is the limit, and what would help.
+
+    The consumer is, where the workers waited for it longer than it waited for them; otherwise the stage in which
+    the workers spent most of their time.
+    """
+    if not counters.get("wait.batches"):
+        return "nothing was loaded yet"
+    seconds = {stage: counters.get(f"{stage}.seconds", 0.0) for stage in _ADVICE}
+    wait, idle = counters.get("wait.seconds", 0.0), counters.get("idle.seconds", 0.0)
+    busy = sum(seconds.values())
+    if busy == 0 or (idle > busy and wait < idle):
+        return "the consumer is the limit: the loader waited for it, and a faster loader would change nothing"
+    stage = max(seconds, key=lambda name: seconds[name])
+    return f"the slowest stage is {stage} ({seconds[stage] / busy:.0%} of the workers' time): {_ADVICE[stage]}"

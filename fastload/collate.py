@@ -1,0 +1,235 @@
+"""Index batch in, collated batch out: reads the samples, applies `on_error`, collates into a slot.
+
+A dataset needs no more than torch asks for. One that offers the methods of `RowDataset` as well is read ahead and
+written straight into the batch: no sample objects, no stacking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.stats import Counters
+
+__all__ = ["Allocate", "BatchMaker", "RowDataset", "collate_into"]
+
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+# Rows still to be filled: (row of the batch, index of the sample).
+Todo = list[tuple[int, int]]
+Failures = list[tuple[int, Exception]]
+
+_REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
+
+
+@runtime_checkable
+class RowDataset(Protocol):
+    """What a map-style dataset offers beside `__getitem__` to be filled row by row."""
+
+    counters: Counters
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        """Start reading these samples; they will be asked for in this order. Does not block."""
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        """These prefetched samples will not be asked for."""
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
+        """An empty collated batch of `n` rows, or None where this dataset has to be read sample by sample."""
+
+    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
+        """Write the samples into their rows; the rows of the failures returned are undefined."""
+
+    def sample(self, batch: Any, row: int) -> Any:
+        """The sample in a row, as `__getitem__` would return it."""
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+
+    def close(self) -> None:
+        """Write out what is queued and let go of threads and files of this process."""
+
+
+def collate_into(allocate: Allocate) -> None:
+    """Make torch's `default_collate`, in this process, stack tensors into memory from `allocate`.
+
+    The map is torch's documented extension point, so a user's `collate_fn` that calls `default_collate` gains too.
+    """
+
+    def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        first = batch[0]
+        plain = type(first) is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu"
+        if not plain or first.is_nested or any(t.requires_grad or t.shape != first.shape for t in batch):
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+        return torch.stack(batch, 0, out=allocate((len(batch), *first.shape), first.dtype))
+
+    torch_collate.default_collate_fn_map[torch.Tensor] = stack
+
+
+class BatchMaker:
+    """Makes the batch of an index batch.
+
+    Args:
+        dataset: map-style.
+        collate_fn: as torch's.
+        auto_collation: False where an "index batch" is one index (`batch_size=None`).
+        on_error: "raise"; "skip" (the row repeats another row of its batch); "replace" (the row gets another
+            sample, the same one in every run). Both keep the batch full, and count.
+        seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included.
+        allocate: where batches are made.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        collate_fn: Callable[[Any], Any],
+        auto_collation: bool,
+        on_error: str,
+        seeded: bool,
+        allocate: Allocate,
+    ) -> None:
+        self._dataset = dataset
+        self._rows = dataset if isinstance(dataset, RowDataset) else None
+        self._collate = collate_fn
+        self._auto_collation = auto_collation
+        self._on_error = on_error
+        self._seeded = seeded
+        self._allocate = allocate
+        self._seed = self._epoch = 0
+        self.counters = self._rows.counters if self._rows is not None else Counters()
+        self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
+
+    def start_epoch(self, seed: int, epoch: int) -> None:
+        """From now on samples are drawn with the randomness of this epoch."""
+        self._seed, self._epoch = seed, epoch
+
+    def prefetch(self, index: Any) -> None:
+        """Start reading an index batch that will be asked for after those announced before."""
+        if self._rows is not None:
+            self._rows.prefetch(index if self._auto_collation else [index])
+
+    def __call__(self, index: Any) -> Any:
+        """The collated batch of `index`.
+
+        Raises:
+            Whatever the dataset raises, with a note of the sample, where `on_error` does not cover it.
+        """
+        indices = list(index) if self._auto_collation else [index]
+        if self._rows is not None:
+            batch = self._fill_rows(self._rows, indices)
+            if batch is not None:
+                return batch
+        samples = self._samples(indices)
+        with self.counters.timed("collate"):
+            return self._collate(samples if self._auto_collation else samples[0])
+
+    def _fill_rows(self, rows: RowDataset, indices: list[int]) -> Any | None:
+        direct = self._auto_collation and self._collate is default_collate
+        batch = rows.new_batch(len(indices), self._allocate if direct else _ordinary)
+        if batch is None:
+            return None
+
+        def fill(todo: Todo) -> Failures:
+            return rows.fill(batch, todo, self._seed, self._epoch)
+
+        self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
+        if direct:
+            return batch
+        samples = [rows.sample(batch, row) for row in range(len(indices))]
+        return self._collate(samples if self._auto_collation else samples[0])
+
+    def _samples(self, indices: list[Any]) -> list[Any]:
+        many = getattr(self._dataset, "__getitems__", None)
+        if many and self._auto_collation and self._on_error == "raise" and not self._seeded:
+            return many(indices)  # type: ignore[no-any-return]
+        samples: list[Any] = [None] * len(indices)
+
+        def fill(todo: list[tuple[int, Any]]) -> Failures:
+            failures: Failures = []
+            for row, index in todo:
+                try:
+                    samples[row] = self._sample(index)
+                except Exception as error:
+                    failures.append((row, error))
+                    if self._on_error == "raise":
+                        break
+            return failures
+
+        def copy(target: int, source: int) -> None:
+            samples[target] = samples[source]
+
+        with self.counters.timed("decode"):
+            self._settle(indices, fill, copy)
+        self.counters.add("decode.samples", len(samples))
+        return samples
+
+    def _sample(self, index: Any) -> Any:
+        if self._seeded:
+            _seed_everything(_digest(self._seed, self._epoch, index))
+        try:
+            return self._dataset[index]
+        except StopIteration as error:
+            # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
+            raise RuntimeError(f"the dataset raised StopIteration for sample {index!r}") from error
+
+    def _settle(
+        self, indices: list[Any], fill: Callable[[Todo], Failures], copy: Callable[[int, int], None]
+    ) -> None:
+        """Fill every row, putting something else where `on_error` says so."""
+        todo = list(enumerate(indices))
+        for attempt in range(1 + _REPLACEMENTS):
+            failures = fill(todo)
+            if not failures:
+                return
+            wanted = dict(todo)
+            for row, error in failures:
+                self._judge(wanted[row], error, indices)
+                self.bad.append((str(getattr(error, "key", None) or wanted[row]), f"{type(error).__name__}: {error}"))
+                self.counters.add("bad.samples")
+            failed = {row for row, _ in failures}
+            if self._on_error == "skip":
+                good = [row for row in range(len(indices)) if row not in failed]
+                if not good:
+                    raise failures[0][1]
+                for row in failed:
+                    copy(row, good[row % len(good)])
+                return
+            todo = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
+        raise failures[0][1]
+
+    def _judge(self, index: Any, error: Exception, indices: list[Any]) -> None:
+        """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
+        outage = isinstance(error, StoreError) and not isinstance(
+            error, NotFoundError | ObjectChangedError | ShortReadError
+        )
+        if self._on_error == "raise" or outage:
+            if self._rows is not None:
+                self._rows.cancel(indices)
+            if not isinstance(error, FastloadError):
+                error.__dict__.setdefault("fastload_index", index)
+            raise error
+
+    def _replacement(self, index: Any, attempt: int) -> int:
+        return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
+
+
+def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed & (2**63 - 1))
+    random.seed(seed)
+    np.random.seed(seed & (2**32 - 1))

@@ -1,0 +1,195 @@
+"""One sample per object under a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from fastload.cache import Cache
+from fastload.collate import Allocate, Failures, Todo
+from fastload.errors import ArgumentError, FastloadError
+from fastload.fetch import Window
+from fastload.images.rng import sample_seed
+from fastload.images.transforms import CenterCrop, RandomResizedCrop
+from fastload.manifest import Manifest
+from fastload.stats import Counters
+from fastload.store import open_store
+
+__all__ = ["ObjectDataset"]
+
+# Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding starts
+# while the rest of the batch is still on its way.
+_CHUNK = 8
+
+
+class ObjectDataset(Dataset[Any]):
+    """A map-style dataset with one sample per object under `url`.
+
+    Args:
+        url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
+        decode: bytes -> object; deterministic. Default: the bytes as they are, or whatever `transform` needs.
+        transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
+            tensor), or any callable on what `decode` returns.
+        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
+        storage_options: for `open_store`.
+        refresh: list the URL again where the cache holds an earlier listing.
+
+    Raises:
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
+    """
+
+    _images_only = False
+    _labels = False
+
+    def __init__(
+        self,
+        url: str,
+        decode: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        for name, value in (("decode", decode), ("transform", transform)):
+            if value is not None and not callable(value):
+                raise ArgumentError(f"{name} must be callable or None, found {value!r}")
+        self.url = url
+        self.decode = decode
+        self.transform = transform
+        self.cache = Cache(cache) if isinstance(cache, str | os.PathLike) else cache
+        self.counters = Counters()
+        self._store = open_store(url, **(storage_options or {}))
+        self._manifest = Manifest.open(
+            self._store,
+            directory=None if self.cache is None else Path(self.cache.path) / "manifests",
+            refresh=refresh,
+            images_only=self._images_only,
+            labels=self._labels,
+        )
+        self._window: tuple[int, Window] | None = None  # (process id, window)
+
+    def __len__(self) -> int:
+        return len(self._manifest)
+
+    def __getitem__(self, index: int) -> Any:
+        index = self._checked(index)
+        return self._finish(index, self._open_window().take(index))
+
+    def key(self, index: int) -> str:
+        """The object key of a sample, relative to `url`."""
+        return self._manifest.key(self._checked(index))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_window": None, "counters": Counters()}
+
+    # --- RowDataset: read ahead, and written straight into the batch
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        self._open_window().request(self._checked(index) for index in indices)
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        self._open_window().cancel(self._checked(index) for index in indices)
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
+        if self._fused is None:
+            return None
+        return allocate((n, *self._fused.sample_shape), torch.uint8)
+
+    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
+        failures: Failures = []
+        for start in range(0, len(todo), _CHUNK):
+            rows, payloads, indices = [], [], []
+            for row, index in todo[start : start + _CHUNK]:
+                try:
+                    index = self._checked(index)
+                    payloads.append(self._open_window().take(index))
+                    rows.append(row)
+                    indices.append(index)
+                except (FastloadError, IndexError) as error:
+                    failures.append((row, error))
+            failures += self._fill_rows(batch, rows, indices, payloads, seed, epoch)
+        self.counters.add("decode.samples", len(todo))
+        return failures
+
+    def sample(self, batch: Any, row: int) -> Any:
+        return batch[row]
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        batch[target].copy_(batch[source])
+
+    def close(self) -> None:
+        if self._window is not None and self._window[0] == os.getpid():
+            self._window[1].close()
+            self._window = None
+
+    # --- what the steps are made of
+
+    @property
+    def _fused(self) -> RandomResizedCrop | CenterCrop | None:
+        fused = self.decode is None and isinstance(self.transform, RandomResizedCrop | CenterCrop)
+        return self.transform if fused else None  # type: ignore[return-value]
+
+    def _images_of(self, batch: Any) -> torch.Tensor:
+        return batch  # type: ignore[no-any-return]
+
+    def _fill_rows(
+        self, batch: Any, rows: list[int], indices: list[int], payloads: list[Any], seed: int, epoch: int
+    ) -> Failures:
+        if not rows:
+            return []
+        assert self._fused is not None
+        images = self._images_of(batch).numpy()
+        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
+        seeds = [sample_seed(seed, epoch, index) for index in indices]
+        with self.counters.timed("decode"):
+            failures = self._fused.fill(out, payloads, seeds)
+        if not adjacent:
+            images[rows] = out
+        for position, error in failures:
+            error.key = self._manifest.key(indices[position])
+        return [(rows[position], error) for position, error in failures]
+
+    def _finish(self, index: int, payload: Any) -> Any:
+        """Bytes -> sample."""
+        try:
+            value = self._decode(payload)
+        except FastloadError as error:
+            error.key = self._manifest.key(index)
+            raise
+        return value if self.transform is None else self.transform(value)
+
+    def _decode(self, payload: Any) -> Any:
+        if self._fused is not None:
+            return payload
+        return self.decode(payload) if self.decode is not None else bytes(payload)
+
+    def _checked(self, index: int) -> int:
+        n = len(self._manifest)
+        if not -n <= index < n:
+            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
+        return index % n
+
+    def _cache_key(self, index: int) -> bytes:
+        assert self.cache is not None
+        return self.cache.key(self._store.identity, self._manifest.key(index), self._manifest.version(index))
+
+    def _open_window(self) -> Window:
+        """The window of this process: after a fork the parent's threads and clients are of no use here."""
+        if self._window is None or self._window[0] != os.getpid():
+            window = Window(
+                self._store,
+                self._manifest,
+                self.cache,
+                key=self._cache_key,
+                prepare=None,
+                counters=self.counters,
+            )
+            self._window = (os.getpid(), window)
+        return self._window[1]

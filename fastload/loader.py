@@ -1,0 +1,366 @@
+"""fastload.DataLoader: torch's, with its own path from sampler to batch.
+
+    sampler ─ index batches ─▶ workers: fetch window ▶ cache ▶ decode · transform ▶ batch slot ─▶ in order ─▶ batch
+
+`_WorkerIterator._next_data` is that path, seen from the trainer.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.utils.data
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils import pin_memory as torch_pin_memory
+
+from fastload import store
+from fastload.collate import BatchMaker, RowDataset
+from fastload.errors import ArgumentError
+from fastload.stats import Counters, verdict
+from fastload.workers import Result, WorkerPool, WorkerSetup
+
+__all__ = ["DataLoader"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+_ON_ERROR = ("raise", "skip", "replace")
+# How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
+# more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
+_READ_AHEAD = 256
+_BAD_SAMPLES_KEPT = 1000
+
+
+class DataLoader(torch.utils.data.DataLoader[T_co]):
+    """A drop-in for `torch.utils.data.DataLoader`: every argument of torch's, in its order, with its default.
+
+    Args:
+        on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch is
+            repeated in its place); "replace" (another sample takes its place, the same one in every run). The
+            batch stays full, and `stats()` counts and names the bad samples.
+        seed: makes all randomness of a sample a function of (seed, epoch, index): the same for any number of
+            workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused transforms
+            are independent of the number of workers either way.)
+
+    Raises:
+        ArgumentError: on_error or seed is not what it can be. ValueError, TypeError: as torch's.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset[T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        on_error: str = "raise",
+        seed: int | None = None,
+    ) -> None:
+        if on_error not in _ON_ERROR:
+            raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
+        if seed is not None and not isinstance(seed, int):
+            raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        self.on_error = on_error
+        self.seed = seed
+        self._epoch = 0  # of the next iteration
+        self._counters = Counters()
+        self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return _InProcessIterator(self)
+        self.check_worker_number_rationality()
+        return _WorkerIterator(self)
+
+    def stats(self) -> dict[str, Any]:
+        """What happened since this loader was made, over all its workers.
+
+        Returns:
+            "epochs": iterations started; "counters": flat sums, see `fastload.stats`; "bad": (key, error) of the
+            last bad samples; "verdict": one sentence that names the slowest stage.
+        """
+        counters = self._counters.as_dict()
+        return {
+            "epochs": self._epoch,
+            "counters": counters,
+            "bad": list(self._bad),
+            "verdict": verdict(counters),
+        }
+
+    def _start_epoch(self, base_seed: int) -> tuple[int, int]:
+        """(seed, epoch) of the samples' randomness in the iteration that now begins."""
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return (base_seed if self.seed is None else self.seed), epoch
+
+
+class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
+    """`num_workers=0`: the same path in this process, with the same fetch window."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._loader = loader
+        self._coming: deque[Any] = deque()
+        self._maker: BatchMaker | None = None
+        self._ahead = 0
+        if self._dataset_kind == torch_dataloader._DatasetKind.Map:
+            self._dataset_fetcher = self._maker = BatchMaker(
+                self._dataset,
+                collate_fn=self._collate_fn,
+                auto_collation=self._auto_collation,
+                on_error=loader.on_error,
+                seeded=loader.seed is not None,
+                allocate=lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype),
+            )
+            self._maker.start_epoch(*loader._start_epoch(self._base_seed))
+            if isinstance(self._dataset, RowDataset):
+                self._ahead = _batches_ahead(loader, 2)
+
+    def _next_index(self) -> Any:
+        """The next index batch, those after it announced to the dataset."""
+        for index in itertools.islice(self._sampler_iter, 1 + self._ahead - len(self._coming)):
+            if self._maker is not None and self._ahead:
+                self._maker.prefetch(index)
+            self._coming.append(index)
+        if not self._coming:
+            raise StopIteration
+        return self._coming.popleft()
+
+    def _next_data(self) -> Any:
+        if self._maker is None:
+            return super()._next_data()
+        index = self._next_index()
+        start = time.perf_counter()
+        data = self._maker(index)
+        if self._pin_memory:
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)
+        counters = self._loader._counters
+        counters.add("wait.seconds", time.perf_counter() - start)
+        counters.add("wait.batches")
+        counters.merge(self._maker.counters.drain())
+        self._loader._bad.extend(self._maker.bad)
+        self._maker.bad.clear()
+        return data
+
+    def __del__(self) -> None:
+        if self._maker is not None:
+            for index in self._coming:
+                self._maker.cancel(index)
+
+
+class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
+    """`num_workers > 0`. Sequence numbers name index batches; batch i goes to worker i mod W."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._pool: WorkerPool | None = None
+        super().__init__(loader)
+        self._loader = loader
+        self._in_order = loader.in_order
+        assert loader.prefetch_factor is not None
+        readable = isinstance(self._dataset, RowDataset)
+        self._ahead = _batches_ahead(loader, loader.prefetch_factor) if readable else loader.prefetch_factor
+        self._sent = 0  # sequence number of the next index batch
+        self._arrived: dict[int, tuple[int, Result, list[int]]] = {}
+        self._owner: dict[int, int] = {}  # batches that are due: sequence number -> worker
+        self._pool = WorkerPool(_setup(self, loader), _context(loader))
+        self._pin_memory_thread = None
+        self._reset(loader, first_iter=True)
+
+    @property
+    def _workers(self) -> list[Any]:
+        return self._pool.processes if self._pool is not None else []
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        assert self._pool is not None
+        for seq in list(self._arrived):
+            self._discard(*self._arrived.pop(seq))
+        self._owner.clear()
+        self._idle_workers = deque[int]()
+        self._next = self._sent
+        self._pool.start_epoch(self._sent, *loader._start_epoch(self._base_seed))
+        self._turn = deque(range(self._num_workers))
+        for _ in range(self._ahead * self._num_workers):
+            self._submit()
+
+    def _next_data(self) -> Any:
+        while True:
+            seq = self._due()
+            if seq is None:
+                if not self._persistent_workers:
+                    self._shutdown_workers()
+                raise StopIteration
+            while seq not in self._arrived:
+                self._receive()
+                if not self._in_order:
+                    seq = self._due()
+                    assert seq is not None
+            worker_id, result, fds = self._arrived.pop(seq)
+            del self._owner[seq]
+            if result.exhausted:
+                self._retire(worker_id)
+                continue
+            return self._deliver(worker_id, result, fds)
+
+    def _due(self) -> int | None:
+        """The sequence number to hand over next, or None at the end of the epoch."""
+        if not self._in_order and self._arrived:
+            return next(iter(self._arrived))
+        return next(iter(self._owner), None)
+
+    def _deliver(self, worker_id: int, result: Result, fds: list[int]) -> Any:
+        assert self._pool is not None
+        self._loader._counters.add("wait.batches")
+        self._pool.consume(worker_id)
+        data = self._pool.unpack(worker_id, result.packed, fds) if result.packed is not None else None
+        if not self._submit(worker_id):
+            self._pool.credit(worker_id)
+        if result.failure is not None:
+            result.failure.raise_it(f"in DataLoader worker process {worker_id}")
+        if self._pin_memory:
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)
+        return data
+
+    def _submit(self, worker_id: int | None = None) -> bool:
+        """Give the next index batch to the worker whose turn it is (or, out of order, to the one that is free)."""
+        assert self._pool is not None
+        if not self._turn:
+            return False
+        try:
+            index = self._next_index()
+        except StopIteration:
+            return False
+        if self._in_order or worker_id is None or worker_id not in self._turn:
+            worker_id = self._turn[0]
+            self._turn.rotate(-1)
+        self._owner[self._sent] = worker_id
+        self._pool.submit(worker_id, self._sent, index)
+        self._sent += 1
+        return True
+
+    def _receive(self) -> None:
+        """Take in what the workers have sent, waiting for at least one result."""
+        assert self._pool is not None
+        start = time.perf_counter()
+        try:
+            received = self._pool.receive(self._timeout)
+        except RuntimeError:
+            self._shutdown_workers()
+            raise
+        finally:
+            self._loader._counters.add("wait.seconds", time.perf_counter() - start)
+        for worker_id, result, fds in received:
+            self._loader._counters.merge(result.counters)
+            self._loader._bad.extend(result.bad)
+            if result.seq in self._owner:
+                self._arrived[result.seq] = (worker_id, result, fds)
+            else:
+                self._discard(worker_id, result, fds)
+
+    def _discard(self, worker_id: int, result: Result, fds: list[int]) -> None:
+        """A batch that nobody waits for any more; its slots go back."""
+        assert self._pool is not None
+        self._pool.consume(worker_id)
+        if result.packed is not None:
+            self._pool.unpack(worker_id, result.packed, fds)
+
+    def _retire(self, worker_id: int) -> None:
+        """This worker's part of an iterable dataset is at its end."""
+        assert self._pool is not None
+        self._pool.consume(worker_id)
+        if worker_id in self._turn:
+            self._turn.remove(worker_id)
+        for seq in [seq for seq, owner in self._owner.items() if owner == worker_id]:
+            del self._owner[seq]
+            if seq in self._arrived:
+                self._discard(*self._arrived.pop(seq))
+        self._submit()
+
+    def _shutdown_workers(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def __del__(self) -> None:
+        if torch_dataloader._utils is not None and not torch_dataloader._utils.python_exit_status:
+            self._shutdown_workers()
+
+
+def _batches_ahead(loader: DataLoader[Any], least: int) -> int:
+    """How many index batches a worker is told of in advance, where the dataset can read ahead."""
+    try:
+        size = loader.batch_size or len(next(iter(loader.batch_sampler or [[0]])))
+    except (TypeError, StopIteration):
+        size = 1
+    return max(least, -(-_READ_AHEAD // max(1, size)))
+
+
+def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:
+    init = loader.worker_init_fn
+    if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
+        init = functools.partial(
+            torch_dataloader._sharding_worker_init_fn, init, iterator._world_size, iterator._rank
+        )
+    return WorkerSetup(
+        dataset=iterator._dataset,
+        collate_fn=iterator._collate_fn,
+        auto_collation=iterator._auto_collation,
+        drop_last=iterator._drop_last,
+        worker_init_fn=init,
+        num_workers=iterator._num_workers,
+        prefetch_factor=loader.prefetch_factor or 2,
+        base_seed=iterator._base_seed,
+        on_error=loader.on_error,
+        seeded=loader.seed is not None,
+    )
+
+
+def _context(loader: DataLoader[Any]) -> Any:
+    """The user's start method, or torch's default; forkserver where a fork would hang.
+
+    A child that uses obstore after its parent did hangs under fork, and only a process that starts anew is safe.
+    """
+    if loader.multiprocessing_context is not None:
+        return loader.multiprocessing_context
+    default = multiprocessing.get_context()
+    if default.get_start_method() == "fork" and store.native_client_used():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "fastload.workers"])
+        return context
+    return torch.multiprocessing

@@ -1,0 +1,456 @@
+"""Worker processes: index batches in, filled slots out, and a watch on who is alive.
+
+    trainer                                             worker (x num_workers)
+    WorkerPool.submit ── Work(seq, index) ───────────▶  reads ahead for every index batch it knows,
+                      ── consumed, released slots ──▶   makes at most `prefetch_factor` batches in advance
+    WorkerPool.receive ◀─ Result(seq, slots, counters) ─ makes them in order
+
+Each worker has a socket of its own, so an end-of-file names the one that died. The trainer's process runs no
+thread. A worker watches the trainer through a pidfd and leaves when it is gone, whatever it is busy with.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import random
+import select
+import signal
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+
+from fastload.channel import Channel
+from fastload.collate import BatchMaker, collate_into
+from fastload.errors import FastloadError, WorkerError
+from fastload.slots import PackedBatch, SlotMap, SlotPool
+
+__all__ = ["Result", "WorkerPool", "WorkerSetup"]
+
+_LIVENESS_INTERVAL = 0.5  # seconds between looks at the processes while waiting for a batch
+_SHUTDOWN_GRACE = 5.0  # seconds a worker has to finish its batch and write out its cache
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """All that a worker needs to know; inherited under fork, pickled otherwise."""
+
+    dataset: Any
+    collate_fn: Any
+    auto_collation: bool
+    drop_last: bool
+    worker_init_fn: Any
+    num_workers: int
+    prefetch_factor: int
+    base_seed: int
+    on_error: str
+    seeded: bool
+
+
+class _Epoch(NamedTuple):
+    first: int  # sequence number of its first batch: what is older is not wanted any more
+    seed: int
+    epoch: int
+
+
+class _Work(NamedTuple):
+    consumed: int  # batches of this worker that were taken out of the loader, or dropped, so far
+    released: list[int]
+    seq: int  # -1: no new index batch
+    index: Any
+
+
+@dataclass
+class _Failure:
+    """An exception on its way to the trainer."""
+
+    error: Exception | None  # as it was raised, where it survives pickling
+    kind: type[BaseException] | None
+    text: str  # the worker's traceback
+    index: Any = None
+
+    def raise_it(self, where: str) -> None:
+        """Raise what the dataset raised: its own type, with the worker's traceback in text or as the cause."""
+        name = self.kind.__name__ if self.kind else "an exception"
+        text = f"Caught {name} {where}.\nOriginal {self.text}"
+        if self.index is not None:
+            text += f"(sample {self.index!r})\n"
+        if isinstance(self.error, FastloadError) or (self.error is not None and not _is_plain(self.error)):
+            raise self.error from RuntimeError(text)
+        try:
+            # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
+            rebuilt = self.kind(_Verbatim(text) if issubclass(self.kind or Exception, KeyError) else text)  # type: ignore[misc]
+        except Exception:
+            raise RuntimeError(text) from self.error
+        rebuilt.__dict__.update(self.error.__dict__ if self.error is not None else {})
+        raise rebuilt
+
+
+class _Verbatim(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_plain(error: BaseException) -> bool:
+    return len(error.args) <= 1 and all(isinstance(arg, str) for arg in error.args)
+
+
+class Result(NamedTuple):
+    """What came of one index batch."""
+
+    seq: int
+    packed: PackedBatch | None
+    failure: _Failure | None
+    exhausted: bool  # an iterable dataset has no more
+    counters: dict[str, float]
+    bad: list[tuple[str, str]]
+
+
+# --- in the worker -----------------------------------------------------------------------------------------
+
+
+def _worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: int) -> None:
+    _leave_with(trainer)
+    # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch_worker.signal_handling._set_worker_signal_handlers()
+    torch.set_num_threads(1)
+    worker = _Worker(setup, worker_id, channel)
+    try:
+        worker.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        close = getattr(setup.dataset, "close", None)
+        if isinstance(worker.maker, BatchMaker) and close is not None:
+            close()
+
+
+def _leave_with(trainer: int) -> None:
+    """End this process when the trainer's does, even if a dataset sleeps for ever.
+
+    PR_SET_PDEATHSIG was rejected: it follows the thread that started us, and under forkserver another process.
+    """
+
+    def watch() -> None:
+        try:
+            pidfd = os.pidfd_open(trainer)
+        except OSError:
+            os._exit(1)
+        select.select([pidfd], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="fastload-trainer-watch", daemon=True).start()
+
+
+class _Worker:
+    """The loop of one worker process."""
+
+    def __init__(self, setup: WorkerSetup, worker_id: int, channel: Channel) -> None:
+        self._setup = setup
+        self._id = worker_id
+        self._channel = channel
+        self._slots = SlotPool()
+        self._work: deque[tuple[int, Any]] = deque()
+        self._made = self._consumed = 0
+        self._idle = 0.0
+        self._broken: _Failure | None = None
+        self.maker: Any = None
+
+    def run(self) -> None:
+        try:
+            self._prepare()
+        except Exception as error:
+            self._broken = _failure(error)
+        while True:
+            while not self._work or self._made - self._consumed >= self._setup.prefetch_factor:
+                self._listen(wait=True)
+            self._listen(wait=False)
+            if self._work:  # a new epoch may just have emptied it
+                self._make(*self._work.popleft())
+
+    def _prepare(self) -> None:
+        """Seed this process as torch does, and run the user's worker_init_fn."""
+        setup, seed = self._setup, self._setup.base_seed + self._id
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(setup.base_seed, self._id))
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=self._id, num_workers=setup.num_workers, seed=seed, dataset=setup.dataset
+        )
+        collate_into(self._slots.allocate)
+        if setup.worker_init_fn is not None:
+            setup.worker_init_fn(self._id)
+        self._new_maker()
+
+    def _new_maker(self) -> None:
+        setup = self._setup
+        if isinstance(setup.dataset, IterableDataset):
+            self.maker = _IterableDatasetFetcher(
+                setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
+            )
+        else:
+            self.maker = BatchMaker(
+                setup.dataset,
+                collate_fn=setup.collate_fn,
+                auto_collation=setup.auto_collation,
+                on_error=setup.on_error,
+                seeded=setup.seeded,
+                allocate=self._slots.allocate,
+            )
+
+    def _listen(self, *, wait: bool) -> None:
+        """Take every message that is there; with `wait`, at least one."""
+        start = time.perf_counter()
+        received = self._channel.receive(wait=wait)
+        if wait:
+            self._idle += time.perf_counter() - start
+        while received is not None:
+            self._obey(received[0])
+            received = self._channel.receive(wait=False)
+
+    def _obey(self, message: _Epoch | _Work) -> None:
+        if isinstance(message, _Epoch):
+            self._start_epoch(message)
+            return
+        self._consumed = message.consumed
+        for slot_id in message.released:
+            self._slots.release(slot_id)
+        if message.seq >= 0:
+            self._work.append((message.seq, message.index))
+            if isinstance(self.maker, BatchMaker):
+                self.maker.prefetch(message.index)
+
+    def _start_epoch(self, message: _Epoch) -> None:
+        if self._broken is not None:
+            return
+        if isinstance(self.maker, BatchMaker):
+            for _, index in self._work:
+                self.maker.cancel(index)
+            self.maker.start_epoch(message.seed, message.epoch)
+        elif message.first > 0:
+            try:
+                self._new_maker()
+            except Exception as error:
+                self._broken = _failure(error)
+        self._work.clear()
+
+    def _make(self, seq: int, index: Any) -> None:
+        packed, fds, failure, exhausted = None, list[int](), self._broken, False
+        if failure is None:
+            try:
+                batch = self.maker(index) if isinstance(self.maker, BatchMaker) else self.maker.fetch(index)
+                packed, fds = self._slots.pack(batch)
+                del batch
+            except Exception as error:
+                self._slots.abandon()
+                exhausted = isinstance(error, StopIteration) and not isinstance(self.maker, BatchMaker)
+                failure = None if exhausted else _failure(error)
+        self._made += 1
+        counters, bad = self._report()
+        self._channel.send(Result(seq, packed, failure, exhausted, counters, bad), fds)
+        self._channel.flush(wait=True)
+
+    def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        idle, self._idle = {"idle.seconds": self._idle}, 0.0
+        if not isinstance(self.maker, BatchMaker):
+            return idle, []
+        bad, self.maker.bad = self.maker.bad, []
+        return self.maker.counters.drain() | idle, bad
+
+
+def _failure(error: Exception) -> _Failure:
+    text = "".join(traceback.format_exception(error))
+    index = error.__dict__.pop("fastload_index", None)
+    try:
+        # Sent only if it comes back as what it was: an exception may pickle and yet fail to be rebuilt.
+        copy = multiprocessing.reduction.ForkingPickler.loads(multiprocessing.reduction.ForkingPickler.dumps(error))
+        whole = error if type(copy) is type(error) else None
+    except Exception:
+        whole = None
+    try:
+        multiprocessing.reduction.ForkingPickler.dumps((type(error), index))
+        kind: type[BaseException] | None = type(error)
+    except Exception:
+        kind, index = None, repr(index)
+    return _Failure(whole, kind, text, index)
+
+
+# --- in the trainer ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Handle:
+    """One worker, seen from the trainer."""
+
+    process: Any
+    channel: Channel
+    slots: SlotMap = field(default_factory=SlotMap)
+    consumed: int = 0
+    answered: bool = False
+
+
+class WorkerPool:
+    """The worker processes of one iterator.
+
+    Args:
+        setup: see `WorkerSetup`.
+        context: a multiprocessing context.
+    """
+
+    _alive: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+    def __init__(self, setup: WorkerSetup, context: Any) -> None:
+        self._workers: list[_Handle] = []
+        self._context = context
+        self._open = True
+        self._owner = os.getpid()
+        self._alive.add(self)
+        try:
+            for worker_id in range(setup.num_workers):
+                self._workers.append(self._start(setup, worker_id))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def processes(self) -> list[Any]:
+        return [worker.process for worker in self._workers]
+
+    def _start(self, setup: WorkerSetup, worker_id: int) -> _Handle:
+        ours, theirs = Channel.pair()
+        process = self._context.Process(target=_worker_main, args=(setup, worker_id, theirs, os.getpid()))
+        process.daemon = True
+        try:
+            process.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            # Only the worker may hold this end, or its death would not be an end-of-file here.
+            theirs.close()
+        return _Handle(process, ours)
+
+    def start_epoch(self, first: int, seed: int, epoch: int) -> None:
+        """Results older than sequence number `first` are not wanted any more."""
+        for worker in self._workers:
+            worker.channel.send(_Epoch(first, seed, epoch))
+
+    def submit(self, worker_id: int, seq: int, index: Any) -> None:
+        """Ask a worker for the batch of `index`."""
+        self._tell(self._workers[worker_id], seq, index)
+
+    def consume(self, worker_id: int) -> None:
+        """A batch of this worker has left the loader: it may make another one."""
+        self._workers[worker_id].consumed += 1
+
+    def credit(self, worker_id: int) -> None:
+        """Tell a worker what was consumed and released, where no new index batch does."""
+        self._tell(self._workers[worker_id], -1, None)
+
+    def unpack(self, worker_id: int, packed: PackedBatch, fds: list[int]) -> Any:
+        return self._workers[worker_id].slots.unpack(packed, fds)
+
+    def _tell(self, worker: _Handle, seq: int, index: Any) -> None:
+        released = []
+        while worker.slots.released:
+            released.append(worker.slots.released.popleft())
+        try:
+            worker.channel.send(_Work(worker.consumed, released, seq, index))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # its death is reported when its batch is due, with what it had sent before
+
+    def receive(self, timeout: float) -> list[tuple[int, Result, list[int]]]:
+        """Wait for results: (worker, result, descriptors), at least one.
+
+        Raises:
+            WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
+        """
+        deadline = time.monotonic() + timeout if timeout > 0 else None
+        while True:
+            results = self._poll(_LIVENESS_INTERVAL if deadline is None else min(
+                _LIVENESS_INTERVAL, max(0.0, deadline - time.monotonic())))
+            if results:
+                return results
+            for worker in self._workers:
+                if not worker.process.is_alive():
+                    raise self._obituary(worker)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+
+    def _poll(self, seconds: float) -> list[tuple[int, Result, list[int]]]:
+        poll = select.poll()
+        by_fd = {}
+        for worker_id, worker in enumerate(self._workers):
+            by_fd[worker.channel.fileno()] = worker_id
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.pending else 0))
+        results = []
+        dead = None
+        for fd, event in poll.poll(seconds * 1000):
+            worker = self._workers[by_fd[fd]]
+            try:
+                if event & select.POLLOUT:
+                    worker.channel.flush(wait=False)
+                while (received := worker.channel.receive(wait=False)) is not None:
+                    worker.answered = True
+                    results.append((by_fd[fd], received[0], received[1]))
+            except (EOFError, BrokenPipeError):
+                dead = worker
+        if dead is not None and not results:
+            raise self._obituary(dead)
+        return results
+
+    def _obituary(self, worker: _Handle) -> WorkerError:
+        process = worker.process
+        process.join(timeout=1)
+        code = process.exitcode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            text = f"DataLoader worker (pid {process.pid}) is killed by signal: {signal.strsignal(-code)} ({name})."
+            if name == "SIGKILL":
+                text += " The kernel does this when memory runs out: look at dmesg, or use fewer workers."
+        else:
+            text = f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly (exit code {code})."
+            if not worker.answered and self._context.get_start_method() != "fork":
+                text += (
+                    " It ended while it was starting. Workers started by "
+                    f"{self._context.get_start_method()!r} import the main script: put its code under"
+                    ' `if __name__ == "__main__":`, and look at the traceback above.'
+                )
+        return WorkerError(text)
+
+    def shutdown(self) -> None:
+        """End the workers: let them finish their batch and write out their cache, then insist."""
+        if not self._open or self._owner != os.getpid():
+            return
+        self._open = False
+        for worker in self._workers:
+            worker.channel.close()
+        deadline = time.monotonic() + _SHUTDOWN_GRACE
+        for worker in self._workers:
+            worker.process.join(timeout=max(0.0, deadline - time.monotonic()))
+        for end in ("terminate", "kill"):
+            for worker in self._workers:
+                if worker.process.is_alive():
+                    getattr(worker.process, end)()
+                    worker.process.join(timeout=1)
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    # Runs before multiprocessing's own exit handler, which would terminate workers that still write their cache.
+    for pool in list(WorkerPool._alive):
+        pool.shutdown()
