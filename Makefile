@@ -1,0 +1,34 @@
+# Each target does all that it needs on a fresh machine with Python >= 3.10, make, a C compiler and git.
+# The set-up itself is .ci/setup; PYTHON=python3.12 chooses the interpreter of .venv.
+
+export PYTHON ?= python3
+bin := .venv/bin
+ready := .venv/.ready
+
+.PHONY: demo test lint stress fuzz clean
+
+demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw the chart
+	$(bin)/fastload demo $(ARGS)
+
+test: $(ready)  ## the whole test suite
+	$(bin)/python -m pytest $(ARGS)
+
+lint: $(ready)  ## style and types
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+stress: $(ready)  ## the random tests in their long form
+	$(bin)/python -m pytest -m stress --long $(ARGS)
+
+fuzz: $(ready)  ## hostile bytes into the native kernel
+	$(bin)/python -m tests.fuzz.kernel --seconds 60
+
+clean:  ## what the targets above made, and nothing else
+	rm -rf .venv build fastload-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
+	find fastload -name '*.so' -delete
+
+# A stamp: set up once, and again when what is to be installed changes.
+$(ready): .ci/setup constraints.txt pyproject.toml $(wildcard setup.py)
+	.ci/setup
+	touch $@
