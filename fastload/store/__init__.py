@@ -1,0 +1,89 @@
+"""One URL of an object store: list, head, read, read_range; synchronous and asynchronous.
+
+s3, gs, az and http(s) go through obstore, directories through the system, all else through fsspec.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any
+
+from fastload.errors import ArgumentError
+from fastload.store.base import ObjectInfo, Store, native_client_used
+
+__all__ = ["ObjectInfo", "Store", "native_client_used", "open_store"]
+
+
+def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
+    """Open `url` for reading. No request is made and nothing is started before the first call.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://`, `az://`, `http(s)://base`, `file://`, `memory://`, a path, or a
+            URL of any other protocol that fsspec knows. Keys are relative to it.
+        storage_options: s3fs's names (key, secret, token, anon, profile, endpoint_url, region,
+            client_kwargs) or obstore's; `client="s3fs"` reads `s3://` by s3fs. Other protocols take what
+            their file system takes.
+
+    Raises:
+        ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
+    """
+    url = os.fspath(url)
+    protocol, separator, rest = url.partition("://")
+    protocol = protocol.lower()
+    if "::" in url.partition("/")[0]:
+        raise ArgumentError(
+            f"url {url!r} chains file systems, which fastload does not read: give the inner url"
+        )
+    if not separator or protocol in ("file", "local"):
+        return _open_local(url, rest if separator else url, storage_options)
+    from fastload.store.native import NATIVE_PROTOCOLS, NativeStore
+
+    client = storage_options.get("client")
+    if client is not None and (client != "s3fs" or NATIVE_PROTOCOLS.get(protocol) != "s3"):
+        raise ArgumentError(f"storage option client={client!r}: only 's3fs' is known, and only for s3://")
+    if client == "s3fs":
+        return _open_s3fs(url, storage_options)
+    if protocol in NATIVE_PROTOCOLS:
+        return NativeStore(url, storage_options)
+    return _open_fsspec(url, protocol, storage_options)
+
+
+def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
+    from fastload.store.local import LocalStore
+
+    if options:
+        raise ArgumentError(f"storage options {sorted(options)} given, but directory {url!r} takes none")
+    if not path:
+        raise ArgumentError(f"url {url!r} is empty: give a directory or a URL such as s3://bucket/prefix")
+    return LocalStore(url, os.path.expanduser(path))  # noqa: PTH111 - a plain str, for any bytes in it
+
+
+def _open_s3fs(url: str, options: dict[str, Any]) -> Store:
+    from importlib.util import find_spec
+
+    if find_spec("s3fs") is None:
+        raise ArgumentError("client='s3fs' needs the package: pip install 'fastload[s3fs]'")
+    from fastload.store.s3fs import S3fsStore
+
+    return S3fsStore(url, options)
+
+
+def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
+    import fsspec
+
+    from fastload.store.fs import FsspecStore
+    from fastload.store.native import NATIVE_PROTOCOLS
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        known = sorted({"file", *NATIVE_PROTOCOLS, *fsspec.available_protocols()})
+        near = difflib.get_close_matches(protocol, known, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ArgumentError(f"url scheme {protocol!r} is unknown{hint}; known: {', '.join(known)}") from None
+    except ImportError as error:
+        raise ArgumentError(
+            f"url scheme {protocol!r} needs a package that is not installed: {error}"
+        ) from None
+    return FsspecStore(url, protocol, options)

@@ -1,0 +1,158 @@
+"""The one place where errors of obstore, fsspec, botocore and the system become fastload's.
+
+Foreign exceptions are not chained: their texts, and those of their own causes, may hold what a log must not
+(signed URLs, tokens). What they say is kept as the redacted first line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from fastload.errors import (
+    AccessDeniedError,
+    ArgumentError,
+    FastloadError,
+    NotFoundError,
+    ObjectChangedError,
+    StoreError,
+    StoreTimeoutError,
+)
+
+__all__ = ["Place", "public_url"]
+
+# Matched against a text from which URLs and the key are taken out: a key may be called "403".
+_DENIED = re.compile(
+    r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|"
+    r"TokenRefreshRequired|UnsupportedAlgorithm|MissingSecurityHeader|MissingAuthenticationToken|"
+    r"NoCredentials|Unable to locate credentials|Unauthenticated|PermissionDenied|"
+    r"Forbidden|CredentialRetrieval",
+    re.IGNORECASE,
+)
+# Where clients ask a cloud machine for its own credentials, when nothing else gave any.
+_METADATA = re.compile(
+    r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google|/latest/api/token|metadata/identity"
+)
+_CHANGED = re.compile(r"\b412\b|Precondition")
+_MISSING = re.compile(r"\b404\b|NoSuchKey|NoSuchBucket|Not ?Found", re.IGNORECASE)
+_REDIRECT = re.compile(r"\b301\b|redirect|AuthorizationHeaderMalformed|PermanentRedirect", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_UNREACHABLE = re.compile(
+    r"error sending request|connect error|dns|Could not connect|Connection ?refused|EndpointConnection|"
+    r"Cannot connect|Name or service|resolve",
+    re.IGNORECASE,
+)
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
+_USER = re.compile(r"://[^/\s@]+@")
+
+
+def public_url(url: str) -> str:
+    """`url` as messages may show it: without user information and without a query."""
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    user, _, server = host.rpartition("@")
+    if user and (":" in user or not scheme.startswith("abfs")):  # abfss://container@account holds no user
+        host = server
+    return f"{scheme}://{host}{slash}{path}".partition("?")[0]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an error message may say of a store.
+
+    Args:
+        url: without secrets.
+        bucket: bucket, container or base directory, as users call it.
+        endpoint: the server, or "" where there is none.
+        tried: where credentials were looked for, in words.
+        secrets: values that must not appear in any message.
+    """
+
+    url: str
+    bucket: str = ""
+    endpoint: str = ""
+    tried: str = ""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+
+    @contextmanager
+    def errors(self, stage: str, key: str | None = None) -> Iterator[None]:
+        """Turn what the block raises into a fastload error of this stage and key."""
+        try:
+            yield
+        except FastloadError as error:
+            if key is not None and error.key is None:
+                error.key = key
+            raise
+        except (Exception, asyncio.TimeoutError) as error:
+            translated = self.translate(error, stage, key)
+        else:
+            return
+        raise translated from None
+
+    def translate(self, error: BaseException, stage: str, key: str | None) -> FastloadError:
+        """Return the fastload error for a foreign one."""
+        names = [cls.__name__ for cls in type(error).__mro__]
+        said = self.redact(f"{error}".split("\n\nDebug source")[0] or names[0])
+        text = _URL.sub("", f"{names[0]}: {said}".replace(key or "\n", ""))
+        denied = "PermissionDeniedError" in names or "UnauthenticatedError" in names or _DENIED.search(text)
+        if "PreconditionError" in names or _CHANGED.search(text):
+            return ObjectChangedError(
+                "the object changed since it was listed; list the prefix again", stage=stage, key=key
+            )
+        if isinstance(error, PermissionError) or denied or _METADATA.search(said):
+            return self._denied(said, stage, key)
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) or _MISSING.search(text):
+            return self._missing(text, stage, key)
+        if isinstance(error, ModuleNotFoundError):
+            return ArgumentError(f"{self.url!r} needs a package that is not installed: {said}")
+        if isinstance(error, TypeError) and "unexpected keyword" in text:
+            return ArgumentError(f"storage option not known to the file system of {self.url!r}: {said}")
+        if _REDIRECT.search(text):
+            return StoreError(
+                f"{self.bucket} is in another region than the one asked: set region=... in storage_options "
+                f"(or AWS_REGION). The store said: {said}",
+                stage=stage,
+                key=key,
+            )
+        where = f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
+        if _UNREACHABLE.search(text) or (isinstance(error, OSError) and error.errno in (101, 111, 113)):
+            return StoreError(
+                f"no answer{where} for {self.url!r}: check the endpoint_url, its port, and the network. "
+                f"The client said: {said}",
+                stage=stage,
+                key=key,
+            )
+        if isinstance(error, (TimeoutError, asyncio.TimeoutError)) or _TIMEOUT.search(text):
+            return StoreTimeoutError(f"no progress{where} for {self.url!r}: {said}", stage=stage, key=key)
+        return StoreError(f"{self.url!r} failed{where}: {said}", stage=stage, key=key)
+
+    def redact(self, text: str) -> str:
+        """Return one bounded line of `text` without secrets and query strings."""
+        for secret in self.secrets:
+            text = text.replace(secret, "<secret>")
+        text = _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
+        return text if len(text) <= 400 else text[:400] + " ..."
+
+    def _denied(self, said: str, stage: str, key: str | None) -> AccessDeniedError:
+        tried = f" Credentials tried: {self.tried}." if self.tried else ""
+        return AccessDeniedError(
+            f"{self.url!r} refused access.{tried} The store said: {said}", stage=stage, key=key
+        )
+
+    def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
+        if key is not None and "NoSuchBucket" not in text:
+            return NotFoundError(
+                f"no such object in {self.url!r}; if it was listed, it was deleted since: list again",
+                stage=stage,
+                key=key,
+            )
+        return NotFoundError(
+            f"{self.bucket or self.url} does not exist: check the url {self.url!r}"
+            + (f" and the endpoint_url {self.endpoint!r}" if self.endpoint else ""),
+            stage=stage,
+            key=key,
+        )

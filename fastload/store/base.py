@@ -1,0 +1,185 @@
+"""What a store is: a prefix in some object store, with keys relative to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple, Union
+
+from fastload.errors import (
+    ArgumentError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+    StoreError,
+)
+
+__all__ = ["Buffer", "ObjectInfo", "Page", "Store", "native_client_used"]
+
+# What a read returns: `bytes`, or a client's own read-only buffer (no copy is made of it). Both have
+# `len()` and the buffer protocol. Python 3.10 has no name for the latter.
+Buffer = Union[bytes, memoryview, Any]  # noqa: UP007 - evaluated at run time on Python 3.10
+
+
+class ObjectInfo(NamedTuple):
+    """One listed object.
+
+    `key` is relative to the opened URL. `version` is the ETag without its quotes; where a store has none it
+    is "size-mtime", the latter in ns.
+    """
+
+    key: str
+    size: int
+    version: str
+
+
+Page = list[ObjectInfo]  # a name of its own, since `list` is a method below
+
+
+class Store(ABC):
+    """One opened URL. Starts no thread, client or connection before its first request, then one per process.
+
+    Attributes:
+        url: the URL as it was given, without user information and query.
+        identity: names the place (protocol, endpoint, bucket, prefix); equal for equal places, no secrets.
+
+    Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
+    `AccessDeniedError`, `ObjectChangedError`, `ShortReadError`, `StoreTimeoutError` or plain `StoreError`,
+    each naming the key. All methods may be called from several threads at once.
+    """
+
+    def __init__(self, url: str, identity: str) -> None:
+        self.url = url
+        self.identity = identity
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.url}>"
+
+    @property
+    @abstractmethod
+    def native(self) -> bool:
+        """Whether a request starts threads that would not survive a fork of this process."""
+
+    @abstractmethod
+    def list(self) -> Iterator[Page]:
+        """Yield the objects below the URL in pages, in no promised order, without directory markers.
+
+        Raises within 10 s what a first contact shows: no such bucket or directory, refused credentials, an
+        endpoint that does not answer. A prefix without objects yields nothing.
+        """
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectInfo:
+        """Return size and version of one object."""
+
+    @abstractmethod
+    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        """Return one object's bytes; with `version` only of that version, with `size` only that many."""
+
+    @abstractmethod
+    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
+        """Return the bytes [start, stop) of one object, all of which must exist."""
+
+    # The asynchronous forms. A store without an asynchronous client serves them from threads.
+
+    async def list_async(self) -> AsyncIterator[Page]:
+        """As `list`."""
+        pages = self.list()
+        while (page := await asyncio.to_thread(next, pages, None)) is not None:
+            yield page
+
+    async def head_async(self, key: str) -> ObjectInfo:
+        """As `head`."""
+        return await asyncio.to_thread(self.head, key)
+
+    async def read_async(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        """As `read`."""
+        return await asyncio.to_thread(self.read, key, version, size)
+
+    async def read_range_async(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
+        """As `read_range`."""
+        return await asyncio.to_thread(self.read_range, key, start, stop, version)
+
+
+class PerProcess:
+    """A client that is built on first use, and again in a process forked since."""
+
+    def __init__(self, build: Callable[[], Any]) -> None:
+        self._build = build
+        self._pid = 0
+        self._client: Any = None
+
+    def __call__(self) -> Any:
+        if self._pid != os.getpid():
+            # A client inherited through fork is kept alive on purpose: dropping it would make it talk to
+            # threads that exist in the parent only.
+            _inherited.append(self._client)
+            self._client, self._pid = self._build(), os.getpid()
+        return self._client
+
+
+_inherited: list[Any] = []
+_native_pid = 0
+_obstore_pid = 0
+
+
+def native_client_used() -> bool:
+    """Whether this very process (not its parent) has used a client that a fork would break."""
+    return _native_pid == os.getpid()
+
+
+def note_native_client(*, obstore: bool) -> None:
+    """Record that this process is about to use a native client.
+
+    Raises:
+        StoreError: it was forked from a process that had used obstore, whose threads it lacks. Every request
+            would hang for ever.
+    """
+    global _native_pid, _obstore_pid
+    pid = os.getpid()
+    if obstore:
+        if _obstore_pid not in (0, pid):
+            raise StoreError(
+                "this process was forked from one that had already used the object store's client, which "
+                "does not survive a fork; start it with the 'forkserver' or 'spawn' method instead"
+            )
+        _obstore_pid = pid
+    _native_pid = pid
+
+
+def check_version(key: str, found: str, wanted: str | None) -> None:
+    """Raise `ObjectChangedError` unless the version found is the one wanted (None: any)."""
+    if wanted is not None and found != wanted:
+        raise ObjectChangedError(
+            f"the object changed since it was listed (version {found!r}, listed as {wanted!r}); "
+            "list the prefix again",
+            key=key,
+        )
+
+
+def check_length(key: str, found: int, wanted: int | None) -> None:
+    """Raise `ShortReadError` for fewer bytes than wanted (None: any), `ObjectChangedError` for more."""
+    if wanted is None or found == wanted:
+        return
+    if found < wanted:
+        raise ShortReadError(f"the store sent {found:,} bytes where {wanted:,} were expected", key=key)
+    raise ObjectChangedError(f"the object has {found:,} bytes, listed were {wanted:,}; list again", key=key)
+
+
+def check_range(key: str, start: int, stop: int) -> None:
+    """Raise `ArgumentError` for a range that no object has."""
+    if not 0 <= start <= stop:
+        raise ArgumentError(f"range [{start}, {stop}) is not one: 0 <= start <= stop must hold", key=key)
+
+
+def check_key(key: str, *, why: str) -> None:
+    """Raise `NotFoundError` for a key that path rules would turn into another one.
+
+    These are keys with an empty, "." or ".." segment, which includes a slash at either end. `why` says what
+    refuses them and what to do.
+    """
+    segments = key.split("/")
+    if "" in segments or "." in segments or ".." in segments:
+        raise NotFoundError(f"this key cannot be read: {why}", key=key)

@@ -1,0 +1,118 @@
+"""Stores read by fsspec: `memory://`, and every other file system that fsspec knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fsspec
+
+from fastload.errors import NotFoundError
+from fastload.store._translate import Place, public_url
+from fastload.store.base import (
+    Buffer,
+    ObjectInfo,
+    Page,
+    PerProcess,
+    Store,
+    check_key,
+    check_length,
+    check_range,
+    check_version,
+    note_native_client,
+)
+from fastload.store.options import secret_values
+
+__all__ = ["FsspecStore"]
+
+_PAGE = 1000
+# What file systems call the version of an object, and its time where they have no version.
+_VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum")
+_TIME_FIELDS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+
+
+class FsspecStore(Store):
+    """A directory of an fsspec file system, by its synchronous calls.
+
+    fsspec has no conditional reads: the version is compared before and after the read. Asynchronous file
+    systems serve these calls from fsspec's own loop thread.
+    """
+
+    def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
+        self._url, self._protocol, self._options = url, protocol, dict(options)
+        cls = fsspec.get_filesystem_class(protocol)
+        self._arguments = {**cls._get_kwargs_from_urls(url), **options}
+        self._root = str(cls._strip_protocol(url)).rstrip("/")
+        self._asynchronous = bool(cls.async_impl)
+        shown = public_url(url)
+        self._place = Place(shown, f"directory {self._root!r}", secrets=secret_values(self._arguments))
+        super().__init__(shown, f"{protocol}|{self._arguments.get('host', '')}|{self._root}")
+        self._fs = PerProcess(self._build)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._url, self._protocol, self._options)
+
+    @property
+    def native(self) -> bool:
+        return self._asynchronous
+
+    def list(self) -> Iterator[Page]:
+        with self._place.errors("list"):
+            fs, root = self._fs(), self._root or "/"
+            if not fs.isdir(root):
+                raise NotFoundError(f"no directory {root!r}: check the url {self.url!r}", stage="list")
+            page: Page = []
+            for _, _, files in fs.walk(root, detail=True, on_error="raise"):
+                for details in files.values():
+                    page.append(_info(str(details["name"])[len(self._root) :].lstrip("/"), details))
+                if len(page) >= _PAGE:
+                    yield page
+                    page = []
+            if page:
+                yield page
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._place.errors("get", key):
+            return self._head(key, path)
+
+    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        return self._read(key, {}, version, size)
+
+    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
+        check_range(key, start, stop)
+        return self._read(key, {"start": start, "end": stop}, version, stop - start)
+
+    def _read(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
+        path = self._path(key)
+        with self._place.errors("get", key):
+            if version is not None:
+                check_version(key, self._head(key, path).version, version)
+            body: bytes = self._fs().cat_file(path, **span)
+            if version is not None:
+                check_version(key, self._head(key, path).version, version)
+            check_length(key, len(body), size)
+            return body
+
+    def _head(self, key: str, path: str) -> ObjectInfo:
+        fs = self._fs()
+        fs.invalidate_cache()  # a listing kept by the file system would answer with the old version
+        return _info(key, fs.info(path))
+
+    def _path(self, key: str) -> str:
+        check_key(key, why="keys are paths below the opened url, without '.' and '..' in them")
+        return f"{self._root}/{key}"
+
+    def _build(self) -> Any:
+        if self._asynchronous:
+            note_native_client(obstore=False)
+        return fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
+
+
+def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
+    size = int(details["size"] or 0)
+    for name in _VERSION_FIELDS:
+        if details.get(name):
+            return ObjectInfo(key, size, str(details[name]).strip('"'))
+    time = next((details[name] for name in _TIME_FIELDS if details.get(name) is not None), 0)
+    return ObjectInfo(key, size, f"{size}-{time.timestamp() if hasattr(time, 'timestamp') else time}")

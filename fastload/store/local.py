@@ -1,0 +1,121 @@
+"""Directories: `file://` URLs and plain paths, read by the system's own calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastload.errors import NotFoundError, ObjectChangedError
+from fastload.store._translate import Place
+from fastload.store.base import (
+    Buffer,
+    ObjectInfo,
+    Page,
+    Store,
+    check_key,
+    check_length,
+    check_range,
+    check_version,
+)
+
+__all__ = ["LocalStore"]
+
+_PAGE = 1000
+
+
+class LocalStore(Store):
+    """The files below a directory. Links are followed; a key never leads out of the directory by itself."""
+
+    native = False
+
+    def __init__(self, url: str, root: str) -> None:
+        self._root = os.path.abspath(root)  # noqa: PTH100 - no link must be resolved
+        self._place = Place(url=url, bucket=f"directory {self._root!r}")
+        super().__init__(url, f"file||{self._root}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalStore, (self.url, self._root)
+
+    def list(self) -> Iterator[Page]:
+        with self._place.errors("list"):
+            if not Path(self._root).exists():
+                raise NotFoundError(f"directory {self._root!r} does not exist; check the url", stage="list")
+            if not Path(self._root).is_dir():
+                raise NotFoundError(f"{self._root!r} is a file; give its directory", stage="list")
+            page: Page = []
+            for info in self._walk("", frozenset()):
+                page.append(info)
+                if len(page) == _PAGE:
+                    yield page
+                    page = []
+            if page:
+                yield page
+
+    def _walk(self, below: str, parents: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
+        """Files of one directory and those under it; `parents` ends the round trips of looping links."""
+        directory = os.path.join(self._root, below)  # noqa: PTH118 - `below` is "" for the root
+        status = os.stat(directory)  # noqa: PTH116
+        identity = (status.st_dev, status.st_ino)
+        if identity in parents:
+            return
+        with os.scandir(directory) as entries:
+            directories = []
+            for entry in entries:
+                key = f"{below}{entry.name}"
+                if entry.is_dir():
+                    directories.append(f"{key}/")
+                elif entry.is_file():
+                    yield _info(key, entry.stat())
+        for name in directories:
+            yield from self._walk(name, parents | {identity})
+
+    def head(self, key: str) -> ObjectInfo:
+        with self._place.errors("get", key):
+            return _info(key, os.stat(self._path(key)))  # noqa: PTH116
+
+    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
+            before = _info(key, os.fstat(file.fileno()))
+            check_version(key, before.version, version)
+            body = file.readall()
+            _check_unchanged(before, _info(key, os.fstat(file.fileno())))
+            check_length(key, len(body), before.size if size is None else size)
+            return body
+
+    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
+        check_range(key, start, stop)
+        with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
+            before = _info(key, os.fstat(file.fileno()))
+            check_version(key, before.version, version)
+            if stop > before.size:
+                raise NotFoundError(
+                    f"bytes [{start}, {stop}) reach past the file's end ({before.size:,})", key=key
+                )
+            body = _pread(file.fileno(), start, stop)
+            _check_unchanged(before, _info(key, os.fstat(file.fileno())))
+            check_length(key, len(body), stop - start)
+            return body
+
+    def _path(self, key: str) -> str:
+        check_key(key, why="keys are paths below the opened directory, without '.' and '..' in them")
+        return f"{self._root}/{key}"
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
+
+
+def _check_unchanged(before: ObjectInfo, after: ObjectInfo) -> None:
+    if before != after:
+        raise ObjectChangedError("the file changed while it was read; list again", key=before.key)
+
+
+def _pread(descriptor: int, start: int, stop: int) -> bytes:
+    """The bytes [start, stop), fewer only at the end of the file."""
+    parts = []
+    while start < stop and (part := os.pread(descriptor, stop - start, start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,336 @@
+"""Stores read by obstore's own calls: s3, gs, az and http(s).
+
+obstore's fsspec adapter is not used: it costs three times the CPU per object.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from fastload.errors import ArgumentError, NotFoundError
+from fastload.store import options as known_options
+from fastload.store._translate import Place, public_url
+from fastload.store.base import (
+    Buffer,
+    ObjectInfo,
+    Page,
+    PerProcess,
+    Store,
+    check_key,
+    check_length,
+    check_range,
+    check_version,
+    note_native_client,
+)
+
+if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta
+
+__all__ = ["NATIVE_PROTOCOLS", "NativeStore"]
+
+NATIVE_PROTOCOLS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "http": "http",
+    "https": "http",
+}
+_PAGE = 1000
+# A first contact must fail within 10 s: at most 4 s of attempts begin, each ends in 4 s.
+_CONTACT = {
+    "client": {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "4s"},
+    "retry": {"max_retries": 4, "retry_timeout": timedelta(seconds=4)},
+}
+# Reads outlast a server's bad minutes. A stalled body ends by lack of progress, not by its total time.
+_LASTING = {
+    "client": {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "10m"},
+    "retry": {"max_retries": 12, "retry_timeout": timedelta(minutes=3)},
+}
+_FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
+# A prefix that no object has; listing it answers at once where the real listing may take its time.
+_CONTACT_PREFIX = ".fastload-contact"
+
+
+class _Address(NamedTuple):
+    kind: str  # "s3", "gs", "az" or "http"
+    bucket: str  # bucket or container; for http the base URL
+    prefix: str  # without slashes at its ends
+    account: str  # az only, and only where the URL names it
+
+
+class _Clients(NamedTuple):
+    contact: Any
+    lasting: Any
+
+
+class NativeStore(Store):
+    """A prefix of a bucket, or an http(s) base URL, read by obstore.
+
+    obstore's paths have no empty, "." or ".." segments, no slash at the ends and no control characters. A
+    listing that meets such a key fails and names it; a read of one is refused. `client="s3fs"` takes them.
+    """
+
+    native = True
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url, self._options = url, dict(options)
+        self._address = _address(url)
+        self._connection = _connection(self._address, options)
+        kind, bucket, prefix, account = self._address
+        shown = public_url(url)
+        self._place = Place(
+            url=shown,
+            bucket=shown if kind == "http" else f"bucket {bucket!r}",
+            endpoint=self._connection.endpoint,
+            tried=self._connection.tried,
+            secrets=self._connection.secrets,
+        )
+        where = self._connection.endpoint or account
+        identity = public_url(bucket) if kind == "http" else f"{kind}|{where.rstrip('/')}|{bucket}|{prefix}"
+        super().__init__(shown, identity)
+        self._clients = PerProcess(self._build)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeStore, (self._url, self._options)
+
+    def list(self) -> Iterator[Page]:
+        import obstore
+
+        if self._address.kind == "http":
+            raise ArgumentError(
+                f"{self.url!r}: http servers have no listing; name the keys yourself, or open the bucket as s3://"
+            )
+        with self._place.errors("list"):
+            clients = self._clients()
+            for _ in obstore.list(clients.contact, _CONTACT_PREFIX):
+                pass
+            pages = iter(obstore.list(clients.lasting, chunk_size=_PAGE))
+        while True:
+            with self._place.errors("list"):
+                page = next(pages, None)
+                if page is None:
+                    return
+                infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page if m["path"]]
+                found = self._without_markers(infos)
+            yield found
+
+    def head(self, key: str) -> ObjectInfo:
+        import obstore
+
+        with self._errors(key):
+            meta = obstore.head(self._clients().contact, key)
+            return ObjectInfo(key, meta["size"], _version(meta))
+
+    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        import obstore
+
+        with self._errors(key):
+            result = obstore.get(self._clients().lasting, key, options=_conditions(version))
+            check_version(key, _version(result.meta), version)
+            body = result.bytes()
+            check_length(key, len(body), result.meta["size"] if size is None else size)
+            return body
+
+    async def read_async(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        import obstore
+
+        with self._errors(key):
+            result = await obstore.get_async(self._clients().lasting, key, options=_conditions(version))
+            check_version(key, _version(result.meta), version)
+            body = await result.bytes_async()
+            check_length(key, len(body), result.meta["size"] if size is None else size)
+            return body
+
+    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
+        import obstore
+
+        check_range(key, start, stop)
+        if start == stop:
+            return b""
+        with self._errors(key):
+            client = self._clients().lasting
+            try:
+                result = obstore.get(client, key, options=_conditions(version, (start, stop)))
+            except obstore.exceptions.GenericError as error:
+                if not _range_ignored(error):
+                    raise
+                result = obstore.get(client, key, options=_conditions(version))
+                return _cut(_up_to(iter(result), stop), key, start, stop, result, version)
+            return _cut(result.bytes(), key, start, stop, result, version)
+
+    async def read_range_async(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
+        import obstore
+
+        check_range(key, start, stop)
+        if start == stop:
+            return b""
+        with self._errors(key):
+            client = self._clients().lasting
+            try:
+                result = await obstore.get_async(client, key, options=_conditions(version, (start, stop)))
+            except obstore.exceptions.GenericError as error:
+                if not _range_ignored(error):
+                    raise
+                result = await obstore.get_async(client, key, options=_conditions(version))
+            return _cut(await result.bytes_async(), key, start, stop, result, version)
+
+    def _errors(self, key: str) -> Any:
+        why = "obstore would read another one for it. For s3:// pass client='s3fs', or rename it"
+        check_key(key, why=why)
+        return self._place.errors("get", key)
+
+    def _without_markers(self, page: Page) -> Page:
+        """Leave out directory markers: empty objects "name/", which obstore lists as "name".
+
+        Asking for "name" tells them from an empty object of that name, which is kept.
+        """
+        import obstore
+
+        empty = [info.key for info in page if info.size == 0]
+        if not empty:
+            return page
+
+        def exists(key: str) -> bool:
+            try:
+                obstore.head(self._clients().lasting, key)
+            except FileNotFoundError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(16) as pool:
+            markers = {key for key, found in zip(empty, pool.map(exists, empty), strict=True) if not found}
+        return [info for info in page if info.key not in markers]
+
+    def _build(self) -> _Clients:
+        note_native_client(obstore=True)
+        with self._place.errors("list"):
+            return _Clients(self._client(_CONTACT), self._client(_LASTING))
+
+    def _client(self, patience: Mapping[str, Any]) -> Any:
+        from obstore import store as stores
+
+        connection = self._connection
+        config: Any = connection.config
+        common: dict[str, Any] = {
+            "client_options": {**connection.client_options, **patience["client"]},
+            "retry_config": patience["retry"],
+        }
+        if self._address.kind == "http":
+            return stores.HTTPStore(self._url, **common)
+        if self._address.prefix:
+            common["prefix"] = self._address.prefix
+        if self._address.kind == "gs":
+            return stores.GCSStore(config=config, **common)
+        if self._address.kind == "az":
+            return stores.AzureStore(config=config, **common)
+        provider = _credential_provider(connection)
+        return stores.S3Store(config=config, credential_provider=provider, **common)
+
+
+def _address(url: str) -> _Address:
+    scheme, _, rest = url.partition("://")
+    kind = NATIVE_PROTOCOLS[scheme.lower()]
+    if kind == "http":
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ArgumentError(f"url {public_url(url)!r} names no host")
+        if parts.query or parts.fragment:
+            raise ArgumentError(
+                f"url {public_url(url)!r} is a base for keys: it takes no query and no fragment"
+            )
+        return _Address(kind, url, "", "")
+    bucket, _, prefix = rest.partition("/")
+    account = ""
+    if kind == "az" and "@" in bucket:
+        bucket, _, host = bucket.partition("@")
+        account = host.partition(".")[0]
+    if not bucket:
+        raise ArgumentError(f"url {url!r} names no bucket: write {scheme}://bucket/prefix")
+    prefix = prefix.strip("/")
+    if prefix:
+        check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may take it")
+    return _Address(kind, bucket, prefix, account)
+
+
+def _connection(address: _Address, options: Mapping[str, Any]) -> known_options.Connection:
+    if address.kind == "s3":
+        return known_options.s3(options, address.bucket)
+    if address.kind == "gs":
+        return known_options.gcs(options, address.bucket)
+    if address.kind == "az":
+        return known_options.azure(options, address.bucket, address.account)
+    return known_options.http(options, address.bucket)
+
+
+def _credential_provider(connection: known_options.Connection) -> Any:
+    """What obstore asks for credentials; None leaves it to its own chain of machine identities."""
+    if connection.credentials is not None:
+        fixed = connection.credentials
+        return lambda: fixed
+    if not connection.profile:
+        return None
+    try:
+        import boto3  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ModuleNotFoundError:
+        raise ArgumentError(
+            f"AWS profile {connection.profile!r} takes a role, SSO or a credential process, which boto3 "
+            "resolves: pip install boto3"
+        ) from None
+    return Boto3CredentialProvider(boto3.Session(profile_name=connection.profile))
+
+
+def _version(meta: ObjectMeta) -> str:
+    etag = meta["e_tag"]
+    if etag:
+        return etag.strip('"') if etag.startswith('"') else etag
+    return f"{meta['size']}-{int(meta['last_modified'].timestamp() * 1e9)}"
+
+
+def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
+    """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
+    conditions: dict[str, Any] = {}
+    if version is not None and not version.startswith("W/") and not _FALLBACK_VERSION.fullmatch(version):
+        conditions["if_match"] = f'"{version}"'
+    if span is not None:
+        conditions["range"] = span
+    return conditions
+
+
+def _range_ignored(error: Exception) -> bool:
+    """Whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
+    return "non-partial response" in str(error)
+
+
+def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
+    """The first `stop` bytes of a body, without reading on."""
+    parts, length = [], 0
+    for chunk in chunks:
+        parts.append(chunk)
+        length += len(chunk)
+        if length >= stop:
+            break
+    return b"".join(parts)
+
+
+def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
+    """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
+    check_version(key, _version(result.meta), version)
+    first = result.range[0]
+    if first < start:
+        body = memoryview(body)[start - first : stop - first]
+    if len(body) < stop - start and stop > result.meta["size"]:
+        raise NotFoundError(
+            f"bytes [{start}, {stop}) reach past the object's end ({result.meta['size']:,} bytes)", key=key
+        )
+    check_length(key, len(body), stop - start)
+    return body

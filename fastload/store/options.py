@@ -1,0 +1,302 @@
+"""`storage_options`: their names, the environment and the AWS profile, turned into a client's configuration.
+
+s3fs's names are the common ones (key, secret, token, anon, profile, endpoint_url, region, client_kwargs);
+obstore's own names pass through. This is the only module that reads the environment or a profile.
+"""
+
+from __future__ import annotations
+
+import configparser
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from fastload.errors import ArgumentError
+
+__all__ = ["Connection", "azure", "gcs", "http", "s3", "s3fs", "secret_values"]
+
+_S3_OWN = (
+    *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),
+    *("requester_pays", "use_ssl", "client"),
+)
+_S3_NATIVE = (
+    *("access_key_id", "secret_access_key", "session_token", "default_region", "endpoint"),
+    *("skip_signature", "request_payer", "virtual_hosted_style_request", "unsigned_payload"),
+    *("s3_express", "metadata_endpoint", "imdsv1_fallback", "role_arn", "role_session_name"),
+    *("web_identity_token_file", "sts_endpoint", "container_credentials_relative_uri"),
+    *("container_credentials_full_uri", "container_authorization_token_file", "server_side_encryption"),
+    *("sse_kms_key_id", "sse_bucket_key_enabled", "sse_customer_key_base64"),
+)
+_GCS_OWN = ("token", "anon", "endpoint_url")
+_GCS_NATIVE = (
+    *("service_account", "service_account_key", "base_url", "bearer_token", "application_credentials"),
+    *("skip_signature",),
+)
+_AZURE_OWN = ("sas_token", "anon", "endpoint_url")
+_AZURE_NATIVE = (
+    *("account_name", "account_key", "client_id", "client_secret", "credential_type", "tenant_id"),
+    *("authority_host", "sas_key", "token", "use_emulator", "endpoint", "msi_endpoint", "object_id"),
+    *("msi_resource_id", "federated_token_file", "use_azure_cli", "skip_signature"),
+)
+# Spellings of other clients. The value is the obstore name.
+_S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
+_SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
+
+
+class Connection(NamedTuple):
+    """What a client is built from.
+
+    Args:
+        config: obstore's configuration of the store class.
+        client_options: obstore's HTTP client options.
+        credentials: fixed credentials (S3 only), used instead of everything that obstore would look up.
+        profile: the AWS profile that boto3 must resolve (roles, SSO), or "".
+        endpoint: the server's URL, or "" for the provider's own.
+        tried: where credentials were looked for, in words, for error messages.
+        secrets: values to keep out of messages.
+    """
+
+    config: dict[str, Any]
+    client_options: dict[str, Any]
+    credentials: dict[str, Any] | None = None
+    profile: str = ""
+    endpoint: str = ""
+    tried: str = ""
+    secrets: tuple[str, ...] = ()
+
+
+def s3(options: Mapping[str, Any], bucket: str) -> Connection:
+    """Configuration for `s3://bucket`, by the order options, environment, profile, machine's own identity.
+
+    Raises:
+        ArgumentError: an unknown option, an endpoint_url without scheme, or a profile that does not exist.
+    """
+    given = _s3_options(options)
+    profile, tried_profile = _profile(given.pop("profile", None))
+    endpoint = given.pop("endpoint", None) or _environment(
+        "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
+    )
+    endpoint = endpoint or profile.get("endpoint_url", "")
+    region = given.pop("region", None) or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
+    anon = bool(given.pop("skip_signature", False))
+    credentials, tried = _s3_credentials(given, profile, tried_profile, named="profile" in options)
+    client_options = _client_options(endpoint, given.pop("client_kwargs", {}))
+    config = {**given, "bucket": bucket, "region": region or profile.get("region") or "us-east-1"}
+    if endpoint:
+        config["endpoint"] = (
+            _virtual_host(endpoint, bucket) if given.get("virtual_hosted_style_request") else endpoint
+        )
+    if anon:
+        config["skip_signature"] = True
+        credentials, tried = None, "none (anon=True)"
+    by_boto3 = "" if anon or credentials else profile.get("_needs_boto3", "")
+    secrets = secret_values({**options, **(credentials or {})})
+    return Connection(config, client_options, credentials, by_boto3, endpoint, tried, secrets)
+
+
+def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The arguments of `s3fs.S3FileSystem`, and the endpoint ("": Amazon's). s3fs reads the rest itself."""
+    arguments = {name: value for name, value in options.items() if name not in ("client", "region")}
+    nested = dict(arguments.get("client_kwargs", {}))
+    if options.get("region"):
+        nested.setdefault("region_name", options["region"])
+    if nested:
+        arguments["client_kwargs"] = nested
+    endpoint = arguments.get("endpoint_url") or nested.get("endpoint_url")
+    return arguments, endpoint or _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
+    """Configuration for `gs://bucket`: gcsfs's `token` (a file path or "anon"), or obstore's names."""
+    given = _known(options, "gs", _GCS_OWN, _GCS_NATIVE)
+    token = given.pop("token", None)
+    if given.pop("anon", False) or token == "anon":
+        given["skip_signature"] = True
+    elif isinstance(token, (str, os.PathLike)):
+        given["application_credentials"] = os.fspath(token)
+    elif token is not None:
+        raise ArgumentError("storage option token must be 'anon' or the path of a credentials file for gs://")
+    endpoint = given.pop("endpoint_url", None) or given.get("base_url", "")
+    if endpoint:
+        given["base_url"] = endpoint
+    tried = "options token, service_account, bearer_token; GOOGLE_APPLICATION_CREDENTIALS; machine identity"
+    return Connection(
+        {**given, "bucket": bucket},
+        _client_options(endpoint, {}),
+        endpoint=endpoint,
+        tried=tried,
+        secrets=secret_values(options),
+    )
+
+
+def azure(options: Mapping[str, Any], container: str, account: str) -> Connection:
+    """Configuration for `az://container` or `abfss://container@account...`: adlfs's names, or obstore's."""
+    given = _known(options, "az", _AZURE_OWN, _AZURE_NATIVE)
+    if given.pop("anon", False):
+        given["skip_signature"] = True
+    if "sas_token" in given:
+        given["sas_key"] = given.pop("sas_token")
+    if account:
+        given.setdefault("account_name", account)
+    endpoint = given.pop("endpoint_url", None) or given.get("endpoint", "")
+    if endpoint:
+        given["endpoint"] = endpoint
+    if not given.get("account_name") and not _environment("AZURE_STORAGE_ACCOUNT_NAME") and not endpoint:
+        raise ArgumentError(
+            "az:// needs an account: give account_name=..., set AZURE_STORAGE_ACCOUNT_NAME, or write "
+            "abfss://container@account.dfs.core.windows.net/prefix"
+        )
+    tried = "options account_key, sas_token, client_id; AZURE_STORAGE_*; the machine's own identity"
+    return Connection(
+        {**given, "container_name": container},
+        _client_options(endpoint, {}),
+        endpoint=endpoint,
+        tried=tried,
+        secrets=secret_values(options),
+    )
+
+
+def http(options: Mapping[str, Any], base: str) -> Connection:
+    """Configuration for an http(s) base URL; there are no options."""
+    _known(options, "http(s)", (), ())
+    parts = urlsplit(base)
+    secrets = tuple(part for part in (parts.password,) if part)
+    return Connection(
+        {}, _client_options(base, {}), endpoint=f"{parts.scheme}://{parts.hostname}", secrets=secrets
+    )
+
+
+def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values of `options` that no message may show."""
+    return tuple(
+        value
+        for name, value in options.items()
+        if isinstance(value, str) and len(value) > 3 and any(word in name for word in _SECRET_WORDS)
+    )
+
+
+def _known(
+    options: Mapping[str, Any], scheme: str, own: tuple[str, ...], native: tuple[str, ...]
+) -> dict[str, Any]:
+    for name in options:
+        if name not in own and name not in native:
+            near = difflib.get_close_matches(name, own + native, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            known = ", ".join(own) or "none"
+            raise ArgumentError(
+                f"unknown storage option {name!r}{hint} for {scheme}://. Known: {known}; and obstore's names"
+            )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _s3_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """s3fs's names and nesting, flattened to obstore's."""
+    given = _known(options, "s3", _S3_OWN, _S3_NATIVE)
+    nested = dict(given.pop("client_kwargs", {}))
+    for outer, inner in (("endpoint_url", "endpoint_url"), ("region", "region_name")):
+        value = nested.pop(inner, None)
+        if value is not None:
+            given.setdefault(outer, value)
+    if set(nested) - {"verify"}:
+        raise ArgumentError(
+            f"client_kwargs {sorted(set(nested) - {'verify'})} are boto's: known here are endpoint_url, "
+            "region_name and verify; or pass client='s3fs', which takes them all"
+        )
+    given.pop("client", None)
+    if given.pop("use_ssl", True) is False and not given.get("endpoint_url"):
+        raise ArgumentError("use_ssl=False needs an endpoint_url that begins with http://")
+    if given.pop("requester_pays", False):
+        given["request_payer"] = True
+    if given.pop("anon", False):
+        given["skip_signature"] = True
+    for other, name in _S3_NAMES.items():
+        if other in given:
+            given[name] = given.pop(other)
+    if "endpoint_url" in given:
+        given["endpoint"] = given.pop("endpoint_url")
+    if "default_region" in given:
+        given.setdefault("region", given.pop("default_region"))
+    return {**given, "client_kwargs": nested}
+
+
+def _s3_credentials(
+    given: dict[str, Any], profile: dict[str, str], tried_profile: str, *, named: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """The first complete set of fixed credentials, which never mixes parts of two sources.
+
+    obstore would complete a given key with a session token of the environment, and knows no profiles.
+    """
+    key, secret = given.pop("access_key_id", None), given.pop("secret_access_key", None)
+    token = given.pop("session_token", None)
+    if (key is None) != (secret is None):
+        raise ArgumentError("storage options key and secret belong together: one of them is missing")
+    tried = "options key and secret"
+    if key is None and not named:
+        tried += "; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        key, secret = _environment("AWS_ACCESS_KEY_ID"), _environment("AWS_SECRET_ACCESS_KEY")
+        token = _environment("AWS_SESSION_TOKEN") or None
+    if not key or not secret:
+        tried += f"; {tried_profile}"
+        key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
+        token = profile.get("aws_session_token")
+    if not key or not secret:
+        return None, tried + "; web identity, container and machine roles; for a public bucket give anon=True"
+    found = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    return found, tried.rsplit("; ", 1)[-1]
+
+
+def _profile(name: str | None) -> tuple[dict[str, str], str]:
+    """The settings of an AWS profile, and its name and files in words.
+
+    A profile that boto3 must resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
+    """
+    chosen = name or _environment("AWS_PROFILE") or "default"
+    files = [
+        Path(_environment("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser(),
+        Path(_environment("AWS_CONFIG_FILE") or "~/.aws/config").expanduser(),
+    ]
+    settings: dict[str, str] = {}
+    for file in reversed(files):
+        parser = configparser.RawConfigParser()
+        try:
+            parser.read(file, encoding="utf-8")
+        except (OSError, configparser.Error, UnicodeDecodeError):
+            raise ArgumentError(
+                f"the AWS profile file {str(file)!r} cannot be read; mend or remove it"
+            ) from None
+        for section in (chosen, f"profile {chosen}"):
+            if parser.has_section(section):
+                settings.update(parser.items(section))
+    words = f"profile {chosen!r} in {files[0]} and {files[1]}"
+    if not settings and chosen != "default":
+        raise ArgumentError(f"no AWS profile {chosen!r}: looked in {files[0]} and {files[1]}")
+    if any(name in settings for name in ("role_arn", "sso_session", "sso_start_url", "credential_process")):
+        settings["_needs_boto3"] = chosen
+    return settings, words
+
+
+def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
+    if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
+        raise ArgumentError(f"endpoint_url {endpoint!r} has no scheme: write http://... or https://...")
+    result: dict[str, Any] = {}
+    if endpoint.startswith("http://"):
+        result["allow_http"] = True
+    verify = nested.get("verify", True)
+    if verify is False:
+        result["allow_invalid_certificates"] = True
+    elif verify is not True:
+        result["root_certificate"] = Path(verify).read_bytes()
+    return result
+
+
+def _virtual_host(endpoint: str, bucket: str) -> str:
+    """The endpoint with the bucket in front of its host name, as obstore wants it for that style."""
+    scheme, _, rest = endpoint.partition("://")
+    return endpoint if rest.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{rest}"
+
+
+def _environment(*names: str) -> str:
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
