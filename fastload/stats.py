@@ -14,6 +14,7 @@ cheap, and TensorBoard or Prometheus can take it as it is. The stages and their 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,10 +27,12 @@ class Counters:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
+        self._lock = threading.Lock()  # threads of one process add to the same set
 
     def add(self, name: str, value: float = 1) -> None:
         """Add `value` to counter `name` ("stage.counter")."""
-        self._values[name] = self._values.get(name, 0) + value
+        with self._lock:
+            self._values[name] = self._values.get(name, 0) + value
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -47,7 +50,8 @@ class Counters:
 
     def drain(self) -> dict[str, float]:
         """Return the values and start again from nothing."""
-        values, self._values = self._values, {}
+        with self._lock:
+            values, self._values = self._values, {}
         return values
 
     def __getitem__(self, name: str) -> float:
