@@ -1,15 +1,15 @@
 """Index batch in, collated batch out: reads the samples, applies `on_error`, collates into a slot.
 
-A dataset needs no more than torch asks for. One that offers the methods of `RowDataset` as well is read ahead and
-written straight into the batch: no sample objects, no stacking.
+A dataset needs no more than torch asks for. A `RowDataset` is read ahead and written straight into the batch: no
+sample objects, no stacking.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,44 +17,12 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.rows import Allocate, Failures, RowDataset, Todo, as_rows
 from fastload.stats import Counters
 
-__all__ = ["Allocate", "BatchMaker", "RowDataset", "collate_into"]
-
-Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-# Rows still to be filled: (row of the batch, index of the sample).
-Todo = list[tuple[int, int]]
-Failures = list[tuple[int, Exception]]
+__all__ = ["BatchMaker", "collate_into"]
 
 _REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
-
-
-@runtime_checkable
-class RowDataset(Protocol):
-    """What a map-style dataset offers beside `__getitem__` to be filled row by row."""
-
-    counters: Counters
-
-    def prefetch(self, indices: Iterable[int]) -> None:
-        """Start reading these samples; they will be asked for in this order. Does not block."""
-
-    def cancel(self, indices: Iterable[int]) -> None:
-        """These prefetched samples will not be asked for."""
-
-    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        """An empty collated batch of `n` rows, or None where this dataset has to be read sample by sample."""
-
-    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
-        """Write the samples into their rows; the rows of the failures returned are undefined."""
-
-    def sample(self, batch: Any, row: int) -> Any:
-        """The sample in a row, as `__getitem__` would return it."""
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        """Make row `target` equal to row `source`."""
-
-    def close(self) -> None:
-        """Write out what is queued and let go of threads and files of this process."""
 
 
 def collate_into(allocate: Allocate) -> None:
@@ -97,7 +65,7 @@ class BatchMaker:
         allocate: Allocate,
     ) -> None:
         self._dataset = dataset
-        self._rows = dataset if isinstance(dataset, RowDataset) else None
+        self._rows = as_rows(dataset)
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._on_error = on_error
@@ -115,6 +83,11 @@ class BatchMaker:
         """Start reading an index batch that will be asked for after those announced before."""
         if self._rows is not None:
             self._rows.prefetch(index if self._auto_collation else [index])
+
+    def cancel(self, index: Any) -> None:
+        """An index batch that was announced will not be asked for."""
+        if self._rows is not None:
+            self._rows.cancel(index if self._auto_collation else [index])
 
     def __call__(self, index: Any) -> Any:
         """The collated batch of `index`.
@@ -152,7 +125,7 @@ class BatchMaker:
             return many(indices)  # type: ignore[no-any-return]
         samples: list[Any] = [None] * len(indices)
 
-        def fill(todo: list[tuple[int, Any]]) -> Failures:
+        def fill(todo: Todo) -> Failures:
             failures: Failures = []
             for row, index in todo:
                 try:

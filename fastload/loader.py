@@ -21,8 +21,9 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
-from fastload.collate import BatchMaker, RowDataset
+from fastload.collate import BatchMaker
 from fastload.errors import ArgumentError
+from fastload.rows import as_rows
 from fastload.stats import Counters, verdict
 from fastload.workers import Result, WorkerPool, WorkerSetup
 
@@ -150,7 +151,7 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 allocate=lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype),
             )
             self._maker.start_epoch(*loader._start_epoch(self._base_seed))
-            if isinstance(self._dataset, RowDataset):
+            if as_rows(self._dataset) is not None:
                 self._ahead = _batches_ahead(loader, 2)
 
     def _next_index(self) -> Any:
@@ -194,7 +195,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._loader = loader
         self._in_order = loader.in_order
         assert loader.prefetch_factor is not None
-        readable = isinstance(self._dataset, RowDataset)
+        readable = as_rows(self._dataset) is not None
         self._ahead = _batches_ahead(loader, loader.prefetch_factor) if readable else loader.prefetch_factor
         self._sent = 0  # sequence number of the next index batch
         self._arrived: dict[int, tuple[int, Result, list[int]]] = {}
@@ -324,11 +325,8 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
 def _batches_ahead(loader: DataLoader[Any], least: int) -> int:
     """How many index batches a worker is told of in advance, where the dataset can read ahead."""
-    try:
-        size = loader.batch_size or len(next(iter(loader.batch_sampler or [[0]])))
-    except (TypeError, StopIteration):
-        size = 1
-    return max(least, -(-_READ_AHEAD // max(1, size)))
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+    return max(least, -(-_READ_AHEAD // size))
 
 
 def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fastload.cache import Cache
-from fastload.collate import Allocate
 from fastload.datasets.objects import ObjectDataset
 from fastload.images.decode import decode_pil
+from fastload.rows import Allocate
 
 __all__ = ["ImageFolder"]
 

@@ -11,12 +11,12 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
-from fastload.collate import Allocate, Failures, Todo
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
 from fastload.manifest import Manifest
+from fastload.rows import Allocate, Failures, Todo
 from fastload.stats import Counters
 from fastload.store import open_store
 

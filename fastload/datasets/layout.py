@@ -1,0 +1,205 @@
+"""Samples as bytes, without pickle: what the cache keeps of a sample that is more than an object's bytes.
+
+A value is one tag byte and its content; integers are little-endian. Arrays are padded to 64 bytes from the start of
+the record, so that they can be used where they lie.
+
+    N T F            None, True, False
+    i  int64         int            I  u32 text     int beyond 64 bits, in decimal
+    d  float64       float          s  u32 utf-8    str           b  u64 bytes   bytes
+    l t m  u32 n ..  list, tuple, dict (key, value, ...)
+    a  dtype, shape, data           numpy array     g  same, scalar   numpy scalar     x  same   torch tensor
+
+Loading is bounded by the record: a length that points outside of it is an error, and nothing is executed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastload.errors import ArgumentError, DecodeError
+
+__all__ = ["dump", "load"]
+
+_ALIGN = 64
+_MAX_DEPTH = 64
+
+
+def dump(sample: Any) -> bytes:
+    """The sample as one record.
+
+    Raises:
+        ArgumentError: it contains something else than None, bool, int, float, str, bytes, numpy arrays, torch
+            tensors, and lists, tuples and dicts of these; the message says what and where.
+    """
+    out = bytearray()
+    _write(out, sample, "sample", 0)
+    return bytes(out)
+
+
+def load(record: Any) -> Any:
+    """The sample of a record. Arrays and tensors are views of the record where its memory is writable.
+
+    Raises:
+        DecodeError: the record is not one that `dump` made.
+    """
+    memory = np.frombuffer(record, np.uint8)
+    try:
+        value, end = _read(memory, 0, 0)
+    except (struct.error, IndexError, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise DecodeError(f"not a cached sample: {error}") from error
+    if end != memory.nbytes:
+        raise DecodeError(f"not a cached sample: {memory.nbytes - end} bytes after its end")
+    return value
+
+
+def _write(out: bytearray, value: Any, path: str, depth: int) -> None:
+    write = _WRITERS.get(type(value))
+    if isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):
+        write = _write_scalar
+    if write is None or depth > _MAX_DEPTH:
+        raise ArgumentError(
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which the cache cannot keep: let the "
+            "dataset return None, bool, int, float, str, bytes, numpy arrays, torch tensors, or lists, tuples and "
+            "dicts of these"
+        )
+    write(out, value, path, depth)
+
+
+def _write_int(out: bytearray, value: int, path: str, depth: int) -> None:
+    if -(2**63) <= value < 2**63:
+        out += struct.pack("<cq", b"i", value)
+    else:
+        text = str(value).encode()
+        out += struct.pack("<cI", b"I", len(text)) + text
+
+
+def _write_text(out: bytearray, value: str, path: str, depth: int) -> None:
+    data = value.encode()
+    out += struct.pack("<cI", b"s", len(data)) + data
+
+
+def _write_sequence(out: bytearray, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> None:
+    out += struct.pack("<cI", b"l" if type(value) is list else b"t", len(value))
+    for position, item in enumerate(value):
+        _write(out, item, f"{path}[{position}]", depth + 1)
+
+
+def _write_dict(out: bytearray, value: dict[Any, Any], path: str, depth: int) -> None:
+    out += struct.pack("<cI", b"m", len(value))
+    for key, item in value.items():
+        _write(out, key, f"a key of {path}", depth + 1)
+        _write(out, item, f"{path}[{key!r}]", depth + 1)
+
+
+def _write_array(out: bytearray, value: np.ndarray[Any, Any], path: str, depth: int, tag: bytes = b"a") -> None:
+    if value.dtype.hasobject or value.dtype.kind == "V":
+        raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which the cache cannot keep without pickle")
+    _write_block(out, tag, value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+
+
+def _write_scalar(out: bytearray, value: np.generic, path: str, depth: int) -> None:
+    _write_array(out, np.asarray(value), path, depth, b"g")
+
+
+def _write_tensor(out: bytearray, value: torch.Tensor, path: str, depth: int) -> None:
+    if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized or value.requires_grad:
+        raise ArgumentError(
+            f"{path} is a {value.layout} tensor on {value.device} (requires_grad={value.requires_grad}): the cache "
+            "keeps plain CPU tensors; convert it in the dataset"
+        )
+    name = str(value.dtype).removeprefix("torch.")
+    flat = value.contiguous().reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+    _write_block(out, b"x", name, tuple(value.shape), flat.numpy().data)
+
+
+def _write_block(out: bytearray, tag: bytes, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+    name = dtype.encode()
+    out += struct.pack(f"<cBB{len(name)}s{len(shape)}Q", tag, len(name), len(shape), name, *shape)
+    out += b"\0" * (-len(out) % _ALIGN)
+    out += data.cast("B") if data.nbytes else b""
+
+
+_Writer = Callable[[bytearray, Any, str, int], None]
+_WRITERS: dict[type, _Writer] = {
+    type(None): lambda out, value, path, depth: out.extend(b"N"),
+    bool: lambda out, value, path, depth: out.extend(b"T" if value else b"F"),
+    int: _write_int,
+    float: lambda out, value, path, depth: out.extend(struct.pack("<cd", b"d", value)),
+    str: _write_text,
+    bytes: lambda out, value, path, depth: out.extend(struct.pack("<cQ", b"b", len(value)) + value),
+    list: _write_sequence,
+    tuple: _write_sequence,
+    dict: _write_dict,
+    np.ndarray: _write_array,
+    torch.Tensor: _write_tensor,
+}
+
+
+def _read(memory: np.ndarray[Any, Any], at: int, depth: int) -> tuple[Any, int]:
+    tag, at = chr(memory[at]), at + 1
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+    if tag in "NTF":
+        return {"N": None, "T": True, "F": False}[tag], at
+    if tag in "id":
+        return struct.unpack_from("<q" if tag == "i" else "<d", memory, at)[0], at + 8
+    if tag in "Isb":
+        return _read_bytes(memory, at, tag)
+    if tag in "ltm":
+        return _read_container(memory, at, tag, depth)
+    if tag in "agx":
+        return _read_block(memory, at, tag)
+    raise ValueError(f"unknown tag {tag!r} at byte {at - 1}")
+
+
+def _read_bytes(memory: np.ndarray[Any, Any], at: int, tag: str) -> tuple[Any, int]:
+    size = struct.unpack_from("<Q" if tag == "b" else "<I", memory, at)[0]
+    at += 8 if tag == "b" else 4
+    if size > memory.nbytes - at:
+        raise ValueError(f"{size} bytes at byte {at} of {memory.nbytes}")
+    data = memory[at : at + size].tobytes()
+    value: Any = data
+    if tag != "b":
+        value = data.decode() if tag == "s" else int(data)
+    return value, at + size
+
+
+def _read_container(memory: np.ndarray[Any, Any], at: int, tag: str, depth: int) -> tuple[Any, int]:
+    (count,) = struct.unpack_from("<I", memory, at)
+    at += 4
+    items = []
+    for _ in range(count * (2 if tag == "m" else 1)):
+        item, at = _read(memory, at, depth + 1)
+        items.append(item)
+    if tag == "m":
+        return dict(zip(items[::2], items[1::2], strict=True)), at
+    return (items if tag == "l" else tuple(items)), at
+
+
+def _read_block(memory: np.ndarray[Any, Any], at: int, tag: str) -> tuple[Any, int]:
+    name_size, ndim = int(memory[at]), int(memory[at + 1])
+    name = memory[at + 2 : at + 2 + name_size].tobytes().decode()
+    at += 2 + name_size
+    shape = struct.unpack_from(f"<{ndim}Q", memory, at)
+    at = -(-(at + 8 * ndim) // _ALIGN) * _ALIGN
+    dtype: Any = getattr(torch, name) if tag == "x" else np.dtype(name)
+    if not isinstance(dtype, torch.dtype if tag == "x" else np.dtype) or getattr(dtype, "hasobject", False):
+        raise ValueError(f"dtype {name!r}")
+    size = math.prod(shape) * dtype.itemsize
+    if size > memory.nbytes - at:
+        raise ValueError(f"an array of {size} bytes at byte {at} of {memory.nbytes}")
+    data = memory[at : at + size]
+    if not data.flags.writeable or (data.ctypes.data % max(1, dtype.itemsize)):
+        data = data.copy()
+    if tag == "x":
+        if not size:
+            return torch.empty(shape, dtype=dtype), at
+        return torch.from_numpy(data).view(dtype).reshape(shape), at + size
+    array = data.view(dtype).reshape(shape)
+    return (array if tag == "a" else array[()]), at + size
