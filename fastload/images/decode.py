@@ -106,7 +106,7 @@ def decode_resized(
     item = (0, source, 0.0, 0.0, float(width), float(height), False)
     for _, reason in native.active().crop_resize(out, [item], True, True, max_pixels, strict):
         raise DecodeError(reason)
-    return out[0]
+    return out.reshape(out.shape[1:])
 
 
 def shrink(

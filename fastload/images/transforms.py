@@ -167,8 +167,8 @@ class RandomResizedCrop(Crop):
     """A random part of the image, resized to `size` and randomly flipped; torchvision's law.
 
     Up to 10 times: an area of U(scale) of the image's, with an aspect ratio whose logarithm is uniform
-    between log(ratio[0]) and log(ratio[1]); the first that fits is placed uniformly. If none fits: the largest
-    centred box whose ratio is within bounds.
+    between log(ratio[0]) and log(ratio[1]); the first that fits is placed uniformly. If none fits: the
+    largest centred box whose ratio is within bounds.
 
     Args:
         size: of the result; an int means a square, a pair is (height, width).
