@@ -1,0 +1,14 @@
+"""The cache on local disk: an LMDB index over append-only segments of self-verifying records.
+
+    Cache.write ─▶ writer thread ─▶ segment (append) ─▶ index (LMDB)
+    Cache.read  ◀─ verify ◀─ pread ◀─ segment ◀─ entry ◀─ index
+
+`record` is the layout of one record, `segment` the files of records, `index` the way from key to record, `writer` the
+thread that fills, `directory` what a process has open, `audit` the check of all of it, `cache` the class to use.
+"""
+
+from fastload.cache.audit import Report
+from fastload.cache.cache import Cache
+from fastload.cache.record import Entry
+
+__all__ = ["Cache", "Entry", "Report"]

@@ -1,0 +1,169 @@
+"""Check, describe and clear a cache directory as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+from collections.abc import Callable
+from typing import Any
+
+from fastload.cache.directory import FOLDER, MARKER, Directory
+from fastload.cache.record import CorruptRecordError, Entry, record_size
+from fastload.errors import CacheError
+
+__all__ = ["Report", "check", "clear", "info"]
+
+_INDEX_FILES = {"data.mdb", "lock.mdb"}
+_ROOT_FILES = {MARKER, f"{MARKER}.tmp", "lock", "index", "segments"}
+
+
+@dataclasses.dataclass
+class Report:
+    """What `Cache.check` found."""
+
+    entries: int = 0
+    """Entries whose record was read and verified."""
+    bytes: int = 0
+    """Their bytes on disk."""
+    bad_entries: int = 0
+    """Entries whose record is missing or wrong. They cost a miss each, never wrong bytes."""
+    orphaned_bytes: int = 0
+    """Bytes in segments that no entry points to: what a killed process left. Not an error."""
+    foreign_files: list[str] = dataclasses.field(default_factory=list)
+    """Files in the cache's folders that fastload did not write, relative to the cache's path. Never touched."""
+    dropped_entries: int = 0
+    """With `fix`: bad entries removed."""
+    recovered_entries: int = 0
+    """With `fix`: sound records put back into the index."""
+    freed_bytes: int = 0
+    """With `fix`: bytes of deleted segments."""
+
+    @property
+    def ok(self) -> bool:
+        """No bad entry is left."""
+        return self.bad_entries == self.dropped_entries
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields and `ok`, for JSON."""
+        return dataclasses.asdict(self) | {"ok": self.ok}
+
+
+def info(directory: Directory) -> dict[str, Any]:
+    names = directory.segment_names()
+    return {
+        "exists": True,
+        "entries": directory.index.count(),
+        "bytes": sum(_sizes(directory, names).values()),
+        "index_bytes": (directory.path / "index" / "data.mdb").stat().st_size,
+        "segments": len(names),
+    }
+
+
+def check(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:
+    if fix and directory.readonly:
+        raise CacheError(f"cache {directory.path.parent} is read-only: check without fix")
+    report = Report(foreign_files=_foreign(directory))
+    bad = _verify_entries(directory, report, progress)
+    on_disk = sum(_sizes(directory, directory.segment_names()).values())
+    if fix:
+        report.dropped_entries = report.bad_entries - len(bad) + directory.index.drop(bad)
+        _recover(directory, report)
+        _delete_useless(directory, report)
+    report.orphaned_bytes = max(0, on_disk - report.bytes - report.freed_bytes)
+    return report
+
+
+def _verify_entries(
+    directory: Directory, report: Report, progress: Callable[[int, int], None] | None
+) -> list[tuple[bytes, bytes]]:
+    """Verify all entries in the order they lie on disk; returns the bad ones as (key, packed entry)."""
+    bad = []
+    items = directory.index.items()
+    items.sort(key=_place)
+    for done, (key, value) in enumerate(items):
+        try:
+            entry = Entry.unpack(value)
+            directory.read(key, entry)
+        except (CorruptRecordError, OSError):
+            report.bad_entries += 1
+            bad.append((key, value))
+        else:
+            report.entries += 1
+            report.bytes += record_size(entry.length)
+        if progress is not None and (done % 64 == 0 or done + 1 == len(items)):
+            progress(done + 1, len(items))
+    return bad
+
+
+def _place(item: tuple[bytes, bytes]) -> tuple[int, int]:
+    try:
+        return Entry.unpack(item[1])[:2]
+    except CorruptRecordError:
+        return (0, 0)
+
+
+def _recover(directory: Directory, report: Report) -> None:
+    for number, reader, key, entry in directory.unindexed():
+        try:
+            reader.read(key, entry)
+        except (CorruptRecordError, OSError):
+            continue
+        report.recovered_entries += directory.index.publish(number, [(key, entry)])
+        report.bytes += record_size(entry.length)
+    report.entries += report.recovered_entries
+
+
+def _delete_useless(directory: Directory, report: Report) -> None:
+    """Delete segments that no entry points to and no living process writes."""
+    used = set()
+    for _, value in directory.index.items():
+        with contextlib.suppress(CorruptRecordError):
+            used.add(Entry.unpack(value).segment)
+    for number, name in directory.index.segments().items():
+        if number in used:
+            continue
+        with contextlib.suppress(OSError):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory.segments_fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                size = os.fstat(fd).st_size
+                if name in directory.segment_names():
+                    directory.index.remove_segments([number], size)
+                    os.unlink(name, dir_fd=directory.segments_fd)
+                    report.freed_bytes += size
+            finally:
+                os.close(fd)
+
+
+def clear(directory: Directory) -> int:
+    if directory.readonly:
+        raise CacheError(f"cache {directory.path.parent} is read-only and cannot be cleared")
+    names = directory.segment_names()
+    directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
+    directory.files.clear()
+    freed = 0
+    for name, size in _sizes(directory, names).items():
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory.segments_fd)
+            freed += size
+    return freed
+
+
+def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
+    sizes = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            sizes[name] = os.stat(name, dir_fd=directory.segments_fd, follow_symlinks=False).st_size
+    return sizes
+
+
+def _foreign(directory: Directory) -> list[str]:
+    parent, root = directory.path.parent, directory.path
+    found = [path for path in parent.iterdir() if path.name != FOLDER]
+    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES]
+    found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
+    ours = set(directory.segment_names())
+    found += [path for path in (root / "segments").iterdir() if path.name not in ours]
+    return sorted(str(path.relative_to(parent)) for path in found)

@@ -1,0 +1,383 @@
+"""`Cache`: what the rest of fastload, and its users, know of the cache."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lmdb
+
+from fastload.cache import audit
+from fastload.cache.audit import Report
+from fastload.cache.directory import DAMAGED, FOLDER, Directory, acquire, refuse_unsafe, release
+from fastload.cache.record import (
+    FORMAT,
+    KEY_SIZE,
+    MAX_PAYLOAD,
+    CorruptRecordError,
+    Entry,
+    checksum,
+    record_size,
+)
+from fastload.cache.writer import Item
+from fastload.errors import ArgumentError, CacheError
+from fastload.stats import Counters
+
+__all__ = ["Cache"]
+
+Mode = Literal["raw", "shrunk", "decoded"]
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE | re.ASCII)
+
+# This process is short of something; the entry is not to blame.
+_TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+class Cache:
+    """A cache directory on local disk, shared by any number of processes.
+
+    Fills, then stops: nothing is evicted. Every read is verified; a record that is not exactly what was written
+    is a miss. Whatever goes wrong with the directory, `lookup`, `read` and `write` raise nothing: the cache passes
+    through, warns once (RuntimeWarning) and counts "cache.failures".
+
+    The object opens its directory on first use in each process, and pickles as its arguments. Threads may share it.
+
+    Args:
+        path: directory, made if absent, for this user only. On a local disk: network file systems do not do.
+        mode: what is kept: "raw" the object's bytes, "shrunk" a smaller JPEG, "decoded" pixels (uint8, HWC).
+        size_limit: bytes on disk over all processes that use the directory with this limit, as int or as text
+            such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays free). The
+            index comes on top, about 100 bytes an object.
+        short_side: "shrunk" and "decoded": pixels of the shorter side.
+        quality: "shrunk": JPEG quality, 1 to 100.
+
+    Raises:
+        ArgumentError: an argument that cannot work.
+        CacheError: `path` is a file, belongs to another user, or is writable for everybody.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: Mode = "raw",
+        *,
+        size_limit: int | str | None = None,
+        short_side: int = 256,
+        quality: int = 90,
+    ) -> None:
+        self.path = _absolute(path)
+        if mode not in get_args(Mode):
+            raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
+        self.mode: Mode = mode
+        self.size_limit = None if size_limit is None else _parse_size(size_limit)
+        self.short_side = _checked_int("short_side", short_side, 65535)
+        self.quality = _checked_int("quality", quality, 100)
+        try:
+            refuse_unsafe(self.path, os.stat(self.path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if isinstance(error, CacheError):
+                raise
+            raise CacheError(f"path={self.path!r} cannot be used: {error.strerror}") from None
+        self._reset()
+
+    def _reset(self) -> None:
+        """The state that belongs to one process."""
+        self._pid = 0
+        self._opened: Directory | None = None
+        self._warned = False
+        self._writer_failed = False
+        self._counters = Counters()
+        parts = {"raw": (), "shrunk": (self.short_side, self.quality), "decoded": (self.short_side,)}[
+            self.mode
+        ]
+        self._hash = hashlib.blake2b(
+            repr((self.mode, *parts)).encode(), digest_size=KEY_SIZE, person=b"fastload"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def __repr__(self) -> str:
+        limit = "" if self.size_limit is None else f", size_limit={self.size_limit}"
+        return f"Cache({self.path!r}, {self.mode!r}{limit})"
+
+    def key(self, *parts: str | bytes) -> bytes:
+        """A 16-byte digest of the parts (in order, boundaries kept), the mode and the mode's parameters.
+
+        What tells two payloads apart must be among the parts: the store's identity, the object's key and version,
+        the decoder's name and version.
+        """
+        digest = self._hash.copy()
+        for part in parts:
+            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+            digest.update(b"%d:" % len(data))
+            digest.update(data)
+        return digest.digest()
+
+    @property
+    def counters(self) -> Counters:
+        """Counters of this process, "cache.*" as in `fastload.stats`."""
+        if self._pid != os.getpid():
+            self._open()
+        return self._counters
+
+    # -- reading
+
+    def lookup(self, key: bytes) -> Entry | None:
+        """The index entry of `key`, or None (a miss, counted). Reads no payload."""
+        directory = self._open()
+        entry = None
+        if directory is not None:
+            try:
+                entry = directory.index.get(key)
+            except CorruptRecordError:
+                self._counters.add("cache.corrupt")
+            except (OSError, lmdb.Error) as error:
+                self._failed(error)
+        if entry is None:
+            self._counters.add("cache.misses")
+        return entry
+
+    def will_need(self, entry: Entry) -> None:
+        """Ask the kernel to read the record ahead."""
+        directory = self._open()
+        if directory is not None:
+            try:
+                directory.files.get(entry.segment).will_need(entry)
+            except (CorruptRecordError, OSError, OverflowError, lmdb.Error):
+                pass  # the read will find out
+
+    def read(self, key: bytes, entry: Entry | None = None) -> memoryview | None:
+        """The payload of `key`, verified, in memory of its own; or None (a miss, counted).
+
+        A record that does not verify loses its index entry, and counts "cache.corrupt".
+        """
+        if entry is None:
+            entry = self.lookup(key)
+            if entry is None:
+                return None
+        directory = self._open()
+        if directory is not None:
+            try:
+                payload = directory.read(key, entry)
+            except CorruptRecordError:
+                self._counters.add("cache.corrupt")
+                self._drop(directory, key, entry)
+            except (OSError, lmdb.Error) as error:
+                self._failed(error)
+                if isinstance(error, OSError) and error.errno not in _TRANSIENT:
+                    self._drop(directory, key, entry)
+            else:
+                self._counters.add("cache.hits")
+                self._counters.add("cache.bytes", len(payload))
+                return payload
+        self._counters.add("cache.misses")
+        return None
+
+    def _drop(self, directory: Directory, key: bytes, entry: Entry) -> None:
+        if directory.writer is not None:
+            directory.writer.drop(key, entry)
+
+    # -- writing
+
+    def write(self, key: bytes, payload: bytes | bytearray | memoryview) -> bool:
+        """Queue a payload for the writer thread; never waits. False when it was dropped.
+
+        Any object with the buffer protocol does. A read-only buffer is kept until written, not copied; a writable one
+        is copied. A key that the cache has already is not written again.
+        """
+        directory = self._open()
+        if directory is None:
+            return False
+        try:
+            kept = self._put(directory, key, payload)
+        except (OSError, lmdb.Error) as error:
+            self._failed(error)
+            kept = False
+        if not kept:
+            self._counters.add("cache.dropped")
+        return kept
+
+    def _put(self, directory: Directory, key: bytes, payload: bytes | bytearray | memoryview) -> bool:
+        if not self._writable(directory) or len(key) != KEY_SIZE:
+            return False
+        writer = directory.writer
+        view = memoryview(payload)
+        if view.nbytes > MAX_PAYLOAD or writer is None:
+            return False
+        if self.size_limit is not None:
+            size = record_size(view.nbytes) + writer.queued_bytes
+            if directory.index.used_bytes() + size > self.size_limit:
+                return False
+        view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
+        # Summed here, not in the writer thread: from now on the bytes are what the caller handed over, and the
+        # writer has one reason less to wait for the GIL. 138 KB take a few microseconds.
+        return writer.put(Item(key, view, checksum(view), self.size_limit, self._counters))
+
+    def _writable(self, directory: Directory) -> bool:
+        """Whether this process can write; reports a failed writer once."""
+        if directory.writer is None:
+            self._fail_writing(CacheError(f"cache {self.path} is read-only: it serves what it holds"))
+        elif directory.writer.error is not None:
+            self._fail_writing(directory.writer.error)
+        return not self._writer_failed
+
+    def _fail_writing(self, error: BaseException) -> None:
+        if not self._writer_failed:
+            self._writer_failed = True
+            self._failed(error)
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until what was written before can be read by every process. False after `timeout` seconds, or
+        when writing failed."""
+        directory = self._opened if self._pid == os.getpid() else None
+        if directory is None or directory.writer is None:
+            return self._pid != os.getpid()
+        return directory.writer.flush(timeout) and self._writable(directory)
+
+    def close(self) -> None:
+        """Write out, sync the index, let go of the directory. The next call opens it again."""
+        if self._pid != os.getpid():
+            return
+        directory, self._opened, self._pid = self._opened, None, 0
+        if directory is not None:
+            try:
+                release(directory, self)
+            except (OSError, lmdb.Error) as error:
+                self._failed(error)
+            if directory.writer is not None and directory.writer.error is not None:
+                self._fail_writing(directory.writer.error)
+
+    # -- opening and failing
+
+    def _open(self) -> Directory | None:
+        """The directory, opened in this process; None when it cannot be used."""
+        if self._pid != os.getpid():
+            if self._pid:  # forked: counters, warnings and the open directory are the parent's
+                self._reset()
+            try:
+                self._opened = acquire(self.path, self)
+            except (OSError, lmdb.Error) as error:
+                self._failed(error)
+            self._pid = os.getpid()
+        return self._opened
+
+    def _failed(self, error: BaseException) -> None:
+        self._counters.add("cache.failures")
+        if isinstance(error, DAMAGED) and self._opened is not None:
+            self._opened.mark_damaged()
+        if self._warned:
+            return
+        self._warned = True
+        text = f"fastload passes through its cache {self.path}: {error}"
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        except RuntimeWarning:  # under -W error; training goes on all the same
+            logging.getLogger("fastload").warning(text)
+
+    # -- for people and for `fastload cache`
+
+    def info(self) -> dict[str, Any]:
+        """What the directory holds; makes nothing where there is none. Raises CacheError when it cannot be read.
+
+        Keys: path, mode, format, exists, entries, bytes (on disk, payloads with headers), index_bytes, segments,
+        size_limit, disk_free. Which modes the entries have is not known: the mode is part of the digest.
+        """
+        empty = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
+        known = {"path": self.path, "mode": self.mode, "format": FORMAT, "size_limit": self.size_limit}
+        return (
+            known
+            | (audit.info(self._must_open()) if self._exists() else empty)
+            | {"disk_free": _free(self.path)}
+        )
+
+    def check(self, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
+        """Read and verify every record. With `fix`, drop bad entries, index sound records that the index has
+        lost, and delete segments of dead processes that hold nothing of use.
+
+        Args:
+            progress: called with (entries done, entries in all).
+
+        Raises:
+            CacheError: the directory cannot be opened.
+        """
+        return audit.check(self._must_open(), fix, progress) if self._exists() else Report()
+
+    def clear(self) -> int:
+        """Delete every record, in all modes, and return the bytes freed. Safe while others read and write; they
+        go on with an empty cache. Files that fastload did not write stay.
+
+        Raises:
+            CacheError: the directory cannot be opened, or only read.
+        """
+        return audit.clear(self._must_open()) if self._exists() else 0
+
+    def _exists(self) -> bool:
+        return (Path(self.path) / FOLDER).is_dir()
+
+    def _must_open(self) -> Directory:
+        try:
+            directory = (
+                self._opened if self._opened and self._pid == os.getpid() else acquire(self.path, self)
+            )
+            self._opened, self._pid = directory, os.getpid()
+            if directory.writer is not None:
+                directory.writer.flush(60.0)
+        except (OSError, lmdb.Error) as error:
+            if isinstance(error, CacheError):
+                raise
+            raise CacheError(f"cache {self.path} cannot be opened: {error}") from error
+        return directory
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(f"path={text!r}: give the path of a directory")
+    if "://" in text:
+        raise ArgumentError(f"path={text!r} is a URL; the cache needs a directory on a local disk")
+    return str(Path(text).expanduser().absolute())
+
+
+def _checked_int(name: str, value: int, top: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= top:
+        raise ArgumentError(f"{name}={value!r}; give a whole number from 1 to {top}")
+    return value
+
+
+def _parse_size(value: int | str) -> int:
+    size = None
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
+    elif isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    if size is None or size < 1:
+        raise ArgumentError(
+            f'size_limit={value!r}; give bytes as a positive int, or text such as "500GB" or "200MiB"'
+        )
+    return size
+
+
+def _free(path: str) -> int:
+    """Free bytes on the disk that holds `path`, or would."""
+    here = Path(path)
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    disk = os.statvfs(here)
+    return disk.f_bavail * disk.f_frsize

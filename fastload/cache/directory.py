@@ -1,0 +1,408 @@
+"""One cache directory, opened once per process and shared by every Cache that points to it.
+
+    <path>/v1/                       0700; the number is the format: another format lives beside it, unread
+        fastload-cache.json          marks the folder as ours; how it was left (see `_State`)
+        lock                         flock, shared while open; exclusive for the first one in and the last one out
+        index/data.mdb, lock.mdb     LMDB
+        segments/<host>-<pid>-<id>.seg
+
+The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
+
+* a killed process leaves bytes that no index entry names, and claimed bytes never written: recount;
+* a machine that went down may have written the pages of the index in any order, and LMDB trusts its file: after
+  an unclean stop and another boot, the index is thrown away and made again from the segments, in the background;
+* so is an index that LMDB calls corrupt.
+
+Network file systems are not supported (LMDB needs coherent mappings); a cache belongs on a local disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from multiprocessing import util as mp_util
+from pathlib import Path
+from typing import NamedTuple
+
+import lmdb
+
+from fastload.cache.index import Index
+from fastload.cache.record import FORMAT, CorruptRecordError, Entry
+from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
+from fastload.cache.writer import Writer
+from fastload.errors import CacheError
+
+__all__ = ["Directory", "acquire", "refuse_unsafe", "release"]
+
+MARKER = "fastload-cache.json"
+FOLDER = f"v{FORMAT}"
+LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
+CLOSE_DEADLINE = 10.0
+FORK_DEADLINE = 1.0
+REINDEX_BATCH = 1000
+
+_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+# What LMDB says when the bytes of its file are wrong, as opposed to a full disk or too many readers.
+DAMAGED = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+    lmdb.IncompatibleError,
+)
+
+
+class _State(NamedTuple):
+    """How the directory was left, kept in the marker file."""
+
+    boot: str = ""  # the boot of the machine in which it was last written
+    clean: bool = False  # the last one out had synced the index
+    reindex: bool = False  # the segments hold records that the index may not know yet
+
+
+class Directory:
+    """Index, segments and writer of one cache directory in this process.
+
+    Raises OSError, lmdb.Error or CacheError when it cannot be opened at all. A directory that can be read but not
+    written has `writer` None.
+    """
+
+    def __init__(self, path: str, root_fd: int) -> None:
+        self.path = Path(path) / FOLDER
+        self.identity = _identity(root_fd)
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._root_fd = root_fd
+        self._reindex_left = False
+        self._damaged = False
+        self._lock_fd = -1
+        self.segments_fd = -1
+        try:
+            self.readonly = not self._open_files()
+            self.index = self._open_readonly() if self.readonly else self._open_locked()
+        except BaseException:
+            self._close_fds()
+            raise
+        self.files = SegmentFiles(self.segments_fd, self.index.segment_name)
+        self.writer: Writer | None = None
+        if not self.readonly:
+            first_job = self._reindex if self._reindex_left else None
+            self.writer = Writer(self.index, self.segments_fd, first_job)
+
+    # -- opening
+
+    def _open_files(self) -> bool:
+        """Make or open the folders and the lock file. False if nothing can be written."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            for name in ("segments", "index"):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=self._root_fd)
+            self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self._root_fd)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+        self.segments_fd = os.open("segments", _DIR_FLAGS, dir_fd=self._root_fd)
+        os.close(os.open("index", _DIR_FLAGS, dir_fd=self._root_fd))
+        for name in ("data.mdb", "lock.mdb"):
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISREG(os.lstat(self.path / "index" / name).st_mode):
+                    raise CacheError(f"{self.path}/index/{name} is not a regular file; remove it")
+        return self._lock_fd >= 0
+
+    def _open_readonly(self) -> Index:
+        state = self._read_state()
+        if not state.clean and state.boot != _boot_id():
+            raise CacheError(
+                f"cache {self.path} is read-only and was not closed before the machine stopped; "
+                "open it once where it can be written, or fill it anew"
+            )
+        return Index(self.path / "index", readonly=True)
+
+    def _open_locked(self) -> Index:
+        deadline = time.monotonic() + LOCK_DEADLINE
+        while True:
+            for how in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._lock_fd, how | fcntl.LOCK_NB)
+                    if how == fcntl.LOCK_SH:
+                        return Index(self.path / "index")
+                    index = self._open_first()
+                    fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
+                    return index
+            if time.monotonic() > deadline:
+                raise CacheError(
+                    f"cache {self.path}: another process held its lock for {LOCK_DEADLINE:.0f} s"
+                )
+            time.sleep(0.005)
+
+    def _open_first(self) -> Index:
+        """Open with nobody else inside: repair, then mark as in use."""
+        state = self._read_state()
+        if not state.clean and state.boot != _boot_id():
+            self._discard_index()
+        try:
+            index = Index(self.path / "index")
+        except DAMAGED:
+            self._discard_index()
+            index = Index(self.path / "index")
+        sizes = [os.stat(name, dir_fd=self.segments_fd).st_size for name in self.segment_names()]
+        self._reindex_left = bool(sizes) and (state.reindex or index.count() == 0)
+        self._write_state(clean=False)
+        index.check_readers()
+        index.set_used_bytes(sum(sizes))
+        return index
+
+    def _discard_index(self) -> None:
+        # Renamed before deletion: whoever still has it open keeps a whole, if lonely, index.
+        for name in ("data.mdb", "lock.mdb"):
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / "index" / name).unlink()
+
+    # -- state
+
+    def _read_state(self) -> _State:
+        try:
+            fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root_fd)
+            with open(fd, "rb") as file:
+                found = json.loads(file.read(4096))
+            return _State(str(found["boot"]), found["clean"] is True, found["reindex"] is True)
+        except (OSError, ValueError, LookupError, TypeError):
+            return _State()
+
+    def _write_state(self, *, clean: bool, boot: str | None = None) -> None:
+        state = _State(_boot_id() if boot is None else boot, clean, self._reindex_left)
+        text = json.dumps({"about": "a fastload cache; safe to delete", "format": FORMAT} | state._asdict())
+        temporary = f"{MARKER}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o600, dir_fd=self._root_fd), "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, MARKER, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+
+    def mark_damaged(self) -> None:
+        """LMDB called its file corrupt: the next process to open the directory alone makes a new index."""
+        self._damaged = True
+        if not self.readonly:
+            with contextlib.suppress(OSError):
+                self._write_state(clean=False, boot="damaged")
+
+    # -- records
+
+    def read(self, key: bytes, entry: Entry) -> memoryview:
+        return self.files.get(entry.segment).read(key, entry)
+
+    def segment_names(self) -> list[str]:
+        """Names of the segment files on disk: regular files with a name of ours."""
+        names = []
+        for name in os.listdir(self.segments_fd):
+            with contextlib.suppress(FileNotFoundError):
+                found = os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False)
+                if is_segment_name(name) and stat.S_ISREG(found.st_mode):
+                    names.append(name)
+        return names
+
+    def unindexed(self) -> Iterator[tuple[int, SegmentReader, bytes, Entry]]:
+        """Records in segments that the index does not point to; registers segments it does not know."""
+        numbers = {name: number for number, name in self.index.segments().items()}
+        for name in self.segment_names():
+            with contextlib.suppress(CorruptRecordError, OSError):
+                reader = SegmentReader(self.segments_fd, name)
+                number = numbers[name] if name in numbers else self.index.add_segment(name)
+                for key, entry in reader.scan(number):
+                    if self.index.get(key) is None:
+                        yield number, reader, key, entry
+
+    def _reindex(self, stopping: threading.Event) -> None:
+        """The writer's first job after a lost index. Payloads are verified when they are read."""
+        batch: dict[int, list[tuple[bytes, Entry]]] = {}
+        for number, _, key, entry in self.unindexed():
+            if stopping.is_set():
+                return
+            found = batch.setdefault(number, [])
+            found.append((key, entry))
+            if len(found) >= REINDEX_BATCH:
+                self.index.publish(number, batch.pop(number))
+        for number, found in batch.items():
+            self.index.publish(number, found)
+        self._reindex_left = False
+        self._write_state(clean=False)
+
+    # -- closing
+
+    def close(self) -> bool:
+        """Write out, sync, leave. False if the writer is stuck: then everything stays open."""
+        if self.writer is not None and not self.writer.close(CLOSE_DEADLINE):
+            return False
+        try:
+            if not self.readonly:
+                self._leave()
+        finally:
+            self.index.close()
+            self.files.clear()
+            self._close_fds()
+        return True
+
+    def _leave(self) -> None:
+        self.index.sync()
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._damaged:
+                self._write_state(clean=True)
+
+    def _close_fds(self) -> None:
+        for fd in (self.segments_fd, self._lock_fd, self._root_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.segments_fd = self._lock_fd = self._root_fd = -1
+
+    def forget(self, held: bool) -> None:
+        """After a fork, in the child: let go of what belongs to the parent, touching none of its locks."""
+        self.files.forget()
+        if self.writer is not None:
+            self.writer.forget()
+        if held:
+            self.index.close_inherited()
+        else:
+            _unforgettable.append(self.index)
+        self._close_fds()
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return "unknown"
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def refuse_unsafe(path: str, found: os.stat_result) -> None:
+    """CacheError unless `path` is a directory in which nobody else can put files of their making.
+
+    Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        raise CacheError(f"path={path!r} is not a directory; give the cache a directory of its own")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise CacheError(
+            f"path={path!r} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}; "
+            "give a directory of your own, for example a new one inside it"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
+
+
+def _open_root(path: str) -> int:
+    """The file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
+    os.makedirs(path, 0o700, exist_ok=True)
+    refuse_unsafe(path, os.stat(path))
+    root = str(Path(path) / FOLDER)
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.mkdir(root, 0o700)
+        except OSError as error:  # a read-only file system may say so before it says "exists"
+            if error.errno not in _READ_ONLY or not Path(root).is_dir():
+                raise
+    fd = os.open(root, _DIR_FLAGS)
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise CacheError(
+                f"{root} belongs to or can be written by other users; remove it or use another path"
+            )
+        names = os.listdir(fd)
+        if names and MARKER not in names:
+            raise CacheError(f"{root} exists and is not a fastload cache; use another path")
+        if not names:  # the marker comes first, so that a crash in between leaves nothing that looks foreign
+            os.close(os.open(MARKER, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# -- one Directory per process and directory, whatever path leads there
+
+_lock = threading.RLock()
+_opened: dict[tuple[int, int], Directory] = {}
+_held: list[tuple[Directory, bool]] = []
+_unforgettable: list[Index] = []
+_finalizer_pid = 0
+
+
+def acquire(path: str, user: object) -> Directory:
+    """The opened directory, shared in this process; `user` holds it until `release`."""
+    global _finalizer_pid
+    with _lock:
+        if _finalizer_pid != os.getpid():
+            # Runs at the end of this process, also of a multiprocessing child, where atexit does not.
+            _finalizer_pid = os.getpid()
+            mp_util.Finalize(None, close_all, exitpriority=10)
+        root_fd = _open_root(path)
+        directory = _opened.get(_identity(root_fd))
+        if directory is not None:
+            os.close(root_fd)
+        else:
+            directory = Directory(path, root_fd)
+            _opened[directory.identity] = directory
+        directory.users.add(user)
+        return directory
+
+
+def release(directory: Directory, user: object) -> None:
+    """Let go; the last user in this process closes the directory."""
+    with _lock:
+        directory.users.discard(user)
+        if not directory.users and directory.close():
+            _opened.pop(directory.identity, None)
+
+
+def close_all() -> None:
+    """Close every directory that this process has open."""
+    with _lock:
+        for directory in list(_opened.values()):
+            directory.close()
+        _opened.clear()
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    for directory in _opened.values():
+        _held.append((directory, directory.index.hold(FORK_DEADLINE)))
+
+
+def _after_fork_in_parent() -> None:
+    for directory, held in _held:
+        if held:
+            directory.index.release()
+    _held.clear()
+    _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    for directory, held in _held:
+        directory.forget(held)
+    _held.clear()
+    _opened.clear()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)

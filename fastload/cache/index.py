@@ -1,0 +1,227 @@
+"""The index: an LMDB environment with key -> entry, segment number -> file name, and the byte counter.
+
+The index is derived data. Each record describes and verifies itself, so an index that is lost, stale or wrong
+costs misses, never wrong bytes; that is why commits are not synced (`sync=False`).
+
+py-lmdb forbids an environment to be open twice in one process, or to be used after a fork; `directory.py`
+sees to both. No read transaction outlives the call that began it: one that stays pins old pages, and the file
+grows without bound.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lmdb
+
+from fastload.cache.record import CorruptRecordError, Entry
+
+__all__ = ["Claim", "Index", "SegmentGoneError"]
+
+# Address space, not memory or disk: about 200 million entries. Fixed, because growing a map while other
+# processes use it is where LMDB reports corruption; a full map means pass-through.
+MAP_SIZE = 16 << 30
+MAX_READERS = 1024  # processes and threads that look up in the same microsecond; LMDB's default is 126
+
+Claim = Literal["new", "known", "full"]
+
+_NUMBER = struct.Struct(">I")
+_COUNT = struct.Struct("<Q")
+_BYTES = b"bytes"
+_NEXT_SEGMENT = b"next_segment"
+
+
+class SegmentGoneError(Exception):
+    """The segment is not in the index any more: another process cleared the cache."""
+
+
+class Index:
+    """LMDB behind the cache. Reads are safe in any thread; each write is one transaction."""
+
+    def __init__(self, folder: Path, *, readonly: bool = False) -> None:
+        self._read_lock = (
+            threading.Lock()
+        )  # makes close() wait for lookups: LMDB crashes under them otherwise
+        self._write_lock = threading.Lock()
+        self._names: dict[int, str] = {}
+        self._env = _open_environment(folder, readonly)
+        try:
+            self._refuse_truncated(folder)
+            create = not readonly
+            self._entries = self._env.open_db(b"entries", create=create)
+            self._segments = self._env.open_db(b"segments", create=create)
+            self._meta = self._env.open_db(b"meta", create=create)
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _refuse_truncated(self, folder: Path) -> None:
+        # LMDB maps its file: a page behind the end of the file would be a SIGBUS.
+        needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        size = (folder / "data.mdb").stat().st_size
+        if size < needed:
+            raise lmdb.CorruptedError(f"data.mdb has {size} bytes, its meta page promises {needed}")
+
+    # -- lookups
+
+    def _get(self, key: bytes, db: Any) -> bytes | None:
+        with self._read_lock, self._env.begin(db=db) as txn:
+            value: bytes | None = txn.get(key)
+            return value
+
+    def get(self, key: bytes) -> Entry | None:
+        value = self._get(key, self._entries)
+        return None if value is None else Entry.unpack(value)
+
+    def segment_name(self, number: int) -> str:
+        """The file name of a segment; CorruptRecordError when the index has no such segment."""
+        name = self._names.get(number)
+        if name is None:
+            found = self._get(_NUMBER.pack(number), self._segments)
+            if found is None:
+                raise CorruptRecordError(f"no segment {number}")
+            name = self._names[number] = found.decode("ascii", "replace")
+        return name
+
+    def has_segment(self, number: int) -> bool:
+        return self._get(_NUMBER.pack(number), self._segments) is not None
+
+    def used_bytes(self) -> int:
+        """Bytes in all segments, by all processes, including claims that are being written."""
+        return _count(self._get(_BYTES, self._meta))
+
+    def count(self) -> int:
+        with self._read_lock, self._env.begin() as txn:
+            return int(txn.stat(self._entries)["entries"])
+
+    def segments(self) -> dict[int, str]:
+        with self._read_lock, self._env.begin(db=self._segments) as txn:
+            return {_NUMBER.unpack(k)[0]: v.decode("ascii", "replace") for k, v in txn.cursor()}
+
+    def items(self) -> list[tuple[bytes, bytes]]:
+        """Every (key, packed entry) as of now. A list, so that no transaction stays open meanwhile."""
+        with self._read_lock, self._env.begin(db=self._entries) as txn:
+            return list(txn.cursor())
+
+    # -- writes, one transaction each
+
+    @contextmanager
+    def _write(self) -> Iterator[Any]:
+        with self._write_lock, self._env.begin(write=True) as txn:
+            yield txn
+
+    def add_segment(self, name: str) -> int:
+        """Register a segment and return its number. Numbers are never used twice."""
+        with self._write() as txn:
+            number = _count(txn.get(_NEXT_SEGMENT, db=self._meta))
+            txn.put(_NEXT_SEGMENT, _COUNT.pack(number + 1), db=self._meta)
+            txn.put(_NUMBER.pack(number), name.encode("ascii"), db=self._segments)
+        return number
+
+    def claim(self, number: int, wanted: Sequence[tuple[bytes, int, int | None]]) -> list[Claim]:
+        """Ask for room for records of (key, bytes on disk, limit of the cache or None).
+
+        "new": counted as used, write it; "known": another process was first; "full": over the limit. Counting
+        before writing keeps all processes together under the limit.
+        """
+        claims: list[Claim] = []
+        with self._write() as txn:
+            self._check_segment(txn, number)
+            used = _count(txn.get(_BYTES, db=self._meta))
+            for key, size, limit in wanted:
+                if txn.get(key, db=self._entries) is not None:
+                    claims.append("known")
+                elif limit is not None and used + size > limit:
+                    claims.append("full")
+                else:
+                    used += size
+                    claims.append("new")
+            txn.put(_BYTES, _COUNT.pack(used), db=self._meta)
+        return claims
+
+    def publish(self, number: int, entries: Sequence[tuple[bytes, Entry]]) -> int:
+        """Make written records visible; the first writer of a key wins. Returns how many were new."""
+        with self._write() as txn:
+            self._check_segment(txn, number)
+            return sum(txn.put(key, e.pack(), overwrite=False, db=self._entries) for key, e in entries)
+
+    def _check_segment(self, txn: Any, number: int) -> None:
+        if txn.get(_NUMBER.pack(number), db=self._segments) is None:
+            raise SegmentGoneError(number)
+
+    def drop(self, bad: Sequence[tuple[bytes, bytes]]) -> int:
+        """Remove entries (key, packed entry), unless a better one has taken their place meanwhile."""
+        with self._write() as txn:
+            held = [key for key, value in bad if txn.get(key, db=self._entries) == value]
+            return sum(txn.delete(key, db=self._entries) for key in held)
+
+    def remove_segments(self, numbers: Sequence[int], freed: int) -> None:
+        with self._write() as txn:
+            for number in numbers:
+                txn.delete(_NUMBER.pack(number), db=self._segments)
+            used = _count(txn.get(_BYTES, db=self._meta))
+            txn.put(_BYTES, _COUNT.pack(max(0, used - freed)), db=self._meta)
+
+    def set_used_bytes(self, used: int) -> None:
+        with self._write() as txn:
+            txn.put(_BYTES, _COUNT.pack(used), db=self._meta)
+
+    def clear(self) -> None:
+        """Forget all entries and segments; the numbers of segments go on."""
+        with self._write() as txn:
+            txn.drop(self._entries, delete=False)
+            txn.drop(self._segments, delete=False)
+            txn.put(_BYTES, _COUNT.pack(0), db=self._meta)
+
+    # -- life
+
+    def check_readers(self) -> None:
+        """Free the slots of readers that died."""
+        self._env.reader_check()
+
+    def sync(self) -> None:
+        self._env.sync(True)
+
+    def close(self) -> None:
+        with self._write_lock, self._read_lock:
+            self._env.close()
+
+    def hold(self, timeout: float) -> bool:
+        """Before a fork: let no transaction be open. False if one did not end in time."""
+        if not self._write_lock.acquire(timeout=timeout):
+            return False
+        if not self._read_lock.acquire(timeout=timeout):
+            self._write_lock.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        self._read_lock.release()
+        self._write_lock.release()
+
+    def close_inherited(self) -> None:
+        """After a fork, in the child, only if `hold` succeeded. LMDB closes what this process mapped and opened;
+        locks and reader slots belong to the parent's pid and stay."""
+        self._env.close()
+
+
+def _open_environment(folder: Path, readonly: bool) -> Any:
+    options: dict[str, Any] = {"map_size": MAP_SIZE, "max_dbs": 3, "max_readers": MAX_READERS}
+    options |= {"sync": False, "metasync": False, "mode": 0o600}
+    if not readonly:
+        return lmdb.open(str(folder), **options)
+    try:
+        return lmdb.open(str(folder), readonly=True, create=False, **options)
+    except lmdb.Error:
+        # The lock file cannot be written either. Without it a writer elsewhere could recycle pages under a
+        # lookup, which then finds nothing or something that the record's own checks refuse.
+        return lmdb.open(str(folder), readonly=True, create=False, lock=False, **options)
+
+
+def _count(value: bytes | None) -> int:
+    return _COUNT.unpack(value)[0] if value is not None and len(value) == _COUNT.size else 0
