@@ -147,14 +147,15 @@ __attribute__((target("avx2"))) static void mix_rows_avx2(uint8_t *out, const ui
         return;
     }
     const __m256i zero = _mm256_setzero_si256(), half = _mm256_set1_epi16((short)(128 + count / 2));
+    __m256i w[MANY_TAPS];
+    for (int k = 0; k < count; k++) w[k] = _mm256_set1_epi16((short)(weight[k] > 65535 ? 65535 : weight[k]));
     for (int i = 0;; i += 32) {
         if (i + 32 > n) i = n - 32; /* the last step overlaps the one before: no byte behind a row is touched */
         __m256i low = half, high = half;
         for (int k = 0; k < count; k++) {
-            const __m256i w = _mm256_set1_epi16((short)(weight[k] > 65535 ? 65535 : weight[k]));
             const __m256i pixels = _mm256_loadu_si256((const __m256i *)(rows[k] + i));
-            low = _mm256_add_epi16(low, _mm256_mulhi_epu16(_mm256_unpacklo_epi8(zero, pixels), w));
-            high = _mm256_add_epi16(high, _mm256_mulhi_epu16(_mm256_unpackhi_epi8(zero, pixels), w));
+            low = _mm256_add_epi16(low, _mm256_mulhi_epu16(_mm256_unpacklo_epi8(zero, pixels), w[k]));
+            high = _mm256_add_epi16(high, _mm256_mulhi_epu16(_mm256_unpackhi_epi8(zero, pixels), w[k]));
         }
         const __m256i mixed = _mm256_packus_epi16(_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8));
         _mm256_storeu_si256((__m256i *)(out + i), mixed);
@@ -228,6 +229,26 @@ static bool weights_avx2(const Filter *f, Buffer *memory) {
     return true;
 }
 
+/* Writes at most BLOCK pixels: 24 bytes in HWC order, or 8 bytes per channel. */
+__attribute__((target("avx2"))) static inline void store_block(const Target *target, uint8_t *out, int x, int left,
+                                                               __m256i bytes) {
+    const __m128i low = _mm256_castsi256_si128(bytes), high = _mm256_extracti128_si256(bytes, 1);
+    if (left < BLOCK) {
+        uint8_t copy[32];
+        _mm256_storeu_si256((__m256i *)copy, bytes);
+        if (target->channel == 1) memcpy(out + x * 3, copy, (size_t)left * 3);
+        for (int c = 0; c < 3 && target->channel != 1; c++)
+            memcpy(out + x + c * target->channel, copy + c * BLOCK, (size_t)left);
+    } else if (target->channel == 1) {
+        _mm_storeu_si128((__m128i *)(out + x * 3), low);
+        _mm_storel_epi64((__m128i *)(out + x * 3 + 16), high);
+    } else {
+        _mm_storel_epi64((__m128i *)(out + x), low);
+        _mm_storel_epi64((__m128i *)(out + x + target->channel), _mm_unpackhi_epi64(low, low));
+        _mm_storel_epi64((__m128i *)(out + x + 2 * target->channel), high);
+    }
+}
+
 /* Reads up to 3 * (taps + GROUP) + 16 bytes from each output's first pixel: `pixels` has that much slack. */
 __attribute__((target("avx2"))) static void mix_columns_avx2(const Target *target, int y, const uint8_t *pixels,
                                                               const Filter *f, const void *weights) {
@@ -259,18 +280,10 @@ __attribute__((target("avx2"))) static void mix_columns_avx2(const Target *targe
         for (int i = 0; i < 4; i++) sum[i] = _mm256_srai_epi32(sum[i], COLUMN_BITS);
         const __m256i rgbx =
             _mm256_packus_epi16(_mm256_packs_epi32(sum[0], sum[1]), _mm256_packs_epi32(sum[2], sum[3]));
-        uint8_t bytes[32];
-        const int n = f->outputs - x < BLOCK ? f->outputs - x : BLOCK;
-        if (target->channel == 1) {
-            _mm256_storeu_si256((__m256i *)bytes,
-                                _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(rgbx, packed), by_pixel));
-            memcpy(out + x * 3, bytes, n == BLOCK ? 3 * BLOCK : 3 * n);
-        } else {
-            _mm256_storeu_si256((__m256i *)bytes,
-                                _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(rgbx, planes), by_channel));
-            for (int c = 0; c < 3; c++)
-                memcpy(out + x + c * target->channel, bytes + c * BLOCK, n == BLOCK ? BLOCK : n);
-        }
+        const __m256i bytes = target->channel == 1
+                                  ? _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(rgbx, packed), by_pixel)
+                                  : _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(rgbx, planes), by_channel);
+        store_block(target, out, x, f->outputs - x, bytes);
     }
 }
 #endif
