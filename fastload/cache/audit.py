@@ -32,7 +32,7 @@ class Report:
     orphaned_bytes: int = 0
     """Bytes in segments that no entry points to: what a killed process left. Not an error."""
     foreign_files: list[str] = dataclasses.field(default_factory=list)
-    """Files in the cache's folders that fastload did not write, relative to the cache's path. Never touched."""
+    """Files beside ours that fastload did not write, relative to the cache's path. Never touched."""
     dropped_entries: int = 0
     """With `fix`: bad entries removed."""
     recovered_entries: int = 0

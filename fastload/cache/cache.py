@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import logging
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -45,18 +46,19 @@ _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 class Cache:
     """A cache directory on local disk, shared by any number of processes.
 
-    Fills, then stops: nothing is evicted. Every read is verified; a record that is not exactly what was written
-    is a miss. Whatever goes wrong with the directory, `lookup`, `read` and `write` raise nothing: the cache passes
-    through, warns once (RuntimeWarning) and counts "cache.failures".
+    Fills, then stops: nothing is evicted. Every read is verified; a record that is not exactly what was
+    written is a miss. Whatever goes wrong with the directory, `lookup`, `read` and `write` raise nothing: the
+    cache passes through, warns once (RuntimeWarning) and counts "cache.failures".
 
-    The object opens its directory on first use in each process, and pickles as its arguments. Threads may share it.
+    The object opens its directory on first use in each process, and pickles as its arguments. Threads may
+    share it.
 
     Args:
         path: directory, made if absent, for this user only. On a local disk: network file systems do not do.
         mode: what is kept: "raw" the object's bytes, "shrunk" a smaller JPEG, "decoded" pixels (uint8, HWC).
         size_limit: bytes on disk over all processes that use the directory with this limit, as int or as text
-            such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays free). The
-            index comes on top, about 100 bytes an object.
+            such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays
+            free). The index comes on top, about 100 bytes an object.
         short_side: "shrunk" and "decoded": pixels of the shorter side.
         quality: "shrunk": JPEG quality, 1 to 100.
 
@@ -82,7 +84,7 @@ class Cache:
         self.short_side = _checked_int("short_side", short_side, 65535)
         self.quality = _checked_int("quality", quality, 100)
         try:
-            refuse_unsafe(self.path, os.stat(self.path))
+            refuse_unsafe(self.path, Path(self.path).stat())
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -98,12 +100,9 @@ class Cache:
         self._warned = False
         self._writer_failed = False
         self._counters = Counters()
-        parts = {"raw": (), "shrunk": (self.short_side, self.quality), "decoded": (self.short_side,)}[
-            self.mode
-        ]
-        self._hash = hashlib.blake2b(
-            repr((self.mode, *parts)).encode(), digest_size=KEY_SIZE, person=b"fastload"
-        )
+        parameters = {"raw": (), "shrunk": (self.short_side, self.quality), "decoded": (self.short_side,)}
+        salt = repr((self.mode, *parameters[self.mode])).encode()
+        self._hash = hashlib.blake2b(salt, digest_size=KEY_SIZE, person=b"fastload")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -119,8 +118,8 @@ class Cache:
     def key(self, *parts: str | bytes) -> bytes:
         """A 16-byte digest of the parts (in order, boundaries kept), the mode and the mode's parameters.
 
-        What tells two payloads apart must be among the parts: the store's identity, the object's key and version,
-        the decoder's name and version.
+        What tells two payloads apart must be among the parts: the store's identity, the object's key and
+        version, the decoder's name and version.
         """
         digest = self._hash.copy()
         for part in parts:
@@ -157,10 +156,9 @@ class Cache:
         """Ask the kernel to read the record ahead."""
         directory = self._open()
         if directory is not None:
-            try:
+            # What goes wrong here, the read will find out.
+            with contextlib.suppress(CorruptRecordError, OSError, OverflowError, lmdb.Error):
                 directory.files.get(entry.segment).will_need(entry)
-            except (CorruptRecordError, OSError, OverflowError, lmdb.Error):
-                pass  # the read will find out
 
     def read(self, key: bytes, entry: Entry | None = None) -> memoryview | None:
         """The payload of `key`, verified, in memory of its own; or None (a miss, counted).
@@ -198,8 +196,8 @@ class Cache:
     def write(self, key: bytes, payload: bytes | bytearray | memoryview) -> bool:
         """Queue a payload for the writer thread; never waits. False when it was dropped.
 
-        Any object with the buffer protocol does. A read-only buffer is kept until written, not copied; a writable one
-        is copied. A key that the cache has already is not written again.
+        Any object with the buffer protocol does. A read-only buffer is kept until written, not copied; a
+        writable one is copied. A key that the cache has already is not written again.
         """
         directory = self._open()
         if directory is None:
@@ -225,8 +223,8 @@ class Cache:
             if directory.index.used_bytes() + size > self.size_limit:
                 return False
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
-        # Summed here, not in the writer thread: from now on the bytes are what the caller handed over, and the
-        # writer has one reason less to wait for the GIL. 138 KB take a few microseconds.
+        # Summed here, not in the writer thread: from now on the bytes are what the caller handed over, and
+        # the writer has one reason less to wait for the GIL. 138 KB take a few microseconds.
         return writer.put(Item(key, view, checksum(view), self.size_limit, self._counters))
 
     def _writable(self, directory: Directory) -> bool:
@@ -268,14 +266,17 @@ class Cache:
     def _open(self) -> Directory | None:
         """The directory, opened in this process; None when it cannot be used."""
         if self._pid != os.getpid():
-            if self._pid:  # forked: counters, warnings and the open directory are the parent's
-                self._reset()
+            self._notice_fork()
             try:
                 self._opened = acquire(self.path, self)
             except (OSError, lmdb.Error) as error:
                 self._failed(error)
             self._pid = os.getpid()
         return self._opened
+
+    def _notice_fork(self) -> None:
+        if self._pid not in (0, os.getpid()):  # counters, warnings and the open directory are the parent's
+            self._reset()
 
     def _failed(self, error: BaseException) -> None:
         self._counters.add("cache.failures")
@@ -293,18 +294,21 @@ class Cache:
     # -- for people and for `fastload cache`
 
     def info(self) -> dict[str, Any]:
-        """What the directory holds; makes nothing where there is none. Raises CacheError when it cannot be read.
+        """What the directory holds; makes nothing where there is none.
 
-        Keys: path, mode, format, exists, entries, bytes (on disk, payloads with headers), index_bytes, segments,
-        size_limit, disk_free. Which modes the entries have is not known: the mode is part of the digest.
+        Keys: path, mode, format, size_limit, exists, entries, bytes (on disk, payloads with headers),
+        index_bytes, segments, disk_free. Which modes the entries have is not known: the mode is part of the
+        digest.
+
+        Raises:
+            CacheError: the directory cannot be opened.
         """
         empty = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
         known = {"path": self.path, "mode": self.mode, "format": FORMAT, "size_limit": self.size_limit}
-        return (
-            known
-            | (audit.info(self._must_open()) if self._exists() else empty)
-            | {"disk_free": _free(self.path)}
-        )
+        if not self._exists():
+            return known | empty | {"disk_free": _free(self.path)}
+        with self._must_open() as directory:
+            return known | audit.info(directory) | {"disk_free": _free(self.path)}
 
     def check(self, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Read and verify every record. With `fix`, drop bad entries, index sound records that the index has
@@ -316,33 +320,40 @@ class Cache:
         Raises:
             CacheError: the directory cannot be opened.
         """
-        return audit.check(self._must_open(), fix, progress) if self._exists() else Report()
+        if not self._exists():
+            return Report()
+        with self._must_open() as directory:
+            return audit.check(directory, fix, progress)
 
     def clear(self) -> int:
-        """Delete every record, in all modes, and return the bytes freed. Safe while others read and write; they
-        go on with an empty cache. Files that fastload did not write stay.
+        """Delete every record, in all modes, and return the bytes freed. Safe while others read and write;
+        they go on with an empty cache. Files that fastload did not write stay.
 
         Raises:
             CacheError: the directory cannot be opened, or only read.
         """
-        return audit.clear(self._must_open()) if self._exists() else 0
+        if not self._exists():
+            return 0
+        with self._must_open() as directory:
+            return audit.clear(directory)
 
     def _exists(self) -> bool:
         return (Path(self.path) / FOLDER).is_dir()
 
-    def _must_open(self) -> Directory:
+    @contextlib.contextmanager
+    def _must_open(self) -> Iterator[Directory]:
+        """For calls that may fail aloud: the opened directory, with all that was written before in it."""
+        self._notice_fork()
         try:
-            directory = (
-                self._opened if self._opened and self._pid == os.getpid() else acquire(self.path, self)
-            )
-            self._opened, self._pid = directory, os.getpid()
-            if directory.writer is not None:
-                directory.writer.flush(60.0)
+            if self._opened is None:
+                self._opened, self._pid = acquire(self.path, self), os.getpid()
+            if self._opened.writer is not None:
+                self._opened.writer.flush(60.0)
+            yield self._opened
         except (OSError, lmdb.Error) as error:
             if isinstance(error, CacheError):
                 raise
-            raise CacheError(f"cache {self.path} cannot be opened: {error}") from error
-        return directory
+            raise CacheError(f"cache {self.path}: {error}") from error
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:

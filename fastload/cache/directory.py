@@ -2,15 +2,16 @@
 
     <path>/v1/                       0700; the number is the format: another format lives beside it, unread
         fastload-cache.json          marks the folder as ours; how it was left (see `_State`)
-        lock                         flock, shared while open; exclusive for the first one in and the last one out
+        lock                         flock: shared while open, exclusive for the first in and the last out
         index/data.mdb, lock.mdb     LMDB
         segments/<host>-<pid>-<id>.seg
 
 The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
 
 * a killed process leaves bytes that no index entry names, and claimed bytes never written: recount;
-* a machine that went down may have written the pages of the index in any order, and LMDB trusts its file: after
-  an unclean stop and another boot, the index is thrown away and made again from the segments, in the background;
+* a machine that went down may have written the pages of the index in any order, and LMDB trusts its file:
+  after an unclean stop and another boot, the index is thrown away and made again from the segments, in the
+  background;
 * so is an index that LMDB calls corrupt.
 
 Network file systems are not supported (LMDB needs coherent mappings); a cache belongs on a local disk.
@@ -74,8 +75,8 @@ class _State(NamedTuple):
 class Directory:
     """Index, segments and writer of one cache directory in this process.
 
-    Raises OSError, lmdb.Error or CacheError when it cannot be opened at all. A directory that can be read but not
-    written has `writer` None.
+    Raises OSError, lmdb.Error or CacheError when it cannot be opened at all. A directory that can be read but
+    not written has `writer` None.
     """
 
     def __init__(self, path: str, root_fd: int) -> None:
@@ -174,7 +175,7 @@ class Directory:
     def _read_state(self) -> _State:
         try:
             fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root_fd)
-            with open(fd, "rb") as file:
+            with os.fdopen(fd, "rb") as file:
                 found = json.loads(file.read(4096))
             return _State(str(found["boot"]), found["clean"] is True, found["reindex"] is True)
         except (OSError, ValueError, LookupError, TypeError):
@@ -185,7 +186,7 @@ class Directory:
         text = json.dumps({"about": "a fastload cache; safe to delete", "format": FORMAT} | state._asdict())
         temporary = f"{MARKER}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(temporary, flags, 0o600, dir_fd=self._root_fd), "w") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._root_fd), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -206,7 +207,7 @@ class Directory:
     def segment_names(self) -> list[str]:
         """Names of the segment files on disk: regular files with a name of ours."""
         names = []
-        for name in os.listdir(self.segments_fd):
+        for name in os.listdir(self.segments_fd):  # noqa: PTH208 (a descriptor, not a path)
             with contextlib.suppress(FileNotFoundError):
                 found = os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False)
                 if is_segment_name(name) and stat.S_ISREG(found.st_mode):
@@ -309,14 +310,14 @@ def refuse_unsafe(path: str, found: os.stat_result) -> None:
 
 def _open_root(path: str) -> int:
     """The file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
-    os.makedirs(path, 0o700, exist_ok=True)
-    refuse_unsafe(path, os.stat(path))
-    root = str(Path(path) / FOLDER)
+    Path(path).mkdir(0o700, parents=True, exist_ok=True)
+    refuse_unsafe(path, Path(path).stat())
+    root = Path(path) / FOLDER
     with contextlib.suppress(FileExistsError):
         try:
-            os.mkdir(root, 0o700)
+            root.mkdir(0o700)
         except OSError as error:  # a read-only file system may say so before it says "exists"
-            if error.errno not in _READ_ONLY or not Path(root).is_dir():
+            if error.errno not in _READ_ONLY or not root.is_dir():
                 raise
     fd = os.open(root, _DIR_FLAGS)
     try:
@@ -325,7 +326,7 @@ def _open_root(path: str) -> int:
             raise CacheError(
                 f"{root} belongs to or can be written by other users; remove it or use another path"
             )
-        names = os.listdir(fd)
+        names = os.listdir(fd)  # noqa: PTH208 (a descriptor, not a path)
         if names and MARKER not in names:
             raise CacheError(f"{root} exists and is not a fastload cache; use another path")
         if not names:  # the marker comes first, so that a crash in between leaves nothing that looks foreign

@@ -44,9 +44,7 @@ class Index:
     """LMDB behind the cache. Reads are safe in any thread; each write is one transaction."""
 
     def __init__(self, folder: Path, *, readonly: bool = False) -> None:
-        self._read_lock = (
-            threading.Lock()
-        )  # makes close() wait for lookups: LMDB crashes under them otherwise
+        self._read_lock = threading.Lock()  # close() waits for lookups: LMDB crashes under them
         self._write_lock = threading.Lock()
         self._names: dict[int, str] = {}
         self._env = _open_environment(folder, readonly)
@@ -205,8 +203,8 @@ class Index:
         self._write_lock.release()
 
     def close_inherited(self) -> None:
-        """After a fork, in the child, only if `hold` succeeded. LMDB closes what this process mapped and opened;
-        locks and reader slots belong to the parent's pid and stay."""
+        """After a fork, in the child, only if `hold` succeeded. LMDB closes what this process mapped and
+        opened; locks and reader slots belong to the parent's pid and stay."""
         self._env.close()
 
 

@@ -42,7 +42,7 @@ _ZEROS = bytes(HEADER_SIZE)
 
 
 class CorruptRecordError(Exception):
-    """The bytes on disk are not the record that the index promises. Never leaves the cache: it becomes a miss."""
+    """The bytes on disk are not the record that the index promises. A miss; never leaves the cache."""
 
 
 class Entry(NamedTuple):

@@ -2,9 +2,9 @@
 
     put ──▶ queue (bounded in bytes; full: drop) ──▶ claim room ──▶ append bytes ──▶ publish entries
 
-Filling must never slow training, so `put` does not wait for anything. Records go out in batches: one claim, one
-pwritev and one publish each, because every call that lets go of the GIL may wait 5 ms to get it back from a busy
-trainer. An error ends the writer and stays in `error`; the cache then passes through.
+Filling must never slow training, so `put` does not wait for anything. Records go out in batches: one claim,
+one pwritev and one publish each, because every call that lets go of the GIL may wait 5 ms to get it back from
+a busy trainer. An error ends the writer and stays in `error`; the cache then passes through.
 """
 
 from __future__ import annotations
