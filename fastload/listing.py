@@ -1,0 +1,206 @@
+"""A prefix, listed: takes the pages of a store, puts the objects in order, writes a manifest's bytes.
+
+    header | key offsets | sizes | labels | version offsets | keys | versions | facts (JSON)
+
+All numbers are little-endian; sections begin at multiples of 8. Keys and versions are UTF-8, one after the
+other, and their offsets are uint64 of count + 1. Labels may be of length 0. The header holds a checksum
+(xxh3, 64 bits) of all that follows it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from array import array
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fastload.errors import NotFoundError
+from fastload.store.base import Page, Store
+
+__all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "write_listing"]
+
+MAGIC = b"fastload"
+FORMAT = 1
+SECTIONS = ("key_offsets", "sizes", "labels", "version_offsets", "keys", "versions", "facts")
+# magic, format, header size, count, checksum, then offset and length of each section
+HEADER = struct.Struct("<8sIIQQ" + "QQ" * len(SECTIONS))
+
+# The extensions that torchvision's ImageFolder takes, in any case.
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+def write_listing(
+    store: Store,
+    descriptor: int,
+    *,
+    images_only: bool,
+    labels: bool,
+    progress: Callable[[int], None],
+) -> None:
+    """List `store` and write the manifest's bytes to an empty file.
+
+    Args:
+        store: what to list.
+        descriptor: the file, open for writing.
+        images_only: leave out keys without an image extension.
+        labels: torchvision's ImageFolder: a class is a first path component, only images count, ordered by
+            class, then directory, then file name. Else the order is that of the keys.
+        progress: called with the number of objects listed so far, after every page.
+
+    Raises:
+        NotFoundError: nothing to read below the URL, or a class without any image.
+        StoreError: the listing failed.
+    """
+    rows = _Rows(images_only=images_only or labels, labels=labels)
+    for page in store.list():
+        rows.add(page)
+        progress(rows.listed)
+    rows.check(store.url)
+    rows.arrange()
+    facts = {
+        "identity": store.identity,
+        "images_only": images_only,
+        "classes": rows.classes if labels else None,
+        "listed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    _write(descriptor, rows, facts)
+
+
+class _Rows:
+    """Listed objects in flat arrays, whose memory is that of the names and numbers alone."""
+
+    def __init__(self, *, images_only: bool, labels: bool) -> None:
+        self._images_only, self._labels = images_only, labels
+        self.listed = 0
+        self.keys, self.versions = bytearray(), bytearray()
+        self.key_lengths, self.version_lengths = array("Q"), array("Q")
+        self.sizes, self.labels = array("q"), array("q")
+        self.classes: list[str] = []  # in order of appearance, until arranged
+        self._class_of: dict[str, int] = {}
+        self._directories: set[str] = set()  # every first path component, with images or without
+        self._ordered, self._last = True, b""
+
+    def add(self, page: Page) -> None:
+        """Take over a page, as far as it is selected."""
+        self.listed += len(page)
+        if self._labels:
+            page = [info for info in page if "/" in info.key]
+            self._directories.update(info.key.partition("/")[0] for info in page)
+        if self._images_only:
+            page = [info for info in page if info.key.lower().endswith(IMAGE_EXTENSIONS)]
+        keys = [info.key.encode("utf-8", "surrogateescape") for info in page]
+        versions = [info.version.encode() for info in page]
+        self.keys += b"".join(keys)
+        self.versions += b"".join(versions)
+        self.key_lengths.extend(map(len, keys))
+        self.version_lengths.extend(map(len, versions))
+        self.sizes.extend(info.size for info in page)
+        if self._labels:
+            self.labels.extend(self._label(info.key) for info in page)
+        for rank in map(self._rank, keys):
+            self._ordered = self._ordered and self._last <= rank
+            self._last = rank
+
+    def check(self, url: str) -> None:
+        """Raise `NotFoundError` where torchvision, or common sense, would."""
+        known = ", ".join(IMAGE_EXTENSIONS)
+        empty = sorted(self._directories - set(self._class_of))
+        if not self.listed:
+            why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
+        elif self._labels and not self._directories:
+            why = (
+                f"{self.listed:,} objects there, but no class directories: give the parent of class/file.jpg"
+            )
+        elif self._labels and empty:
+            names = ", ".join(map(repr, empty[:10])) + (", ..." if len(empty) > 10 else "")
+            why = f"no valid image for the classes {names}. Supported extensions: {known}"
+        elif not self.sizes:
+            why = f"{self.listed:,} objects there, but none is an image. Supported extensions: {known}"
+        else:
+            return
+        raise NotFoundError(f"{url!r}: {why}", stage="list")
+
+    def arrange(self) -> None:
+        """Number the classes by name, and put the rows in order unless they came so."""
+        names = sorted(self.classes)
+        if names != self.classes:
+            position = {name: index for index, name in enumerate(names)}
+            renumber = np.array([position[name] for name in self.classes], dtype=np.int64)
+            self.labels = array("q", renumber[np.frombuffer(self.labels, dtype=np.int64)].tobytes())
+            self.classes = names
+        if self._ordered:
+            return
+        keys = _split(self.keys, self.key_lengths)
+        ranks = [self._rank(key) for key in keys]
+        order = sorted(range(len(keys)), key=ranks.__getitem__)
+        del ranks
+        versions = _split(self.versions, self.version_lengths)
+        self.keys = bytearray().join(keys[i] for i in order)
+        self.versions = bytearray().join(versions[i] for i in order)
+        for name in ("key_lengths", "version_lengths", "sizes", *(["labels"] if self._labels else [])):
+            old = getattr(self, name)
+            setattr(self, name, array(old.typecode, (old[i] for i in order)))
+
+    def _label(self, key: str) -> int:
+        name = key.partition("/")[0]
+        label = self._class_of.setdefault(name, len(self.classes))
+        if label == len(self.classes):
+            self.classes.append(name)
+        return label
+
+    def _rank(self, key: bytes) -> bytes:
+        """What rows are sorted by. UTF-8 sorts as the strings do; 0 comes before every character."""
+        if not self._labels:
+            return key
+        directory, _, name = key.rpartition(b"/")
+        return b"\0".join((key.partition(b"/")[0], directory, name))
+
+
+def _split(joined: bytearray, lengths: array[int]) -> list[bytes]:
+    stops = list(accumulate(lengths, initial=0))
+    return [bytes(joined[start:stop]) for start, stop in pairwise(stops)]
+
+
+def _write(descriptor: int, rows: _Rows, facts: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {
+        "key_offsets": _offsets(rows.key_lengths),
+        "sizes": rows.sizes,
+        "labels": rows.labels,
+        "version_offsets": _offsets(rows.version_lengths),
+        "keys": rows.keys,
+        "versions": rows.versions,
+        "facts": json.dumps(facts).encode(),
+    }
+    table: list[int] = []
+    checksum = xxhash.xxh3_64()
+    position = os.lseek(descriptor, HEADER.size, os.SEEK_SET)
+    for name in SECTIONS:
+        data = memoryview(parts[name]).cast("B")
+        padding = bytes(-data.nbytes % 8)
+        table += [position, data.nbytes]
+        for piece in (data, memoryview(padding)):
+            checksum.update(piece)
+            position += _write_all(descriptor, piece)
+    header = HEADER.pack(MAGIC, FORMAT, HEADER.size, len(rows.sizes), checksum.intdigest(), *table)
+    os.pwrite(descriptor, header, 0)
+
+
+def _offsets(lengths: array[int]) -> npt.NDArray[np.uint64]:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
+    np.cumsum(np.frombuffer(lengths, dtype=np.uint64), out=offsets[1:])
+    return offsets
+
+
+def _write_all(descriptor: int, data: memoryview) -> int:
+    done = 0
+    while done < data.nbytes:
+        done += os.write(descriptor, data[done:])
+    return done

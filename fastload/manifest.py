@@ -1,0 +1,232 @@
+"""A listed prefix as arrays over one mapping: a file, or memory that all workers share.
+
+A million keys take the bytes of their names and 40 more each, once per node: no worker has a Python list of
+them, and nothing of that size is sent to a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable
+from hashlib import blake2b
+from multiprocessing import context, reduction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fastload.child import run_in_child
+from fastload.listing import FORMAT, HEADER, MAGIC, SECTIONS, write_listing
+from fastload.progress import ListingProgress
+from fastload.store import Store, native_client_used
+
+__all__ = ["Manifest"]
+
+_log = logging.getLogger("fastload")
+
+
+class Manifest:
+    """The objects below a URL: key, size and version of each, and labels if asked for. Immutable.
+
+    Made by `Manifest.open`. Forked processes share it; pickling it for a process that is being spawned
+    passes a file descriptor, any other pickle has the bytes.
+
+    Attributes:
+        sizes: int64, shape (n,), bytes of each object.
+        labels: int64, shape (n,), index into `classes`; None without labels.
+        classes: sorted class names, or None.
+        identity: the `identity` of the store that was listed.
+        listed_at: when, as an ISO 8601 UTC time.
+        total_bytes: the sum of `sizes`.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map an open file that `write_listing` wrote. The manifest owns the descriptor from here on."""
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        _, _, _, count, _, *table = HEADER.unpack_from(self._map)
+        view = memoryview(self._map)
+        part = {name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(SECTIONS)}
+        self._keys, self._versions = part["keys"], part["versions"]
+        self._key_offsets = np.frombuffer(part["key_offsets"], dtype="<u8")
+        self._version_offsets = np.frombuffer(part["version_offsets"], dtype="<u8")
+        self.sizes: npt.NDArray[np.int64] = np.frombuffer(part["sizes"], dtype="<i8")
+        facts = json.loads(bytes(part["facts"]))
+        self.identity: str = facts["identity"]
+        self.listed_at: str = facts["listed_at"]
+        self.classes: list[str] | None = facts["classes"]
+        self.labels: npt.NDArray[np.int64] | None = None
+        if self.classes is not None:
+            self.labels = np.frombuffer(part["labels"], dtype="<i8")
+        self.total_bytes = int(self.sizes.sum())
+        self._count = int(count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<Manifest of {self._count:,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
+
+    def key(self, index: int) -> str:
+        """The key of object `index`, relative to the URL."""
+        start, stop = self._key_offsets[index : index + 2].tolist()
+        return str(self._keys[start:stop], "utf-8", "surrogateescape")
+
+    def version(self, index: int) -> str:
+        """The version of object `index` when it was listed."""
+        start, stop = self._version_offsets[index : index + 2].tolist()
+        return str(self._versions[start:stop], "utf-8")
+
+    def size(self, index: int) -> int:
+        """The size of object `index` in bytes."""
+        return int(self.sizes[index])
+
+    def label(self, index: int) -> int:
+        """The label of object `index`; only for a manifest with labels."""
+        assert self.labels is not None, "this manifest was made without labels"
+        return int(self.labels[index])
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        refresh: bool = False,
+        images_only: bool = False,
+        labels: bool = False,
+    ) -> Manifest:
+        """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
+
+        A listing that would start a native client runs in a short-lived child, so that this process can
+        still fork its workers. After 2 s it shows its progress on stderr, or logs it.
+
+        Args:
+            store: what to list.
+            directory: where manifests are kept. None: nowhere.
+            refresh: list even where a saved manifest exists, and replace it.
+            images_only, labels: what to take; see `write_listing`.
+
+        Raises:
+            NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not answer, refuses
+                access, or there is nothing to read.
+        """
+        path = (
+            None if directory is None else Path(directory) / _file_name(store.identity, images_only, labels)
+        )
+        if path is not None and not refresh:
+            saved = cls._load(path, store.identity)
+            if saved is not None:
+                _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
+                return saved
+        with ListingProgress(store.url) as progress:
+            manifest = cls.build(store, images_only=images_only, labels=labels, progress=progress)
+        if path is not None:
+            try:
+                manifest.save(path)
+            except OSError as error:
+                warnings.warn(f"the manifest cannot be kept in {str(path.parent)!r}: {error}", stacklevel=2)
+        return manifest
+
+    @classmethod
+    def build(
+        cls,
+        store: Store,
+        *,
+        images_only: bool = False,
+        labels: bool = False,
+        progress: Callable[[int], None] = lambda listed: None,
+    ) -> Manifest:
+        """List a store into memory; arguments and errors as for `open` and `write_listing`."""
+        descriptor = os.memfd_create("fastload-manifest")
+
+        def work(report: Callable[[int], None]) -> None:
+            write_listing(store, descriptor, images_only=images_only, labels=labels, progress=report)
+
+        try:
+            if store.native and not native_client_used():
+                run_in_child(work, progress)
+            else:
+                work(progress)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor)
+
+    def save(self, path: Path) -> None:
+        """Write the manifest to `path`, whole or not at all.
+
+        Raises:
+            OSError: the directory cannot be made or written to.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self._map)
+            os.replace(temporary, path)  # noqa: PTH105 - `temporary` is a str
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            raise
+
+    @classmethod
+    def _load(cls, path: Path, identity: str) -> Manifest | None:
+        """The manifest saved at `path`; None if there is none, or it is damaged, old or another's."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+        if not _is_whole(descriptor):
+            os.close(descriptor)
+            _log.warning("manifest %s is damaged or of another version: listing again", path)
+            return None
+        manifest = cls(descriptor)
+        return manifest if manifest.identity == identity else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Manifest:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is not None:
+            return _from_handle, (reduction.DupFd(self._descriptor),)
+        return _from_bytes, (self._map[:],)
+
+
+def _from_handle(handle: Any) -> Manifest:
+    return Manifest(handle.detach())
+
+
+def _from_bytes(content: bytes) -> Manifest:
+    descriptor = os.memfd_create("fastload-manifest")
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    return Manifest(descriptor)
+
+
+def _file_name(identity: str, images_only: bool, labels: bool) -> str:
+    selection = "labels" if labels else "images" if images_only else "all"
+    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{selection}.manifest"
+
+
+def _is_whole(descriptor: int) -> bool:
+    """Whether the file has our header, and the bytes after it the checksum in it."""
+    size = os.fstat(descriptor).st_size
+    if size < HEADER.size:
+        return False
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        magic, version, header_size, _, checksum, *_ = HEADER.unpack_from(content)
+        if (magic, version, header_size) != (MAGIC, FORMAT, HEADER.size):
+            return False
+        with memoryview(content) as view, view[HEADER.size :] as body:
+            return bool(xxhash.xxh3_64_intdigest(body) == checksum)
