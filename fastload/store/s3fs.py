@@ -91,7 +91,7 @@ class S3fsStore(Store):
     def _read(self, key: str, request: dict[str, Any], version: str | None, size: int | None) -> Buffer:
         with self._place.errors("get", key):
             fs = self._fs()
-            answer, body = sync(fs.loop, _get, fs, request)
+            answer, body = sync(fs.loop, _retried_get, fs, request)
             check_version(key, self._info(key, len(body), answer).version, version)
             check_length(key, len(body), answer["ContentLength"] if size is None else size)
             return body
@@ -113,6 +113,14 @@ class S3fsStore(Store):
         import s3fs  # type: ignore[import-not-found,unused-ignore]
 
         return s3fs.S3FileSystem(skip_instance_cache=True, **self._arguments)
+
+
+async def _retried_get(fs: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """A GET and its body, begun again when the body breaks off; `_call_s3` retries up to the headers only."""
+    from s3fs.core import _error_wrapper
+
+    result: tuple[dict[str, Any], bytes] = await _error_wrapper(_get, args=(fs, request), retries=fs.retries)
+    return result
 
 
 async def _get(fs: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fastload.child import run_in_child
-from fastload.listing import FORMAT, HEADER, MAGIC, SECTIONS, write_listing
-from fastload.progress import ListingProgress
+from fastload.manifest.child import run_in_child
+from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, write_listing
+from fastload.manifest.progress import ListingProgress
 from fastload.store import Store, native_client_used
 
 __all__ = ["Manifest"]
