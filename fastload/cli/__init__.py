@@ -1,0 +1,16 @@
+"""The command line: `fastload demo | bench URL | cache info|check|clear DIR | doctor`."""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0, 1 an error or a finding, 2 bad arguments, 130 Ctrl-C."""
+    try:
+        # Here, so that Ctrl-C during this half second is quiet too.
+        from fastload.cli._app import app
+
+        app(prog_name="fastload")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,155 @@
+"""`fastload bench URL`: the demo's measurement on your own data, per epoch and per stage. The JSON document:
+
+{"command": "bench", "date", "machine": {...}, "versions": {...},
+ "settings": {"url", "images", "image_bytes", "cache", "num_workers", "batch_size", "size"},
+ "listing_seconds", "epochs": [{"images", "bytes", "seconds", "first_batch_seconds", "images_per_second",
+ "megabytes_per_second", "counters" (of `DataLoader.stats()`, this epoch alone), "verdict"}, ...]}
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fastload.cli._bars import Bars
+from fastload.cli._output import JsonOption, Output, answering, short_bytes
+from fastload.errors import ArgumentError
+
+__all__ = ["bench"]
+
+CORES = len(os.sched_getaffinity(0))
+# What a worker's time is spent on, then what it and the trainer wait for.
+STAGES = ("get", "cache", "decode", "collate", "idle", "wait")
+
+
+def bench(
+    url: Annotated[str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")],
+    cache: Annotated[Path | None, typer.Option(help="A cache directory, filled in epoch 1.")] = None,
+    num_workers: Annotated[int, typer.Option(min=0, help="Worker processes.  [default: cores]")] = CORES,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
+    epochs: Annotated[int, typer.Option(min=1, help="How often to go through all images.")] = 2,
+    size: Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")] = 224,
+    endpoint_url: Annotated[str | None, typer.Option(help="Not AWS: of MinIO, R2, OBS, ...")] = None,
+    anon: Annotated[bool, typer.Option("--anon", help="Public data: send no credentials.")] = False,
+    storage_option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fastload.open_store; repeatable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure fastload on your own images, and name the slowest stage."""
+    with answering(as_json) as output:
+        options = _storage_options(storage_option or [], endpoint_url, anon)
+        dataset, seconds = _list(url, size, cache, options, output)
+        settings = {
+            "url": url,
+            "images": len(dataset),
+            "cache": None if cache is None else str(cache),
+            "num_workers": num_workers,
+            "batch_size": batch_size,
+            "size": size,
+        }
+        document = _measure(dataset, settings, epochs, output)
+        document["listing_seconds"] = round(seconds, 3)
+        _print_report(document, output)
+        output.document(document)
+
+
+def _storage_options(pairs: list[str], endpoint_url: str | None, anon: bool) -> dict[str, Any]:
+    """The options of the command line as `open_store` takes them."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            # Not the value: it may be a secret.
+            raise ArgumentError(f"--storage-option {name!r}: give NAME=VALUE")
+        options[name] = value
+    if endpoint_url is not None:
+        options["endpoint_url"] = endpoint_url
+    if anon:
+        options["anon"] = True
+    return options
+
+
+def _list(
+    url: str, size: int, cache: Path | None, options: dict[str, Any], output: Output
+) -> tuple[Any, float]:
+    """The images under `url`, and the seconds it took to list them."""
+    import fastload
+
+    start = time.perf_counter()
+    dataset = fastload.ImageFolder(
+        url,
+        fastload.RandomResizedCrop(size),
+        cache=None if cache is None else fastload.Cache(cache),
+        storage_options=options,
+    )
+    seconds = time.perf_counter() - start
+    output.console.print(
+        f"{len(dataset):,} images in {len(dataset.classes):,} classes, listed in {seconds:.1f} s",
+        markup=False,
+    )
+    return dataset, seconds
+
+
+def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output) -> dict[str, Any]:
+    """Run the epochs one after the other."""
+    import fastload
+    from fastload.cli._machine import describe_machine
+    from fastload.cli._measure import measure_epoch, stage_counters
+    from fastload.stats import verdict
+
+    loader: Any = fastload.DataLoader(
+        dataset, settings["batch_size"], shuffle=True, num_workers=settings["num_workers"]
+    )
+    results = []
+    with Bars(output.console) as bars:
+        for number in range(1, epochs + 1):
+            before = loader.stats()["counters"]
+            bar = bars.add(f"epoch {number}", len(dataset))
+            epoch = measure_epoch(loader, bar.update)
+            counters = stage_counters(before, loader.stats()["counters"])
+            total_bytes = counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)
+            results.append({**epoch.as_dict(total_bytes), "counters": counters, "verdict": verdict(counters)})
+    return {
+        "command": "bench",
+        **describe_machine(),
+        "settings": {**settings, "image_bytes": round(results[0]["bytes"] / len(dataset))},
+        "epochs": results,
+    }
+
+
+def _print_report(document: dict[str, Any], output: Output) -> None:
+    """One row an epoch, then one sentence an epoch."""
+    table = Table(header_style="bold")
+    for heading in ("epoch", "images/s", "MB/s", "first batch", "GETs", "from cache"):
+        table.add_column(heading, justify="right")
+    for stage in STAGES:
+        table.add_column(f"{stage}\ns", justify="right")
+    for number, epoch in enumerate(document["epochs"], 1):
+        counters = epoch["counters"]
+        table.add_row(
+            str(number),
+            f"{epoch['images_per_second']:,.0f}",
+            f"{epoch['megabytes_per_second']:,.1f}",
+            f"{epoch['first_batch_seconds']:.2f} s",
+            f"{counters.get('get.requests', 0):,.0f}",
+            f"{counters.get('cache.hits', 0):,.0f}",
+            *[f"{counters.get(f'{stage}.seconds', 0):.2f}" for stage in STAGES],
+        )
+    settings = document["settings"]
+    console = output.console
+    console.print(table)
+    console.print(
+        f"{settings['images']:,} images of {short_bytes(settings['image_bytes'])}, "
+        f"{settings['num_workers']} workers, batches of {settings['batch_size']}. Seconds: get to idle are "
+        "summed over the workers (idle: no batch was wanted); wait is the trainer's, for a batch.",
+        style="dim",
+        soft_wrap=True,
+    )
+    for number, epoch in enumerate(document["epochs"], 1):
+        console.print(f"epoch {number}: {epoch['verdict']}", soft_wrap=True)

