@@ -1,25 +1,26 @@
 """Messages and file descriptors between the trainer's process and one worker.
 
-A Unix socket pair of sequenced packets: a message arrives whole or not at all, file descriptors travel with it,
-and the death of either side is an end-of-file on the other. A `multiprocessing.Queue` was rejected: it needs a
-feeder thread in the trainer's process, cannot carry descriptors, and does not notice that its peer is gone.
+A Unix socket pair of sequenced packets: a message arrives whole or not at all, file descriptors travel with
+it, and the death of either side is an end-of-file on the other. A `multiprocessing.Queue` was rejected: it
+needs a feeder thread in the trainer's process, cannot carry descriptors, and does not see its peer go.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import socket
 import weakref
 from array import array
 from collections import deque
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["Channel", "anonymous_file"]
 
-# Above this a message travels as an anonymous file: a packet is bounded by the socket's send buffer (208 KiB).
+# Above this a message travels as an anonymous file: the socket's send buffer (208 KiB) bounds a packet.
 _PACKET_LIMIT = 64 << 10
-_FDS_PER_MESSAGE = 32
+_FDS_PER_MESSAGE = 253  # the kernel's limit
 _FD_BYTES = array("i", [0]).itemsize
 
 
@@ -33,7 +34,7 @@ def anonymous_file(nbytes: int) -> int:
 class Channel:
     """One end of the pair. `send` never blocks: what the socket cannot take yet waits in an outbox."""
 
-    _trainer_ends: weakref.WeakSet[Channel] = weakref.WeakSet()
+    _trainer_ends: ClassVar[weakref.WeakSet[Channel]] = weakref.WeakSet()
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -90,10 +91,11 @@ class Channel:
 
         Raises:
             EOFError: the peer closed its end or died.
+            OSError: this process has too many open files to take the message's descriptors.
         """
         flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         try:
-            data, rights, _, _ = self._socket.recvmsg(
+            data, rights, truncated, _ = self._socket.recvmsg(
                 _PACKET_LIMIT + 1, socket.CMSG_SPACE(_FDS_PER_MESSAGE * _FD_BYTES), flags
             )
         except BlockingIOError:
@@ -106,8 +108,12 @@ class Channel:
         for _, _, raw in rights:
             fds.frombytes(raw[: len(raw) - len(raw) % _FD_BYTES])
         received = list(fds)
+        if truncated & socket.MSG_CTRUNC:
+            for fd in received:
+                os.close(fd)
+            raise OSError(errno.EMFILE, "Too many open files: raise the limit with `ulimit -n`")
         if data[:1] == b"s":
-            with open(received.pop(0), "rb") as spill:
+            with os.fdopen(received.pop(0), "rb") as spill:
                 spill.seek(0)
                 return pickle.load(spill), received
         return pickle.loads(memoryview(data)[1:]), received

@@ -7,11 +7,11 @@
         └── slot id, when the last view has died ◀─────┘ weakref.finalize on the lease
 
 A slot is an anonymous memory file: no name in /dev/shm to leak, no limit of 64 MB in a container, and neither
-side keeps a descriptor once it has mapped it. The pages stay mapped for the worker's life, so a batch costs one
-memcpy and no page faults; torch's way, a fresh shared-memory file per batch, costs both.
+side keeps a descriptor once it has mapped it. The pages stay mapped while the slot is in use, so a batch
+costs one memcpy and no page faults; torch's way, a fresh shared-memory file per batch, costs both.
 
-Slots never grow: a batch that does not fit takes a second one, and the next slot is made as large as the largest
-batch so far. Growing in place was rejected, since tensors already handed out would have to move.
+Slots never grow: a batch that does not fit takes a second one, and the next slot is made as large as the
+largest batch so far. Growing in place was rejected, since tensors already handed out would have to move.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import os
 import pickle
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -38,15 +38,22 @@ from fastload.channel import anonymous_file
 __all__ = ["PackedBatch", "SlotMap", "SlotPool"]
 
 _ALIGN = 64
-# A batch below this travels inside the message: one copy of a few KiB is cheaper than a slot, and users who keep
-# 100,000 tiny batches would otherwise run into the kernel's limit of 65,530 mappings.
+# A batch below this travels inside the message: one copy of a few KiB is cheaper than a slot, and users who
+# keep 100,000 tiny batches would otherwise run into the kernel's limit of 65,530 mappings.
 _INLINE_LIMIT = 16 << 10
 # Room for labels and the pickled structure beside the one large tensor of a first batch.
 _SLACK = 256 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 Bytes = npt.NDArray[np.uint8]
@@ -69,19 +76,28 @@ def _map(fd: int, nbytes: int) -> Bytes:
         os.close(fd)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
-        raise OSError(code, f"cannot map a batch slot of {nbytes} bytes: {os.strerror(code)}")
+        raise OSError(
+            code,
+            f"cannot map a batch slot of {nbytes} bytes ({os.strerror(code)}): memory is short, or more "
+            "batches are held than vm.max_map_count allows",
+        )
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(pages, _libc.munmap, address, nbytes).atexit = False
-    return np.frombuffer(pages, np.uint8)
+    return np.ctypeslib.as_array(pages)
 
 
-def _tensor(memory: Bytes, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Any:
-    """A tensor over `memory[offset:]`. Not a view of another tensor: `_base` is None, as in torch's batches."""
-    extent = _extent(shape, stride)
-    if extent == 0:
-        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
-    flat = torch.frombuffer(memory, dtype=dtype, count=extent, offset=offset)
-    return torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, tuple(shape), tuple(stride))
+def _storage(memory: Bytes, offset: int, nbytes: int) -> torch.UntypedStorage:
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
+
+
+def _tensor(
+    memory: Bytes, offset: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor over `memory[offset:]`. Not a view of another: `_base` is None, as in torch's batches."""
+    storage = _storage(memory, offset, _extent(shape, stride) * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride))
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -103,11 +119,10 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class _Slot:
     id: int
     memory: Bytes
-    address: int
     fd: int  # until the trainer has been sent it; then -1
     used: int = 0
     lease: Bytes | None = None
-    alive: weakref.ref[Any] | None = None
+    alive: Callable[[], Any] = lambda: None  # weak reference to the lease: does a tensor still lie here?
 
 
 @dataclass
@@ -126,9 +141,14 @@ class PackedBatch:
 class SlotPool:
     """The worker's side: makes slots, hands out their memory, packs batches.
 
-    A slot serves one batch at a time: from `allocate` or `pack` until `release(id)`.
+    A slot serves one batch at a time: from `allocate` or `pack` until `release(id)`. Used by one thread.
+
+    Args:
+        keep: how many free slots to keep for later batches. The memory of more goes back to the system, as
+            when a user lets go of a whole epoch of batches.
     """
 
+    keep: int
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _free: list[_Slot] = field(default_factory=list)
     _current: list[_Slot] = field(default_factory=list)
@@ -140,7 +160,7 @@ class SlotPool:
         """An uninitialised contiguous tensor in the slot of the batch that is being made."""
         stride = _contiguous_stride(shape)
         slot, offset = self._reserve(_extent(shape, stride) * dtype.itemsize)
-        return _tensor(self._current[slot].lease, offset, dtype, shape, stride)  # type: ignore[arg-type, no-any-return]
+        return _tensor(self._lease(slot), offset, dtype, shape, stride)
 
     def pack(self, batch: Any) -> tuple[PackedBatch, list[int]]:
         """Move `batch` into slots. Returns what travels, and the descriptors to send with it.
@@ -153,7 +173,7 @@ class SlotPool:
             inline = self._inline(structure)
             place: bytes | tuple[int, int, int] = structure
             if inline is None and len(structure) > _INLINE_LIMIT:
-                place = self._store(memoryview(structure))
+                place = self._store(structure)
         except BaseException:
             self.abandon()
             raise
@@ -162,11 +182,8 @@ class SlotPool:
     def release(self, slot_id: int) -> None:
         """The trainer no longer uses this slot."""
         slot = self._slots[slot_id]
-        if slot.memory.nbytes < self._largest or (slot.alive is not None and slot.alive() is not None):
-            # Too small by now; or the dataset or collate_fn has kept a tensor that lies in it, which a next
-            # batch must not overwrite.
-            del self._slots[slot_id]
-            self._retired.append(slot_id)
+        if slot.memory.nbytes < self._largest or len(self._free) >= self.keep:
+            self._retire(slot)
         else:
             self._free.append(slot)
 
@@ -180,6 +197,10 @@ class SlotPool:
             else:
                 self.release(slot.id)
         self._current = []
+
+    def _retire(self, slot: _Slot) -> None:
+        del self._slots[slot.id]
+        self._retired.append(slot.id)
 
     def _reserve(self, nbytes: int) -> tuple[int, int]:
         """(position in the current batch's slots, offset) of `nbytes` free bytes."""
@@ -198,57 +219,70 @@ class SlotPool:
     def _take(self, nbytes: int) -> _Slot:
         while self._free:
             slot = self._free.pop()
-            if slot.memory.nbytes >= nbytes:
+            # A slot is alive where the dataset or collate_fn has kept a tensor that lies in it: the next
+            # batch must not overwrite that.
+            if slot.memory.nbytes >= nbytes and slot.alive() is None:
                 return slot
-            del self._slots[slot.id]
-            self._retired.append(slot.id)
-        size = -(-max(nbytes + _SLACK, self._largest) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._retire(slot)
+        # Doubling bounds the number of slots, and so of descriptors, that one batch can take.
+        so_far = sum(slot.memory.nbytes for slot in self._current)
+        size = -(-max(nbytes + _SLACK, self._largest, so_far) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = anonymous_file(size)
         memory = _map(os.dup(fd), size)
-        slot = _Slot(self._made, memory, memory.ctypes.data, fd)
+        slot = _Slot(self._made, memory, fd)
         self._made += 1
         self._slots[slot.id] = slot
         return slot
 
-    def _store(self, data: memoryview) -> tuple[int, int, int]:
-        position, offset = self._reserve(data.nbytes)
+    def _lease(self, position: int) -> Bytes:
         lease = self._current[position].lease
         assert lease is not None
-        lease[offset : offset + data.nbytes] = np.frombuffer(data, np.uint8)
-        return position, offset, data.nbytes
+        return lease
+
+    def _store(self, data: bytes | memoryview) -> tuple[int, int, int]:
+        """Copy `data` into the batch's slots: (slot, offset, bytes)."""
+        position, offset = self._reserve(len(data))
+        self._lease(position)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        return position, offset, len(data)
 
     def _place(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """(slot, offset, shape, stride) of the tensor's elements: where they are, or where they were copied."""
+        """(slot, offset, shape, stride) of the tensor's elements: where they are, or were copied to."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         nbytes = _extent(shape, stride) * tensor.element_size()
-        address = tensor.data_ptr()
-        for position, slot in enumerate(self._current):
-            offset = address - slot.address
-            if nbytes and 0 <= offset and offset + nbytes <= slot.memory.nbytes:
-                return position, offset, shape, stride
-        if nbytes > tensor.numel() * tensor.element_size():  # gaps: send the elements, not the storage
-            stride = _contiguous_stride(shape)
-            nbytes = tensor.numel() * tensor.element_size()
-        position, offset = self._reserve(nbytes)
-        lease = self._current[position].lease
-        assert lease is not None
-        if nbytes < tensor.numel() * tensor.element_size():  # expanded: one element stands for many
-            span = nbytes // tensor.element_size()
-            _tensor(lease, offset, tensor.dtype, (span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
-        elif nbytes:
-            _tensor(lease, offset, tensor.dtype, shape, stride).copy_(tensor)
+        if (found := self._find(tensor.data_ptr(), nbytes)) is not None:
+            return *found, shape, stride
+        if _extent(shape, stride) < tensor.numel():  # expanded: one element stands for many
+            span = (_extent(shape, stride),)
+            position, offset = self._reserve(nbytes)
+            copy = _tensor(self._lease(position), offset, tensor.dtype, span, (1,))
+            copy.copy_(tensor.as_strided(span, (1,)))
+            return position, offset, shape, stride
+        if not tensor.is_contiguous():  # a permutation keeps its strides; gaps and overlaps do not travel
+            stride = tuple(torch.empty_like(tensor, device="meta").stride())
+        position, offset = self._reserve(tensor.numel() * tensor.element_size())
+        _tensor(self._lease(position), offset, tensor.dtype, shape, stride).copy_(tensor)
         return position, offset, shape, stride
 
+    def _find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """(slot, offset) where these bytes already lie in the batch's slots."""
+        for position, slot in enumerate(self._current):
+            offset = address - slot.memory.ctypes.data
+            if nbytes and offset >= 0 and offset + nbytes <= slot.memory.nbytes:
+                return position, offset
+        return None
+
     def _inline(self, structure: bytes) -> bytes | None:
-        if not self._current:
-            return b""
-        slot = self._current[0]
-        if len(self._current) > 1 or slot.used + len(structure) > _INLINE_LIMIT:
+        """The slot's content, where the batch is small enough to travel inside the message."""
+        used = sum(slot.used for slot in self._current)
+        if len(self._current) > 1 or used + len(structure) > _INLINE_LIMIT:
             return None
-        return slot.memory[: slot.used].tobytes()
+        return b"".join(slot.memory[: slot.used].tobytes() for slot in self._current)
 
     def _hand_over(
-        self, inline: bytes | None, buffers: list[tuple[int, int, int]], structure: bytes | tuple[int, int, int]
+        self,
+        inline: bytes | None,
+        buffers: list[tuple[int, int, int]],
+        structure: bytes | tuple[int, int, int],
     ) -> tuple[PackedBatch, list[int]]:
         used, self._current = self._current, []
         retired, self._retired = self._retired, []
@@ -267,8 +301,12 @@ class SlotPool:
         return PackedBatch(slots, new, retired, inline, buffers, structure), fds
 
 
-class _Pickler(ForkingPickler):  # type: ignore[misc]
-    """Torch's own pickler for everything but plain CPU tensors, which go into slots."""
+class _Pickler(ForkingPickler):
+    """Torch's own pickler, but what CPU memory a tensor needs lies in slots.
+
+    A plain tensor takes the short way. Others (subclasses, sparse, quantized ...) are torch's to take apart;
+    in the end they come down to storages, which torch would each make a file in /dev/shm.
+    """
 
     def __init__(self, file: io.BytesIO, pool: SlotPool, buffers: list[tuple[int, int, int]]) -> None:
         def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
@@ -280,16 +318,25 @@ class _Pickler(ForkingPickler):  # type: ignore[misc]
 
         super().__init__(file, pickle.HIGHEST_PROTOCOL, True, keep_out_of_band)
         self._pool = pool
-        self._placed: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._placed: dict[int, tuple[Any, Any]] = {}  # by id, with the object, which keeps the id valid
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not torch.Tensor or not _is_plain(obj):
+        if type(obj) is torch.Tensor:
+            if not _is_plain(obj):
+                return None
+        elif type(obj) is not torch.UntypedStorage or obj.device.type != "cpu":
             return None
         known = self._placed.get(id(obj))
         if known is None:
-            place = (*self._pool._place(obj.detach()), obj.dtype, obj.requires_grad)
-            self._placed[id(obj)] = known = (obj, place)
+            number = len(self._placed)
+            self._placed[id(obj)] = known = (obj, (number, *self._place(obj)))
         return known[1]
+
+    def _place(self, obj: torch.Tensor | torch.UntypedStorage) -> tuple[Any, ...]:
+        if isinstance(obj, torch.Tensor):
+            return *self._pool._place(obj.detach()), obj.dtype, obj.requires_grad
+        content = torch.empty(0, dtype=torch.uint8).set_(obj)
+        return *self._pool._place(content), None, False
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -310,8 +357,8 @@ def _dump(pool: SlotPool, batch: Any, buffers: list[tuple[int, int, int]]) -> by
 class SlotMap:
     """The trainer's side, for one worker: maps its slots once, and notes which of them are free again.
 
-    `released` holds the ids to send back. Only appended to by finalizers, which may run in any thread and at any
-    moment; a deque's append takes no lock.
+    `released` holds the ids to send back. Only appended to by finalizers, which may run in any thread and at
+    any moment; a deque's append takes no lock.
     """
 
     def __init__(self) -> None:
@@ -344,13 +391,15 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, structure: Any, buffers: list[Bytes], leases: list[Bytes]) -> None:
         super().__init__(io.BytesIO(structure), buffers=buffers)
         self._leases = leases
-        self._seen: dict[Any, torch.Tensor] = {}
+        self._seen: dict[int, Any] = {}  # so that what lay twice in the batch does so here
 
-    def persistent_load(self, place: Any) -> torch.Tensor:
-        tensor = self._seen.get(place)
-        if tensor is None:
-            slot, offset, shape, stride, dtype, requires_grad = place
+    def persistent_load(self, place: Any) -> Any:
+        number, slot, offset, shape, stride, dtype, requires_grad = place
+        if number not in self._seen:
             memory = self._leases[slot] if self._leases else np.empty(0, np.uint8)
-            tensor = _tensor(memory, offset, dtype, shape, stride).requires_grad_(requires_grad)
-            self._seen[place] = tensor
-        return tensor
+            if dtype is None:
+                self._seen[number] = _storage(memory, offset, *shape)
+            else:
+                tensor = _tensor(memory, offset, dtype, shape, stride)
+                self._seen[number] = tensor.requires_grad_(requires_grad)
+        return self._seen[number]
