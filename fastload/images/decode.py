@@ -223,13 +223,15 @@ def _decode_other(data: memoryview, max_pixels: int) -> Pixels:
     """RGB pixels of anything that is not a JPEG, by Pillow."""
     name = _sniff(data)
     try:
-        from PIL import Image
+        from PIL import Image, features
     except ImportError:
         raise DecodeError(
             f"{name} images need Pillow: pip install 'fastload[simd]' or 'fastload[pillow]'"
         ) from None
-    if name == "WEBP" and "WEBP" not in _pillow_formats():
-        raise DecodeError("this build of Pillow has no WebP: pip install --force-reinstall pillow")
+    if name == "WEBP" and not features.check("webp"):
+        raise DecodeError(
+            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then pip install pillow"
+        )
     try:
         with Image.open(BytesIO(data), formats=[name]) as image:
             if image.width * image.height > max_pixels:
@@ -238,17 +240,10 @@ def _decode_other(data: memoryview, max_pixels: int) -> Pixels:
                 )
             if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
                 # The same colours; straight to RGB Pillow warns about every such image.
-                return np.asarray(image.convert("RGBA").convert("RGB"))
-            return np.asarray(image.convert("RGB"))
+                return np.array(image.convert("RGBA").convert("RGB"))
+            return np.array(image.convert("RGB"))
     except Exception as error:  # on hostile bytes Pillow's plugins raise whatever their parsing runs into
         raise DecodeError(f"{name}: {error}") from error
-
-
-def _pillow_formats() -> set[str]:
-    from PIL import Image
-
-    Image.init()
-    return set(Image.OPEN)
 
 
 def _exif_turn(data: Source) -> Any:

@@ -280,7 +280,7 @@ class CenterCrop(Crop):
 
 
 def _check_size(size: int | Sequence[int]) -> tuple[int, int]:
-    pair = (size, size) if isinstance(size, int) else tuple(size)
+    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
     if len(pair) != 2 or not all(isinstance(side, int) and 1 <= side <= 8192 for side in pair):
         raise ArgumentError(f"size must be an int or (height, width), each from 1 to 8192, not {size!r}")
     return pair[0], pair[1]

@@ -28,10 +28,19 @@ Pixels = NDArray[np.uint8]
 
 def jpeg_size(data: Any, max_pixels: int) -> tuple[int, int]:
     """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`."""
-    height, width, _, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    height, width, _ = _header(data)
     if height * width > max_pixels:
         raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
     return width, height
+
+
+def _header(data: Any) -> tuple[int, int, str]:
+    """(height, width, colour space) of a JPEG."""
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
+    except KeyError:  # what simplejpeg raises for a header that it did not understand
+        raise ValueError("a damaged JPEG header, or a kind of JPEG that only the kernel reads") from None
+    return height, width, colorspace
 
 
 def decode(data: Any, out: Pixels, denominator: int, max_pixels: int, strict: bool) -> None:
@@ -64,8 +73,7 @@ def crop_resize(
 
 def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) -> Pixels:
     """RGB pixels of a JPEG. A minimum decodes at the smallest scale that has it."""
-    _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    cmyk = colorspace in ("CMYK", "YCCK")
+    cmyk = _header(data)[2] in ("CMYK", "YCCK")
     pixels: Pixels = simplejpeg.decode_jpeg(
         data,
         colorspace="CMYK" if cmyk else "RGB",
@@ -115,7 +123,7 @@ def _resize_torch(
         raise ValueError(
             f"{width} x {height} is too long to resize without Pillow: pip install 'fastload[simd]'"
         )
-    image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
+    image = torch.tensor(pixels).permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(image, whole, mode="bilinear", antialias=True)
     top, left = round(box[1] * down), round(box[0] * across)
     resized = resized[0, :, top : top + size[0], left : left + size[1]]

@@ -1,0 +1,583 @@
+"""Transforms and decoding, through the kernel and through its twin."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, features
+
+from fastload import CenterCrop, RandomResizedCrop
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images import (
+    SampleRng,
+    backend,
+    decode_image,
+    decode_pil,
+    decode_resized,
+    native,
+    sample_seed,
+    shrink,
+    twin,
+)
+from fastload.images.transforms import TorchRng
+from tests.photos import oriented, pillow_jpeg, png, psnr, scene, variants, with_size
+
+JPEGS = variants()
+PHOTO = JPEGS["420"]
+TRANSFORMS = [
+    RandomResizedCrop(64),
+    RandomResizedCrop((40, 72), scale=(0.5, 1), ratio=(1, 2), flip=1, channels_last=True),
+    CenterCrop(64),
+    CenterCrop((30, 50), 60, channels_last=True),
+]
+
+
+QUANTILES = np.linspace(0.1, 0.9, 9)
+
+
+@pytest.fixture(params=["kernel", "twin", "twin without Pillow"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way that images are decoded."""
+    if request.param == "kernel" and native.kernel is None:
+        pytest.skip("the kernel is not built")
+    if request.param != "kernel":
+        monkeypatch.setattr(native, "kernel", None)
+    if request.param == "twin without Pillow":
+        monkeypatch.setattr(twin, "Image", None)
+    yield request.param
+
+
+def run(transform: Any, images: list[Any], seeds: Any = None) -> np.ndarray[Any, Any]:
+    out = np.zeros((len(images), *transform.sample_shape), np.uint8)
+    assert transform.fill(out, images, range(len(images)) if seeds is None else seeds) == []
+    return out
+
+
+# ---------------------------------------------------------------- randomness
+
+
+def test_rng_is_splitmix64() -> None:
+    """The published first outputs of SplitMix64 for seed 1234567."""
+    rng = SampleRng(1234567)
+    assert [rng.bits() for _ in range(3)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_rng_ranges() -> None:
+    rng = SampleRng(-5)
+    values = [rng.random() for _ in range(4000)]
+    assert min(values) >= 0 and max(values) < 1 and abs(np.mean(values) - 0.5) < 0.02
+    assert {rng.integers(5) for _ in range(300)} == set(range(5))
+    logs = [math.log(rng.log_uniform(3 / 4, 4 / 3)) for _ in range(4000)]
+    assert abs(np.mean(logs)) < 0.01 and max(map(abs, logs)) <= math.log(4 / 3)
+
+
+def test_sample_seeds_differ() -> None:
+    seeds = {sample_seed(s, e, i) for s in range(12) for e in range(12) for i in range(50)}
+    assert len(seeds) == 12 * 12 * 50
+    assert sample_seed(1, 2, 3) == sample_seed(1 + (1 << 64), 2, 3) < 1 << 64
+
+
+# ---------------------------------------------------------------- the law
+
+
+def torchvisions_get_params(width: int, height: int, scale: Any, ratio: Any) -> tuple[int, int, int, int]:
+    """torchvision's RandomResizedCrop.get_params, written down from its documentation and behaviour."""
+    area = height * width
+    log_ratio = torch.log(torch.tensor(ratio))
+    for _ in range(10):
+        target_area = area * torch.empty(1).uniform_(scale[0], scale[1]).item()
+        aspect_ratio = torch.exp(torch.empty(1).uniform_(float(log_ratio[0]), float(log_ratio[1]))).item()
+        w = round(math.sqrt(target_area * aspect_ratio))
+        h = round(math.sqrt(target_area / aspect_ratio))
+        if 0 < w <= width and 0 < h <= height:
+            i = torch.randint(0, height - h + 1, size=(1,)).item()
+            j = torch.randint(0, width - w + 1, size=(1,)).item()
+            return int(i), int(j), h, w
+    in_ratio = float(width) / float(height)
+    if in_ratio < min(ratio):
+        w, h = width, round(width / min(ratio))
+    elif in_ratio > max(ratio):
+        h, w = height, round(height * max(ratio))
+    else:
+        w, h = width, height
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+@pytest.mark.parametrize(
+    "shape", [(500, 375), (375, 500), (31, 97), (2000, 3), (3, 2000), (1, 1), (224, 224)]
+)
+@pytest.mark.parametrize(
+    "law", [((0.08, 1.0), (3 / 4, 4 / 3)), ((0.9, 1.0), (1.0, 1.0)), ((0.01, 0.02), (0.2, 5.0))]
+)
+def test_called_on_one_image_it_draws_as_torchvision(shape: tuple[int, int], law: Any) -> None:
+    transform = RandomResizedCrop(224, *law)
+    for seed in range(40):
+        torch.manual_seed(seed)
+        expected = torchvisions_get_params(*shape, *law)
+        flip = bool(torch.rand(1) < 0.5)
+        torch.manual_seed(seed)
+        box, flipped = transform._place(*shape, TorchRng())
+        top, left, height, width = expected
+        assert box == (left, top, left + width, top + height)
+        assert flipped == flip
+
+
+def test_called_on_one_image_it_is_torchvisions_pipeline(path: str) -> None:
+    image = Image.fromarray(decode_image(PHOTO))
+    for seed in range(10):
+        torch.manual_seed(seed)
+        top, left, height, width = torchvisions_get_params(
+            image.width, image.height, (0.08, 1), (3 / 4, 4 / 3)
+        )
+        expected = image.crop((left, top, left + width, top + height)).resize(
+            (64, 64), Image.Resampling.BILINEAR
+        )
+        if torch.rand(1) < 0.5:
+            expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        for given in (image, PHOTO, decode_image(PHOTO)):
+            torch.manual_seed(seed)
+            ours = RandomResizedCrop(64)(given)
+            assert ours.dtype == torch.uint8 and ours.shape == (3, 64, 64)
+            assert psnr(ours.permute(1, 2, 0).numpy(), np.asarray(expected)) > 45
+
+
+def test_centre_crop_is_torchvisions_pipeline(path: str) -> None:
+    for width, height in [(161, 119), (119, 161), (150, 150), (77, 400)]:
+        pixels = scene(width, height)
+        short = min(width, height)
+        resized = (int(73 * width / short), int(73 * height / short))
+        left, top = round((resized[0] - 64) / 2), round((resized[1] - 64) / 2)
+        expected = Image.fromarray(pixels).resize(resized, Image.Resampling.BILINEAR)
+        expected = expected.crop((left, top, left + 64, top + 64))
+        [ours] = run(CenterCrop(64, channels_last=True), [pixels])
+        assert psnr(ours, np.asarray(expected)) > 45
+
+
+def test_area_and_flip_follow_the_law() -> None:
+    transform = RandomResizedCrop(224)
+    drawn = [transform._place(1000, 1000, SampleRng(sample_seed(0, 0, i))) for i in range(3000)]
+    areas = [(x1 - x0) * (y1 - y0) / 1e6 for (x0, y0, x1, y1), _ in drawn]
+    torch.manual_seed(0)
+    theirs = [torchvisions_get_params(1000, 1000, (0.08, 1), (3 / 4, 4 / 3)) for _ in range(3000)]
+    expected = [height * width / 1e6 for _, _, height, width in theirs]
+    np.testing.assert_allclose(np.quantile(areas, QUANTILES), np.quantile(expected, QUANTILES), atol=0.03)
+    assert abs(np.mean([flip for _, flip in drawn]) - 0.5) < 0.04
+
+
+# ---------------------------------------------------------------- what the transforms promise
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_samples_depend_on_image_and_seed_alone(path: str, transform: Any) -> None:
+    images = [JPEGS["420"], JPEGS["progressive"], JPEGS["gray"], scene(90, 70)]
+    whole = run(transform, images, [5, 6, 7, 8])
+    np.testing.assert_array_equal(run(transform, images[::-1], [8, 7, 6, 5])[::-1], whole)
+    for k, seed in enumerate([5, 6, 7, 8]):
+        np.testing.assert_array_equal(run(transform, [images[k]], [seed])[0], whole[k])
+    again = run(pickle.loads(pickle.dumps(transform)), images, [5, 6, 7, 8])
+    np.testing.assert_array_equal(again, whole)
+    if isinstance(transform, RandomResizedCrop):
+        assert not np.array_equal(run(transform, images, [9, 10, 11, 12]), whole)
+
+
+def test_flip_is_a_mirror(path: str) -> None:
+    images = [PHOTO, scene(90, 70)]
+    for width in (64, 61):  # whole vectors and a remainder
+        plain, mirrored = (run(RandomResizedCrop((50, width), flip=p), images) for p in (0, 1))
+        np.testing.assert_array_equal(mirrored, plain[..., ::-1])
+
+
+def test_channels_last_is_the_same_image(path: str) -> None:
+    for size in (64, 61, (5, 3)):
+        for kind in (RandomResizedCrop, CenterCrop):
+            first = run(kind(size), [PHOTO, scene(90, 70)])
+            last = run(kind(size, channels_last=True), [PHOTO, scene(90, 70)])
+            np.testing.assert_array_equal(last, first.transpose(0, 2, 3, 1))
+
+
+def test_every_kind_of_buffer(path: str) -> None:
+    kinds = [PHOTO, bytearray(PHOTO), memoryview(PHOTO), np.frombuffer(PHOTO, np.uint8)]
+    kinds.append(memoryview(b"".join(bytes([byte, 0]) for byte in PHOTO))[::2])
+    out = run(CenterCrop(64), kinds)
+    assert (out == out[0]).all()
+
+
+def test_decoded_images_are_resized_like_encoded_ones(path: str) -> None:
+    pixels = decode_image(PHOTO)
+    transform = RandomResizedCrop(64)
+    seeds = range(6)
+    ours, theirs = run(transform, [PHOTO] * 6, seeds), run(transform, [pixels] * 6, seeds)
+    for a, b in zip(ours, theirs, strict=True):
+        assert psnr(a, b) > 40
+    np.testing.assert_array_equal(run(transform, [np.asfortranarray(pixels)] * 6, seeds), theirs)
+
+
+def test_failures_are_returned_and_the_rest_is_done(path: str) -> None:
+    images = [
+        PHOTO,
+        b"",
+        JPEGS["444"],
+        PHOTO[:900],
+        b"<!doctype html>",
+        scene(90, 70),
+        "text",
+        np.zeros((4, 4)),
+    ]
+    out = np.zeros((len(images), 3, 64, 64), np.uint8)
+    transform = CenterCrop(64)
+    failures = transform.fill(out, images, range(len(images)))
+    assert [k for k, _ in failures] == [1, 3, 4, 6, 7]
+    assert all(isinstance(error, DecodeError) for _, error in failures)
+    for k in (0, 2, 5):
+        np.testing.assert_array_equal(out[k], run(transform, [images[k]])[0])
+    assert "0 bytes" in str(failures[0][1]) and "HTML" in str(failures[2][1])
+    with pytest.raises(DecodeError):
+        transform(PHOTO[:900])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RandomResizedCrop(0),
+        lambda: RandomResizedCrop(224.5),
+        lambda: RandomResizedCrop((1, 2, 3)),
+        lambda: RandomResizedCrop(10_000),
+        lambda: RandomResizedCrop(224, scale=(0, 1)),
+        lambda: RandomResizedCrop(224, scale=(0.5, 0.4)),
+        lambda: RandomResizedCrop(224, scale=(0.5, 1.1)),
+        lambda: RandomResizedCrop(224, scale=(0.5,)),
+        lambda: RandomResizedCrop(224, ratio=(-1, 1)),
+        lambda: RandomResizedCrop(224, ratio=(1, math.nan)),
+        lambda: RandomResizedCrop(224, flip=1.5),
+        lambda: RandomResizedCrop(224, max_pixels=0),
+        lambda: CenterCrop(224, 223),
+        lambda: CenterCrop((10, 300), 256),
+        lambda: CenterCrop(224, 256.0),
+    ],
+)
+def test_arguments_are_checked(make: Any) -> None:
+    with pytest.raises(ArgumentError):
+        make()
+
+
+def test_out_is_checked() -> None:
+    transform = CenterCrop(8)
+    for out in (
+        np.zeros((1, 3, 8, 8)),
+        np.zeros((2, 3, 8, 8), np.uint8),
+        np.zeros((1, 3, 8, 16), np.uint8)[..., ::2],
+    ):
+        with pytest.raises(ArgumentError, match="out must be"):
+            transform.fill(out, [PHOTO], [0])
+
+
+def test_defaults_and_repr() -> None:
+    assert CenterCrop(224).resize == 256
+    assert CenterCrop(224).sample_shape == (3, 224, 224)
+    assert RandomResizedCrop((5, 6), channels_last=True).sample_shape == (5, 6, 3)
+    for transform in TRANSFORMS:
+        assert repr(eval(repr(transform))) == repr(transform)
+
+
+# ---------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_every_kind_of_jpeg(path: str, name: str) -> None:
+    expected = np.asarray(Image.open(BytesIO(JPEGS[name])).convert("RGB"))
+    ours = decode_image(JPEGS[name])
+    assert ours.shape == expected.shape and ours.dtype == np.uint8
+    assert np.abs(ours.astype(int) - expected).max() <= 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (65_500, 1), (1, 65_500), (3, 2), (17, 8)])
+def test_odd_shapes(path: str, shape: tuple[int, int]) -> None:
+    pixels = np.full((*shape, 3), 90, np.uint8)
+    data = pillow_jpeg(pixels)
+    assert decode_image(data).shape == (*shape, 3)
+    assert decode_resized(data, 300).shape == (*shape, 3)
+    assert (run(RandomResizedCrop(7), [data, pixels]) == 90).all()
+    if not (path == "twin without Pillow" and max(shape) == 65_500):  # needs the whole image resized
+        assert (run(CenterCrop(7), [data, pixels]) == 90).all()
+
+
+def other_formats() -> dict[str, tuple[bytes, Image.Image]]:
+    """name -> (file, its pixels)."""
+    image = Image.fromarray(scene(61, 43))
+    wide = np.arange(61 * 43, dtype=np.uint16).reshape(43, 61) * 20
+    alpha = image.convert("RGBA")
+    alpha.putalpha(image.convert("L"))
+    palette = image.quantize(64)
+
+    def save(source: Image.Image, kind: str, **options: Any) -> bytes:
+        file = BytesIO()
+        source.save(file, kind, **options)
+        return file.getvalue()
+
+    files = {
+        "png": save(image, "PNG"),
+        "png gray": save(image.convert("L"), "PNG"),
+        "png 1 bit": save(image.convert("1"), "PNG"),
+        "png 16 bit": save(Image.fromarray(wide), "PNG"),
+        "png alpha": save(alpha, "PNG"),
+        "png gray alpha": save(alpha.convert("LA"), "PNG"),
+        "png palette": save(palette, "PNG"),
+        "png palette, one transparent": save(palette, "PNG", transparency=3),
+        "gif": save(palette, "GIF"),
+        "gif, transparent": save(palette, "GIF", transparency=3),
+        "bmp": save(image, "BMP"),
+        "tiff": save(image, "TIFF"),
+        "ppm": save(image, "PPM"),
+        "pgm": save(image.convert("L"), "PPM"),
+    }
+    if features.check("webp"):
+        files["webp"] = save(image, "WEBP", lossless=True)
+    return {name: (data, Image.open(BytesIO(data)).convert("RGB")) for name, data in files.items()}
+
+
+OTHERS = other_formats()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats(path: str, name: str) -> None:
+    data, expected = OTHERS[name]
+    np.testing.assert_array_equal(decode_image(data), np.asarray(expected))
+    [ours] = run(CenterCrop(32), [data])
+    np.testing.assert_array_equal(ours, run(CenterCrop(32), [np.asarray(expected)])[0])
+
+
+def test_palette_with_transparencies() -> None:
+    """Pillow warns when it converts such an image straight to RGB; we convert it without."""
+    image = Image.fromarray(scene(61, 43)).quantize(64)
+    data = png(image, transparency=bytes(range(64)))
+    with pytest.warns(UserWarning, match="Transparency"):
+        expected = Image.open(BytesIO(data)).convert("RGB")
+    np.testing.assert_array_equal(decode_image(data), np.asarray(expected))
+
+
+@pytest.mark.skipif(features.check("webp"), reason="this Pillow has WebP")
+def test_webp_without_support_says_so() -> None:
+    with pytest.raises(DecodeError, match="no WebP"):
+        decode_image(b"RIFF\x24\0\0\0WEBPVP8 " + bytes(40))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_ignored_unless_asked_for(path: str, orientation: int) -> None:
+    from PIL import ImageOps
+
+    for data in (
+        pillow_jpeg(scene(61, 43), exif=oriented(orientation), quality=100),
+        png(Image.fromarray(scene(61, 43)), exif=oriented(orientation)),
+    ):
+        assert decode_pil(data).size == (61, 43)
+        expected = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+        ours = decode_pil(data, exif=True)
+        assert ours.size == expected.size
+        assert np.abs(np.asarray(ours).astype(int) - np.asarray(expected)).max() <= 2
+
+
+def test_pil_images(path: str) -> None:
+    image = decode_pil(PHOTO)
+    assert image.mode == "RGB" and image.size == (161, 119)
+    np.testing.assert_array_equal(np.asarray(image), decode_image(PHOTO))
+    sizes = [decode_pil(PHOTO, min_size=n).size for n in (120, 60, 59, 29, 14, 1)]
+    assert sizes == [(161, 119), (161, 119), (81, 60), (41, 30), (21, 15), (21, 15)]
+
+
+def test_resized_and_shrunk(path: str) -> None:
+    expected = Image.fromarray(decode_image(PHOTO)).resize((98, 73), Image.Resampling.BILINEAR)
+    pixels = decode_resized(PHOTO, 73)
+    assert psnr(pixels, np.asarray(expected)) > 45
+    assert pixels.shape == (73, 98, 3)
+    small = shrink(PHOTO, 73, 90)
+    assert len(small) < len(PHOTO)
+    assert psnr(decode_image(small), pixels) > 30
+    assert b"\xff\xc0\x00\x11\x08\x00\x49\x00\x62\x03\x01\x22" in small  # 98 x 73, baseline, 4:2:0
+    assert shrink(PHOTO, 119, 90) == PHOTO
+    assert decode_resized(PHOTO, 119).shape == decode_resized(PHOTO, 500).shape == (119, 161, 3)
+    portrait = decode_resized(np.ascontiguousarray(scene(119, 161)), 73)
+    assert portrait.shape == (98, 73, 3)
+    data, image = OTHERS["png"]
+    assert decode_image(shrink(data, 500, 90)).shape == (43, 61, 3)
+    assert psnr(decode_image(shrink(data, 500, 100)), np.asarray(image)) > 25
+
+
+# ---------------------------------------------------------------- damage and limits
+
+
+def test_cut_at_every_twentieth(path: str) -> None:
+    """A cut file is an error wherever it is cut; with strict=False, a cut inside of the pixels is not."""
+    for name in ("420", "progressive", "cmyk", "restarts by row"):
+        data = JPEGS[name]
+        for percent in range(0, 100, 5):
+            cut = data[: len(data) * percent // 100]
+            with pytest.raises(DecodeError):
+                decode_image(cut)
+        assert decode_image(data[: len(data) // 2], strict=False).shape == (119, 161, 3)
+    for name, (data, _) in OTHERS.items():
+        for percent in range(0, 95, 5) if name.startswith("png") else (0, 20):
+            with pytest.raises(DecodeError):
+                decode_image(data[: len(data) * percent // 100])
+
+
+def test_flipped_bytes(path: str) -> None:
+    """Any damage is a DecodeError or an image, and nothing else."""
+    rng = np.random.default_rng(0)
+    transform = RandomResizedCrop(16)
+    good = 0
+    out = np.empty((1, *transform.sample_shape), np.uint8)
+    for name in ("420", "progressive", "cmyk"):
+        for round_ in range(60):
+            damaged = bytearray(JPEGS[name])
+            for at in rng.integers(0, len(damaged), 1 + round_ % 4):
+                damaged[at] ^= 1 << int(rng.integers(8))
+            failures = transform.fill(out, [damaged], [round_])
+            assert all(isinstance(error, DecodeError) for _, error in failures)
+            good += not failures
+    assert good > 10
+
+
+BOMB = """
+import resource, sys, struct, zlib
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+from fastload.errors import DecodeError
+from fastload.images import CenterCrop, decode_image, native
+import numpy as np
+if sys.argv[1] == "twin":
+    native.kernel = None
+jpeg = sys.stdin.buffer.read()
+def chunk(kind, body):
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+png = (b"\\x89PNG\\r\\n\\x1a\\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 50000, 50000, 8, 2, 0, 0, 0))
+       + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b""))
+out = np.empty((1, 3, 8, 8), np.uint8)
+for bomb in (jpeg, png):
+    try:
+        decode_image(bomb)
+    except DecodeError as error:
+        print(error)
+    [(_, error)] = CenterCrop(8).fill(out, [bomb], [0])
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("decoder", ["kernel", "twin"])
+@pytest.mark.parametrize("kind", ["420", "progressive"])
+def test_bombs_are_refused_before_allocation(decoder: str, kind: str) -> None:
+    if decoder == "kernel" and native.kernel is None:
+        pytest.skip("the kernel is not built")
+    bomb = with_size(JPEGS[kind], 65_500, 65_500)
+    result = subprocess.run(
+        [sys.executable, "-c", BOMB, decoder], input=bomb, capture_output=True, timeout=60, check=False
+    )
+    lines = result.stdout.decode().splitlines()
+    assert result.returncode == 0, result.stderr.decode()
+    assert len(lines) == 4
+    assert all("65500 x 65500 pixels are more than max_pixels" in line for line in lines[:2])
+    assert all("decompression bomb" in line for line in lines[2:])
+
+
+def test_max_pixels_can_be_set(path: str) -> None:
+    """The guard at work, and what happens without it."""
+    for data, pixels in ((PHOTO, 161 * 119), (OTHERS["png"][0], 61 * 43)):
+        assert decode_image(data, max_pixels=pixels).size == 3 * pixels
+        with pytest.raises(DecodeError, match=r"are more than max_pixels="):
+            decode_image(data, max_pixels=pixels - 1)
+        out = np.empty((1, 3, 8, 8), np.uint8)
+        assert CenterCrop(8, max_pixels=pixels).fill(out, [data], [0]) == []
+        [(_, error)] = CenterCrop(8, max_pixels=pixels - 1).fill(out, [data], [0])
+        assert "max_pixels" in str(error)
+
+
+def test_strict_is_an_argument_of_transforms(path: str) -> None:
+    cut = PHOTO[: len(PHOTO) // 2]
+    out = np.empty((1, 3, 8, 8), np.uint8)
+    assert [k for k, _ in CenterCrop(8).fill(out, [cut], [0])] == [0]
+    assert CenterCrop(8, strict=False).fill(out, [cut], [0]) == []
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "0 bytes"),
+        (b"  \n<html><body>404</body></html>", "HTML or XML"),
+        (b"hello world, no image", "start with 68 65 6c 6c 6f"),
+        (b"\xff\xd8\xff", ""),
+        (b"\xff\xd8\xff" + bytes(500), ""),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n", "not a JPEG"),
+        (b"II*\0" + b"\xff" * 60, "TIFF"),
+        (None, "NoneType"),
+        (np.zeros((5, 5), np.uint8), "shape"),
+    ],
+)
+def test_what_is_no_image(path: str, data: Any, words: str) -> None:
+    with pytest.raises(DecodeError) as caught:
+        decode_image(data)
+    assert words in str(caught.value)
+    assert caught.value.stage == "decode"
+
+
+# ---------------------------------------------------------------- without Pillow; what is installed
+
+
+@pytest.mark.parametrize("decoder", ["kernel", "twin"])
+def test_jpegs_need_no_pillow(monkeypatch: pytest.MonkeyPatch, decoder: str) -> None:
+    if decoder == "twin":
+        monkeypatch.setattr(native, "kernel", None)
+    monkeypatch.setattr(twin, "Image", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert decode_image(PHOTO).shape == (119, 161, 3)
+    assert run(RandomResizedCrop(8), [PHOTO, JPEGS["cmyk"]]).any()
+    with pytest.raises(DecodeError, match=r"fastload\[simd\].*fastload\[pillow\]"):
+        decode_image(OTHERS["png"][0])
+    with pytest.raises(ArgumentError, match=r"fastload\[simd\].*fastload\[pillow\]"):
+        decode_pil(PHOTO)
+    assert any("Pillow" in advice for advice in backend()["advice"])
+
+
+def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.kernel is not None:
+        assert backend()["jpeg"] == "kernel"
+        assert backend()["simd"] in ("avx2", "neon", "scalar")
+        assert backend()["libjpeg_turbo"][0].isdigit()
+    monkeypatch.setattr(native, "kernel", None)
+    found = backend()
+    assert found["jpeg"] == "twin" and found["simd"] is None
+    assert "libjpeg-turbo" in found["advice"][0]
+
+
+@pytest.mark.parametrize(
+    ("versions", "found", "words"),
+    [
+        ({"pillow-simd": "{}"}, "pillow-simd", None),
+        ({"pillow": "{}"}, "pillow", "without SIMD"),
+        (
+            {"pillow": "{}", "pillow-simd": "9.5.0.post2"},
+            "pillow",
+            "overwrite each other; pillow is what runs",
+        ),
+        ({"pillow": "1.0", "pillow-simd": "{}"}, "pillow-simd", "overwrite each other; pillow-simd is what"),
+        ({"pillow": "1.0", "pillow-simd": "2.0"}, None, "neither of them is what runs"),
+        ({"pillow-simd": "2.0"}, None, "overwrote it"),
+    ],
+)
+def test_pillows_that_overwrite_each_other(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], found: str | None, words: str | None
+) -> None:
+    import PIL
+
+    installed = {name: version.format(PIL.__version__) for name, version in versions.items()}
+    monkeypatch.setattr(native, "_version", installed.get)
+    info = backend()
+    assert info["pillow_distribution"] == found
+    advice = [line for line in info["advice"] if "ernel" not in line]
+    assert (advice == []) if words is None else words in advice[0]
