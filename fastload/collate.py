@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
-from fastload.rows import Allocate, Failures, RowDataset, Todo, as_rows
+from fastload.rows import Allocate, Failures, RowDataset, Todo, as_filling, as_rows
 from fastload.stats import Counters
 
 __all__ = ["BatchMaker", "collate_into"]
@@ -88,6 +88,18 @@ class BatchMaker:
         """An index batch that was announced will not be asked for."""
         if self._rows is not None:
             self._rows.cancel(index if self._auto_collation else [index])
+
+    def flush_cache(self) -> None:
+        """Before the last batch of an epoch is handed over: the next epoch finds all of this one in the cache."""
+        filling = as_filling(self._dataset)
+        if filling is not None:
+            filling.flush_cache()
+
+    def close_cache(self) -> None:
+        """At the end of this process: write out what is queued."""
+        filling = as_filling(self._dataset)
+        if filling is not None:
+            filling.close_cache()
 
     def __call__(self, index: Any) -> Any:
         """The collated batch of `index`.

@@ -170,6 +170,8 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         index = self._next_index()
         start = time.perf_counter()
         data = self._maker(index)
+        if self._ahead and not self._coming:
+            self._maker.flush_cache()
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)
         counters = self._loader._counters
@@ -252,7 +254,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._pool.consume(worker_id)
         data = self._pool.unpack(worker_id, result.packed, fds) if result.packed is not None else None
         if not self._submit(worker_id):
-            self._pool.credit(worker_id)
+            self._pool.finish(worker_id)
         if result.failure is not None:
             result.failure.raise_it(f"in DataLoader worker process {worker_id}")
         if self._pin_memory:
@@ -267,6 +269,9 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         try:
             index = self._next_index()
         except StopIteration:
+            self._turn.clear()
+            for every in range(self._num_workers):
+                self._pool.finish(every)
             return False
         if self._in_order or worker_id is None or worker_id not in self._turn:
             worker_id = self._turn[0]

@@ -10,11 +10,22 @@ from torch.utils.data import Subset
 
 from fastload.stats import Counters
 
-__all__ = ["Allocate", "Failures", "RowDataset", "Todo", "as_rows"]
+__all__ = ["Allocate", "CacheFilling", "Failures", "RowDataset", "Todo", "as_filling", "as_rows"]
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 Todo = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
 Failures = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
+
+
+@runtime_checkable
+class CacheFilling(Protocol):
+    """A dataset that fills a cache in the background."""
+
+    def flush_cache(self) -> None:
+        """Wait until what was read so far can be found in the cache, by other processes too."""
+
+    def close_cache(self) -> None:
+        """Flush, and let go of what this process holds of the cache and the store."""
 
 
 @runtime_checkable
@@ -42,8 +53,15 @@ class RowDataset(Protocol):
         """Make row `target` equal to row `source`."""
 
 
+def as_filling(dataset: Any) -> CacheFilling | None:
+    """The dataset as a `CacheFilling`, through torch's `Subset` too; None where it is not one."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, CacheFilling) else None
+
+
 def as_rows(dataset: Any) -> RowDataset | None:
-    """The dataset as a `RowDataset`, through torch's `Subset` and `random_split` too; None where it is not one."""
+    """The dataset as a `RowDataset`, through torch's `Subset` too; None where it is not one."""
     if type(dataset) is Subset:
         inner = as_rows(dataset.dataset)
         return None if inner is None else _SubsetRows(inner, dataset.indices)

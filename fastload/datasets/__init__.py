@@ -1,1 +1,1 @@
-"""Datasets over object stores. Each is two functions, `decode` (deterministic, cacheable) then `transform`."""
+"""Datasets over object stores: `decode` (deterministic, cacheable), then `transform` (random)."""

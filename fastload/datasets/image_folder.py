@@ -42,9 +42,7 @@ class ImageFolder(ObjectDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
-        super().__init__(
-            url, None, transform, cache=cache, storage_options=storage_options, refresh=refresh
-        )
+        super().__init__(url, None, transform, cache=cache, storage_options=storage_options, refresh=refresh)
 
     @property
     def classes(self) -> list[str]:
@@ -96,5 +94,5 @@ class ImageFolder(ObjectDataset):
             labels[row] = self._manifest.label(index)
         return super()._fill_rows(batch, rows, indices, payloads, seed, epoch)
 
-    def _decode(self, payload: Any) -> Any:
-        return payload if self._fused is not None else decode_pil(payload)
+    def _open(self, value: Any) -> Any:
+        return value if self._fused is not None else decode_pil(value)

@@ -1,7 +1,7 @@
 """Samples as bytes, without pickle: what the cache keeps of a sample that is more than an object's bytes.
 
-A value is one tag byte and its content; integers are little-endian. Arrays are padded to 64 bytes from the start of
-the record, so that they can be used where they lie.
+A value is one tag byte and its content; integers are little-endian. Arrays are padded to 64 bytes from the
+start of the record, so that they can be used where they lie.
 
     N T F            None, True, False
     i  int64         int            I  u32 text     int beyond 64 bits, in decimal
@@ -25,6 +25,8 @@ import torch
 from fastload.errors import ArgumentError, DecodeError
 
 __all__ = ["dump", "load"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGN = 64
 _MAX_DEPTH = 64
@@ -64,9 +66,9 @@ def _write(out: bytearray, value: Any, path: str, depth: int) -> None:
         write = _write_scalar
     if write is None or depth > _MAX_DEPTH:
         raise ArgumentError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which the cache cannot keep: let the "
-            "dataset return None, bool, int, float, str, bytes, numpy arrays, torch tensors, or lists, tuples and "
-            "dicts of these"
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which the cache cannot keep: "
+            "let the dataset return None, bool, int, float, str, bytes, numpy arrays, torch tensors, or lists, "
+            "tuples and dicts of these"
         )
     write(out, value, path, depth)
 
@@ -97,9 +99,9 @@ def _write_dict(out: bytearray, value: dict[Any, Any], path: str, depth: int) ->
         _write(out, item, f"{path}[{key!r}]", depth + 1)
 
 
-def _write_array(out: bytearray, value: np.ndarray[Any, Any], path: str, depth: int, tag: bytes = b"a") -> None:
+def _write_array(out: bytearray, value: Array, path: str, depth: int, tag: bytes = b"a") -> None:
     if value.dtype.hasobject or value.dtype.kind == "V":
-        raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which the cache cannot keep without pickle")
+        raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which takes pickle to keep")
     _write_block(out, tag, value.dtype.str, value.shape, np.ascontiguousarray(value).data)
 
 
@@ -108,14 +110,15 @@ def _write_scalar(out: bytearray, value: np.generic, path: str, depth: int) -> N
 
 
 def _write_tensor(out: bytearray, value: torch.Tensor, path: str, depth: int) -> None:
-    if value.layout is not torch.strided or value.device.type != "cpu" or value.is_quantized or value.requires_grad:
+    plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+    if not plain or value.requires_grad:
         raise ArgumentError(
-            f"{path} is a {value.layout} tensor on {value.device} (requires_grad={value.requires_grad}): the cache "
-            "keeps plain CPU tensors; convert it in the dataset"
+            f"{path} is a {value.layout} tensor on {value.device} (requires_grad={value.requires_grad}): the "
+            "cache keeps plain CPU tensors; convert it in the dataset"
         )
     name = str(value.dtype).removeprefix("torch.")
-    flat = value.contiguous().reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
-    _write_block(out, b"x", name, tuple(value.shape), flat.numpy().data)
+    data = b"" if not value.numel() else value.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    _write_block(out, b"x", name, tuple(value.shape), memoryview(data))
 
 
 def _write_block(out: bytearray, tag: bytes, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
@@ -141,14 +144,14 @@ _WRITERS: dict[type, _Writer] = {
 }
 
 
-def _read(memory: np.ndarray[Any, Any], at: int, depth: int) -> tuple[Any, int]:
+def _read(memory: Array, at: int, depth: int) -> tuple[Any, int]:
     tag, at = chr(memory[at]), at + 1
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH}")
     if tag in "NTF":
         return {"N": None, "T": True, "F": False}[tag], at
     if tag in "id":
-        return struct.unpack_from("<q" if tag == "i" else "<d", memory, at)[0], at + 8
+        return struct.unpack_from("<q" if tag == "i" else "<d", memory.data, at)[0], at + 8
     if tag in "Isb":
         return _read_bytes(memory, at, tag)
     if tag in "ltm":
@@ -158,8 +161,8 @@ def _read(memory: np.ndarray[Any, Any], at: int, depth: int) -> tuple[Any, int]:
     raise ValueError(f"unknown tag {tag!r} at byte {at - 1}")
 
 
-def _read_bytes(memory: np.ndarray[Any, Any], at: int, tag: str) -> tuple[Any, int]:
-    size = struct.unpack_from("<Q" if tag == "b" else "<I", memory, at)[0]
+def _read_bytes(memory: Array, at: int, tag: str) -> tuple[Any, int]:
+    size = struct.unpack_from("<Q" if tag == "b" else "<I", memory.data, at)[0]
     at += 8 if tag == "b" else 4
     if size > memory.nbytes - at:
         raise ValueError(f"{size} bytes at byte {at} of {memory.nbytes}")
@@ -170,8 +173,8 @@ def _read_bytes(memory: np.ndarray[Any, Any], at: int, tag: str) -> tuple[Any, i
     return value, at + size
 
 
-def _read_container(memory: np.ndarray[Any, Any], at: int, tag: str, depth: int) -> tuple[Any, int]:
-    (count,) = struct.unpack_from("<I", memory, at)
+def _read_container(memory: Array, at: int, tag: str, depth: int) -> tuple[Any, int]:
+    (count,) = struct.unpack_from("<I", memory.data, at)
     at += 4
     items = []
     for _ in range(count * (2 if tag == "m" else 1)):
@@ -182,14 +185,15 @@ def _read_container(memory: np.ndarray[Any, Any], at: int, tag: str, depth: int)
     return (items if tag == "l" else tuple(items)), at
 
 
-def _read_block(memory: np.ndarray[Any, Any], at: int, tag: str) -> tuple[Any, int]:
+def _read_block(memory: Array, at: int, tag: str) -> tuple[Any, int]:
     name_size, ndim = int(memory[at]), int(memory[at + 1])
     name = memory[at + 2 : at + 2 + name_size].tobytes().decode()
     at += 2 + name_size
-    shape = struct.unpack_from(f"<{ndim}Q", memory, at)
+    shape = struct.unpack_from(f"<{ndim}Q", memory.data, at)
     at = -(-(at + 8 * ndim) // _ALIGN) * _ALIGN
     dtype: Any = getattr(torch, name) if tag == "x" else np.dtype(name)
-    if not isinstance(dtype, torch.dtype if tag == "x" else np.dtype) or getattr(dtype, "hasobject", False):
+    kind: Any = torch.dtype if tag == "x" else np.dtype
+    if not isinstance(dtype, kind) or getattr(dtype, "hasobject", False):
         raise ValueError(f"dtype {name!r}")
     size = math.prod(shape) * dtype.itemsize
     if size > memory.nbytes - at:
@@ -197,9 +201,11 @@ def _read_block(memory: np.ndarray[Any, Any], at: int, tag: str) -> tuple[Any, i
     data = memory[at : at + size]
     if not data.flags.writeable or (data.ctypes.data % max(1, dtype.itemsize)):
         data = data.copy()
-    if tag == "x":
-        if not size:
-            return torch.empty(shape, dtype=dtype), at
-        return torch.from_numpy(data).view(dtype).reshape(shape), at + size
-    array = data.view(dtype).reshape(shape)
-    return (array if tag == "a" else array[()]), at + size
+    value: Any
+    if tag == "x" and size:
+        value = torch.from_numpy(data).view(dtype).reshape(shape)
+    elif tag == "x":
+        value = torch.empty(shape, dtype=dtype)
+    else:
+        value = data.view(dtype).reshape(shape)[() if tag == "g" else ...]
+    return value, at + size

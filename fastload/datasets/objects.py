@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
+from fastload.datasets.prefix import Prefix
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.images.rng import sample_seed
-from fastload.images.transforms import CenterCrop, RandomResizedCrop
+from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
 from fastload.rows import Allocate, Failures, Todo
 from fastload.stats import Counters
@@ -22,8 +23,8 @@ from fastload.store import open_store
 
 __all__ = ["ObjectDataset"]
 
-# Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding starts
-# while the rest of the batch is still on its way.
+# Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding
+# starts while the rest of the batch is still on its way.
 _CHUNK = 8
 
 
@@ -64,6 +65,7 @@ class ObjectDataset(Dataset[Any]):
         self.transform = transform
         self.cache = Cache(cache) if isinstance(cache, str | os.PathLike) else cache
         self.counters = Counters()
+        self._prefix = Prefix(self.cache, decode)
         self._store = open_store(url, **(storage_options or {}))
         self._manifest = Manifest.open(
             self._store,
@@ -83,7 +85,7 @@ class ObjectDataset(Dataset[Any]):
 
     def key(self, index: int) -> str:
         """The object key of a sample, relative to `url`."""
-        return self._manifest.key(self._checked(index))
+        return str(self._manifest.key(self._checked(index)))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_window": None, "counters": Counters()}
@@ -108,7 +110,7 @@ class ObjectDataset(Dataset[Any]):
             for row, index in todo[start : start + _CHUNK]:
                 try:
                     index = self._checked(index)
-                    payloads.append(self._open_window().take(index))
+                    payloads.append(self._prefix.restore(self._open_window().take(index)))
                     rows.append(row)
                     indices.append(index)
                 except (FastloadError, IndexError) as error:
@@ -123,7 +125,17 @@ class ObjectDataset(Dataset[Any]):
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         batch[target].copy_(batch[source])
 
+    # --- CacheFilling
+
+    def flush_cache(self) -> None:
+        if self.cache is not None:
+            self.cache.flush()
+
+    def close_cache(self) -> None:
+        self.close()
+
     def close(self) -> None:
+        """End this process's reader threads, write out the cache, and close it. The next access opens it anew."""
         if self._window is not None and self._window[0] == os.getpid():
             self._window[1].close()
             self._window = None
@@ -131,9 +143,8 @@ class ObjectDataset(Dataset[Any]):
     # --- what the steps are made of
 
     @property
-    def _fused(self) -> RandomResizedCrop | CenterCrop | None:
-        fused = self.decode is None and isinstance(self.transform, RandomResizedCrop | CenterCrop)
-        return self.transform if fused else None  # type: ignore[return-value]
+    def _fused(self) -> Crop | None:
+        return self.transform if self.decode is None and isinstance(self.transform, Crop) else None
 
     def _images_of(self, batch: Any) -> torch.Tensor:
         return batch  # type: ignore[no-any-return]
@@ -157,18 +168,17 @@ class ObjectDataset(Dataset[Any]):
         return [(rows[position], error) for position, error in failures]
 
     def _finish(self, index: int, payload: Any) -> Any:
-        """Bytes -> sample."""
+        """What the window hands out -> sample."""
         try:
-            value = self._decode(payload)
+            value = self._open(self._prefix.restore(payload))
         except FastloadError as error:
             error.key = self._manifest.key(index)
             raise
         return value if self.transform is None else self.transform(value)
 
-    def _decode(self, payload: Any) -> Any:
-        if self._fused is not None:
-            return payload
-        return self.decode(payload) if self.decode is not None else bytes(payload)
+    def _open(self, value: Any) -> Any:
+        """What the prefix gives -> what the transform takes."""
+        return bytes(value) if isinstance(value, memoryview) and self._fused is None else value
 
     def _checked(self, index: int) -> int:
         n = len(self._manifest)
@@ -178,7 +188,10 @@ class ObjectDataset(Dataset[Any]):
 
     def _cache_key(self, index: int) -> bytes:
         assert self.cache is not None
-        return self.cache.key(self._store.identity, self._manifest.key(index), self._manifest.version(index))
+        manifest = self._manifest
+        return self.cache.key(
+            self._store.identity, manifest.key(index), manifest.version(index), *self._prefix.key
+        )
 
     def _open_window(self) -> Window:
         """The window of this process: after a fork the parent's threads and clients are of no use here."""
@@ -188,7 +201,7 @@ class ObjectDataset(Dataset[Any]):
                 self._manifest,
                 self.cache,
                 key=self._cache_key,
-                prepare=None,
+                prepare=self._prefix.prepare,
                 counters=self.counters,
             )
             self._window = (os.getpid(), window)

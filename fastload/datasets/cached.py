@@ -1,0 +1,88 @@
+"""`cached`: any map-style torch dataset, its samples kept on local SSD from the first epoch on."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from fastload.cache import Cache
+from fastload.datasets.layout import dump, load
+from fastload.datasets.prefix import code_of
+from fastload.errors import ArgumentError, DecodeError
+from fastload.stats import Counters
+
+__all__ = ["CachedDataset", "cached"]
+
+_PRIMITIVE = (type(None), bool, int, float, str, bytes, PurePath)
+
+
+def cached(dataset: Dataset[Any], cache: Cache, *, fingerprint: str | None = None) -> CachedDataset:
+    """Keep the samples of a deterministic map-style dataset in `cache`.
+
+    What is random (augmentation) belongs behind this, or every epoch repeats the first one.
+
+    Args:
+        dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
+            lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
+        cache: any `Cache`; its mode only says where entries belong.
+        fingerprint: names the samples: same fingerprint and index, same sample. Default: the dataset's
+            class, its source code, its length, and those of its attributes that are plain values.
+
+    Raises:
+        ArgumentError: a dataset without length, a cache that is none; at a sample that cannot be stored.
+    """
+    if not isinstance(cache, Cache):
+        raise ArgumentError(f"cache must be a fastload.Cache, found {cache!r}")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ArgumentError(
+            f"dataset must be map-style (__getitem__ and __len__), found {type(dataset).__name__}"
+        )
+    return CachedDataset(dataset, cache, fingerprint if fingerprint is not None else _fingerprint(dataset))
+
+
+class CachedDataset(Dataset[Any]):
+    """See `cached`."""
+
+    def __init__(self, dataset: Dataset[Any], cache: Cache, fingerprint: str) -> None:
+        self.dataset = dataset
+        self.cache = cache
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        key = self.cache.key("cached", self.fingerprint, str(index))
+        record = self.cache.read(key)
+        if record is not None:
+            try:
+                return load(record)
+            except DecodeError:
+                self.cache.counters.add("cache.corrupt")  # read as a miss: made and written anew
+        sample = self.dataset[index]
+        try:
+            self.cache.write(key, dump(sample))
+        except ArgumentError as error:
+            error.key = index
+            raise
+        return sample
+
+    def flush_cache(self) -> None:
+        """Wait until what was read so far can be found in the cache, by other processes too."""
+        self.cache.flush()
+
+    def close_cache(self) -> None:
+        """Write out the cache and close it; the next access opens it anew."""
+        self.cache.close()
+
+    @property
+    def counters(self) -> Counters:
+        """The cache's counters in this process."""
+        return self.cache.counters
+
+
+def _fingerprint(dataset: Any) -> str:
+    values = {name: value for name, value in sorted(vars(dataset).items()) if isinstance(value, _PRIMITIVE)}
+    return repr((code_of(type(dataset)), len(dataset), values))

@@ -1,0 +1,82 @@
+"""The deterministic first step of a sample, as far as the cache keeps its result.
+
+    mode      the cache keeps                         the transform gets
+    raw       the object's bytes                      the bytes (or decode(bytes))
+    shrunk    a JPEG with a smaller short side        its bytes
+    decoded   pixels at a smaller short side, or      the (H, W, 3) array, or
+              what the user's `decode` returned       that object
+
+In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from fastload.cache import Cache
+from fastload.datasets.layout import dump, load
+from fastload.errors import ArgumentError
+from fastload.images.decode import decode_resized, shrink
+
+__all__ = ["Prefix", "code_of"]
+
+# Part of the cache's keys: raise it when `shrink` or `decode_resized` give other pixels.
+_VERSION = "1"
+
+
+class Prefix:
+    """What happens to an object's bytes before the cache, and after it.
+
+    Args:
+        cache: its mode decides; None is as "raw".
+        decode: the dataset's own decode function, or None for images and plain bytes.
+
+    Attributes:
+        prepare: bytes -> what is cached; None where that is the bytes themselves.
+        key: what tells these results apart from those of another prefix, beside the cache's mode.
+    """
+
+    def __init__(self, cache: Cache | None, decode: Callable[[Any], Any] | None) -> None:
+        self.mode = "raw" if cache is None else cache.mode
+        self._decode = decode
+        self._short_side = cache.short_side if cache is not None else 0
+        self._quality = cache.quality if cache is not None else 0
+        if self.mode == "shrunk" and decode is not None:
+            raise ArgumentError(
+                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: use mode 'raw' or 'decoded'"
+            )
+        self.key = () if self.mode == "raw" else (_VERSION, "" if decode is None else code_of(decode))
+
+    @property
+    def prepare(self) -> Callable[[Any], bytes] | None:
+        return {"raw": None, "shrunk": self._shrink, "decoded": self._to_record}[self.mode]
+
+    def restore(self, payload: Any) -> Any:
+        """What the cache kept (or `prepare` returned) -> what the transform gets.
+
+        Raises:
+            DecodeError: the payload is not what it should be.
+        """
+        if self.mode == "decoded":
+            return load(payload)
+        return payload if self._decode is None else self._decode(bytes(payload))
+
+    def _shrink(self, data: Any) -> bytes:
+        return shrink(data, self._short_side, self._quality)
+
+    def _to_record(self, data: Any) -> bytes:
+        return dump(
+            decode_resized(data, self._short_side) if self._decode is None else self._decode(bytes(data))
+        )
+
+
+def code_of(thing: Any) -> str:
+    """Names a function or class by where it is and what its source says, as far as can be known."""
+    try:
+        source = inspect.getsource(thing)
+    except (OSError, TypeError):  # a callable object, a notebook's cell, a class made at run time
+        source = ""
+    kind = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}\n{source}"

@@ -1,0 +1,250 @@
+"""The main job, on a real S3 server: every object's bytes, exactly once an epoch, whatever happens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload.cli._photos import make_dataset
+from fastload.cli._s3 import serve_s3
+from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError, NotFoundError
+
+IMAGES = 120
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Bucket:
+    """A bucket of photos on a real S3 server."""
+
+    def __init__(self, root: Path, server: Any) -> None:
+        self.root = root
+        self.url = "s3://photos"
+        self.options = {"endpoint_url": server.endpoint_url, "key": server.key, "secret": server.secret}
+        self.digests = {
+            str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in root.rglob("*.jpg")
+        }
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    root = tmp_path_factory.mktemp("s3")
+    make_dataset(root / "photos", IMAGES, classes=5)
+    with serve_s3(root) as server:
+        yield Bucket(root / "photos", server)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def keep(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def seen(loader: DataLoader[Any]) -> list[str]:
+    return [name for batch in loader for name in batch]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2, 4])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_every_object_once_and_bit_identical(
+    bucket: Bucket, tmp_path: Path, num_workers: int, shuffle: bool
+) -> None:
+    dataset = ObjectDataset(
+        bucket.url, transform=digest, cache=tmp_path / "cache", storage_options=bucket.options
+    )
+    loader = DataLoader(dataset, 7, shuffle, num_workers=num_workers, collate_fn=keep)
+    expected = sorted(bucket.digests.values())
+    for epoch in range(3):
+        names = seen(loader)
+        assert sorted(names) == expected
+        in_order = [bucket.digests[dataset.key(i)] for i in range(len(dataset))]
+        assert (names == in_order) is not shuffle
+        assert loader.stats()["counters"]["get.requests"] == IMAGES, f"epoch {epoch} read the store again"
+    dataset.close()
+    with closing(Cache(tmp_path / "cache")) as cache:
+        report = cache.check()
+    assert report.ok and report.entries == IMAGES
+
+
+def test_images_and_labels(bucket: Bucket) -> None:
+    dataset = ImageFolder(bucket.url, RandomResizedCrop(64), storage_options=bucket.options)
+    assert dataset.classes == [f"class_{i:02d}" for i in range(5)]
+    expected = sorted((p.parent.name, p.name) for p in bucket.root.rglob("*.jpg"))
+    assert [dataset.key(i) for i in range(len(dataset))] == ["/".join(pair) for pair in expected]
+    first: list[torch.Tensor] = []
+    for num_workers in (2, 0):
+        loader = DataLoader(dataset, 16, num_workers=num_workers, seed=3)
+        images, labels = [torch.cat(parts) for parts in zip(*loader, strict=True)]
+        assert images.shape == (IMAGES, 3, 64, 64) and images.dtype == torch.uint8
+        assert labels.tolist() == dataset.targets
+        first.append(images)
+    assert torch.equal(*first), "randomness depends on the number of workers"
+    assert not torch.equal(first[0][:16], next(iter(loader))[0]), "an epoch repeats the crops of the last"
+    dataset.close()
+
+
+def test_subset_is_read_ahead_too(bucket: Bucket) -> None:
+    dataset = ImageFolder(bucket.url, RandomResizedCrop(32), storage_options=bucket.options)
+    part = torch.utils.data.Subset(dataset, list(range(10, 30)))
+    images, labels = next(iter(DataLoader(part, 20, num_workers=1, seed=1)))
+    whole, _ = next(iter(DataLoader(dataset, 30, num_workers=1, seed=1)))
+    assert torch.equal(images, whole[10:30])
+    assert labels.tolist() == dataset.targets[10:30]
+
+
+@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+def test_cache_modes_give_one_distribution(bucket: Bucket, tmp_path: Path, mode: Any) -> None:
+    """The first epoch's samples come from the same pixels as later ones."""
+    cache = Cache(tmp_path / "cache", mode, short_side=128)
+    dataset = ImageFolder(bucket.url, RandomResizedCrop(64), cache=cache, storage_options=bucket.options)
+    epochs = []
+    for _ in range(2):
+        loader = DataLoader(dataset, 16, num_workers=2, seed=5)
+        epochs.append(torch.cat([images for images, _ in loader]))
+    assert torch.equal(*epochs)
+    assert loader.stats()["counters"].get("get.requests", 0) == 0
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
+def test_a_bad_image(bucket: Bucket, tmp_path: Path, damage: str, num_workers: int) -> None:
+    for path in sorted(bucket.root.rglob("*.jpg"))[:40]:
+        copy = tmp_path / "data" / path.relative_to(bucket.root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    victim = sorted((tmp_path / "data").rglob("*.jpg"))[10]
+    good = victim.read_bytes()
+    victim.write_bytes(
+        {"truncated": good[: len(good) // 2], "garbage": b"<html>" * 999, "empty": b""}[damage]
+    )
+    dataset = ImageFolder(str(tmp_path / "data"), RandomResizedCrop(32))
+    key = str(victim.relative_to(tmp_path / "data"))
+
+    with pytest.raises(DecodeError, match=key):
+        list(DataLoader(dataset, 8, num_workers=num_workers))
+    for policy in ("skip", "replace"):
+        runs = []
+        for _ in range(2):
+            loader = DataLoader(dataset, 8, num_workers=num_workers, on_error=policy, seed=1)
+            batches = list(loader)
+            assert [len(images) for images, _ in batches] == [8] * 5
+            assert loader.stats()["counters"]["bad.samples"] == 1
+            assert [name for name, _ in loader.stats()["bad"]] == [key]
+            runs.append(torch.cat([images for images, _ in batches]))
+        assert torch.equal(*runs), f"on_error={policy!r} is not deterministic"
+    dataset.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_objects_that_changed_or_vanished_since_the_listing(tmp_path: Path, num_workers: int) -> None:
+    for name in "abcdef":
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+    dataset = ObjectDataset(str(tmp_path))
+    (tmp_path / "c").write_bytes(b"C" * 1000)
+    with pytest.raises(FastloadError, match="'c'.*changed"):
+        list(DataLoader(dataset, 2, num_workers=num_workers, collate_fn=keep))
+    (tmp_path / "c").unlink()
+    with pytest.raises(NotFoundError, match="'c'"):
+        list(DataLoader(dataset, 2, num_workers=num_workers, collate_fn=keep))
+    dataset.close()
+
+
+def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -> None:
+    a_file = tmp_path / "file"
+    a_file.write_text("x")
+    wrong_key = {**bucket.options, "secret": "f" * 40}
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ArgumentError, "s4", {"url": "s4://photos"}),
+        (FastloadError, "missing-bucket", {"url": "s3://missing-bucket", "storage_options": bucket.options}),
+        (NotFoundError, "nothing", {"url": "s3://photos/nothing", "storage_options": bucket.options}),
+        (PermissionError, "credentials|refused", {"url": bucket.url, "storage_options": wrong_key}),
+        (
+            FastloadError,
+            "127.0.0.1:1",
+            {"url": "s3://x", "storage_options": {**bucket.options, "endpoint_url": "http://127.0.0.1:1"}},
+        ),
+        (FastloadError, "no-such-dir", {"url": str(tmp_path / "no-such-dir")}),
+        (CacheError, "file", {"url": bucket.url, "storage_options": bucket.options, "cache": a_file}),
+    ]
+    for kind, text, arguments in cases:
+        start = time.monotonic()
+        with pytest.raises(kind, match=text) as caught:
+            ImageFolder(transform=RandomResizedCrop(32), **arguments)
+        assert time.monotonic() - start < 10
+        assert "f" * 40 not in str(caught.value)
+    with pytest.raises(ArgumentError, match="on_error"):
+        DataLoader([1, 2], on_error="ignore")
+
+
+# --- death
+
+TRAINER = """
+    import sys
+    from fastload import DataLoader, ObjectDataset
+    url, cache, endpoint, key, secret = sys.argv[1:]
+    dataset = ObjectDataset(url, cache=cache, storage_options=dict(endpoint_url=endpoint, key=key, secret=secret))
+    print("start", flush=True)
+    for batch in DataLoader(dataset, 4, shuffle=True, num_workers=2, collate_fn=lambda samples: samples):
+        print(len(batch), flush=True)
+"""
+
+
+def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path) -> None:
+    """kill -9 of the trainer: good entries are kept, no bad sample is served, nothing is left behind."""
+    cache = tmp_path / "cache"
+    rng = random.Random(0)
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(TRAINER),
+        bucket.url,
+        str(cache),
+        *bucket.options.values(),
+    ]
+    entries = 0
+    shared_memory = set(os.listdir("/dev/shm"))
+    for _ in range(20):
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "start\n"
+        for _ in range(rng.randrange(IMAGES // 4)):
+            trainer.stdout.readline()
+        family = [*psutil.Process(trainer.pid).children(recursive=True)]
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.stdout.close()
+        gone, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, f"workers outlived the trainer: {alive}"
+        with closing(Cache(cache)) as opened:
+            report = opened.check()
+        assert report.ok, report
+        assert report.entries >= entries, "good entries were lost"
+        entries = report.entries
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert entries > 0
+    dataset = ObjectDataset(bucket.url, transform=digest, cache=cache, storage_options=bucket.options)
+    loader = DataLoader(dataset, 7, num_workers=2, collate_fn=keep)
+    assert sorted(seen(loader)) == sorted(bucket.digests.values())
+    assert loader.stats()["counters"]["get.requests"] == IMAGES - entries
