@@ -14,8 +14,10 @@ cheap, and TensorBoard or Prometheus can take it as it is. The stages and their 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -23,11 +25,20 @@ __all__ = ["Counters", "verdict"]
 
 
 class Counters:
-    """Named sums. One instance belongs to one process; `drain` hands its content to another."""
+    """Named sums. One instance belongs to one process; `drain` hands its content to another.
+
+    Pickles as an empty set. Threads may share it.
+    """
+
+    _all: weakref.WeakSet[Counters] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
-        self._lock = threading.Lock()  # threads of one process add to the same set
+        self._lock = threading.Lock()
+        self._all.add(self)
+
+    def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
+        return Counters, ()
 
     def add(self, name: str, value: float = 1) -> None:
         """Add `value` to counter `name` ("stage.counter")."""
@@ -62,6 +73,14 @@ class Counters:
         return dict(self._values)
 
 
+def _forked() -> None:
+    # A thread of the parent may have held a lock at the moment of the fork, and does not exist here.
+    for counters in list(Counters._all):
+        counters._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
 _ADVICE = {
     "get": "the store: reading objects. A cache, more connections or a closer bucket would help",
     "cache": "the cache: reading records from disk. A faster SSD or mode 'shrunk' would help",
@@ -84,4 +103,6 @@ def verdict(counters: Mapping[str, float]) -> str:
     if busy == 0 or (idle > busy and wait < idle):
         return "the consumer is the limit: the loader waited for it, and a faster loader would change nothing"
     stage = max(seconds, key=lambda name: seconds[name])
-    return f"the slowest stage is {stage} ({seconds[stage] / busy:.0%} of the workers' time): {_ADVICE[stage]}"
+    return (
+        f"the slowest stage is {stage} ({seconds[stage] / busy:.0%} of the workers' time): {_ADVICE[stage]}"
+    )

@@ -88,7 +88,7 @@ class ObjectDataset(Dataset[Any]):
         return str(self._manifest.key(self._checked(index)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_window": None, "counters": Counters()}
+        return self.__dict__ | {"_window": None}
 
     # --- RowDataset: read ahead, and written straight into the batch
 
