@@ -1,0 +1,137 @@
+/* Mutates real JPEGs and decodes them with the kernel's own code, under AddressSanitizer and UBSan.
+ *
+ *     kernel_fuzz SECONDS SEED MAX_PIXELS FILE...
+ *
+ * Prints "runs R decoded D refused F" when nothing was found. The mutant at work is kept in the file `last.jpg`
+ * of the working directory only when the process dies (by the sanitizers' death callback), to be replayed.
+ */
+#include <stdio.h>
+#include <time.h>
+
+#include "../../fastload/images/jpeg.h"
+
+#include <sanitizer/asan_interface.h>
+
+#define MOST 65536
+
+static uint8_t *data; /* exactly as large as the mutant, so that a read behind it is seen */
+static size_t size;
+static uint64_t state;
+
+static uint32_t draw(uint32_t n) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)((state >> 33) * n >> 31);
+}
+
+static void keep(void) {
+    FILE *file = fopen("last.jpg", "wb");
+    if (!file) return;
+    fwrite(data, 1, size, file);
+    fclose(file);
+}
+
+static uint8_t *load(const char *path, size_t *n) {
+    FILE *file = fopen(path, "rb");
+    if (!file) exit(2);
+    uint8_t *bytes = malloc(MOST);
+    *n = fread(bytes, 1, MOST, file);
+    fclose(file);
+    return bytes;
+}
+
+/* A position: as often in the header, where structure is, as anywhere. */
+static size_t place(size_t n) { return draw(2) ? draw((uint32_t)n) : draw(n < 700 ? (uint32_t)n : 700); }
+
+static void mutate(const uint8_t *seed, size_t n, const uint8_t *other, size_t m) {
+    static const uint8_t interesting[] = {0, 1, 2, 4, 8, 0x11, 0x22, 0x41, 0x7f, 0x80, 0xc0, 0xc2, 0xc4, 0xd8, 0xda, 0xff};
+    uint8_t *work = malloc(2 * MOST);
+    memcpy(work, seed, n);
+    for (uint32_t round = draw(6) + 1; round > 0; round--) {
+        const size_t at = place(n), length = draw(64) + 1;
+        switch (draw(7)) {
+            case 0: work[at] ^= (uint8_t)(1 << draw(8)); break;
+            case 1: work[at] = (uint8_t)draw(256); break;
+            case 2: work[at] = interesting[draw(sizeof interesting)]; break;
+            case 3: /* cut */
+                if (draw(3) == 0 && at > 4) n = at;
+                break;
+            case 4: /* remove a piece */
+                if (at + length < n) {
+                    memmove(work + at, work + at + length, n - at - length);
+                    n -= length;
+                }
+                break;
+            case 5: /* repeat a piece */
+                if (at + length < n && n + length < MOST) {
+                    memmove(work + at + length, work + at, n - at);
+                    n += length;
+                }
+                break;
+            default: /* a piece of another file */
+                if (m > length && at + length < n) memcpy(work + at, other + draw((uint32_t)(m - length)), length);
+        }
+    }
+    free(data);
+    data = malloc(n);
+    memcpy(data, work, n);
+    size = n;
+    free(work);
+}
+
+static bool attempt(uint64_t max_pixels) {
+    char message[MESSAGE_SIZE];
+    const Limits limits = {max_pixels, draw(2)};
+    int width, height;
+    if (!jpeg_header(data, size, &limits, &width, &height, message)) return false;
+    if (draw(8) == 0) {
+        const int denominator = 1 << draw(4);
+        const int w = (width + denominator - 1) / denominator, h = (height + denominator - 1) / denominator;
+        uint8_t *out = malloc((size_t)w * h * 3);
+        Buffer cmyk = {NULL, 0};
+        const bool done = jpeg_decode(data, size, &limits, denominator, out, w, h, &cmyk, message);
+        buffer_free(&cmyk);
+        free(out);
+        return done;
+    }
+    const int out_width = (int)draw(70) + 1, out_height = (int)draw(70) + 1;
+    Box box = {draw((uint32_t)width), draw((uint32_t)height), 0, 0};
+    box.x1 = box.x0 + 1 + draw((uint32_t)(width - box.x0));
+    box.y1 = box.y0 + 1 + draw((uint32_t)(height - box.y0));
+    if (draw(4) == 0) box.x1 += 0.5, box.y0 -= 0.25; /* at times a little, or entirely, outside */
+    uint8_t *out = malloc((size_t)out_width * out_height * 3);
+    const bool last = draw(2);
+    const Target target = {out, last ? 3 * out_width : out_width, last ? 1 : (ptrdiff_t)out_width * out_height};
+    Scratch scratch;
+    memset(&scratch, 0, sizeof scratch);
+    scratch.resizer.simd = draw(2) && cpu_has_simd();
+    const bool done = jpeg_crop_resize(data, size, &limits, box, out_width, out_height, draw(2), draw(2), target,
+                                       &scratch, message);
+    scratch_free(&scratch);
+    free(out);
+    return done;
+}
+
+int main(int argc, char **argv) {
+    if (argc < 5) return 2;
+    const time_t end = time(NULL) + atoi(argv[1]);
+    const uint64_t max_pixels = strtoull(argv[3], NULL, 10);
+    state = strtoull(argv[2], NULL, 10) * 2 + 1;
+    const int files = argc - 4;
+    uint8_t **seeds = malloc(sizeof *seeds * (size_t)files);
+    size_t *sizes = malloc(sizeof *sizes * (size_t)files);
+    for (int i = 0; i < files; i++) seeds[i] = load(argv[4 + i], sizes + i);
+    __asan_set_death_callback(keep);
+    long runs = 0, decoded = 0;
+    while (time(NULL) < end)
+        for (int i = 0; i < 20; i++, runs++) {
+            const uint32_t one = draw((uint32_t)files), other = draw((uint32_t)files);
+            mutate(seeds[one], sizes[one], seeds[other], sizes[other]);
+            decoded += attempt(max_pixels);
+        }
+    printf("runs %ld decoded %ld refused %ld\n", runs, decoded, runs - decoded);
+    for (int i = 0; i < files; i++) free(seeds[i]);
+    free(seeds);
+    free(sizes);
+    free(data);
+    return 0;
+}

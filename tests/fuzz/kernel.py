@@ -1,0 +1,112 @@
+"""Fuzz the JPEG kernel: `python -m tests.fuzz.kernel --seconds 60`.
+
+Builds the kernel's C code with AddressSanitizer, LeakSanitizer and UBSan into a program that mutates real
+JPEGs of every kind and decodes them with random crops (see kernel.c). A finding stops the run, prints the
+sanitizer's report and keeps the input. The system's libjpeg is not instrumented itself, but what it allocates
+and what it is given is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.photos import variants
+
+HERE = Path(__file__).parent
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+MAX_PIXELS = 1_000_000  # small, so that mutated sizes cost little
+
+
+@dataclass
+class Report:
+    """What a run found."""
+
+    runs: int = 0
+    decoded: int = 0
+    refused: int = 0
+    crashes: list[str] = field(default_factory=list)
+
+
+def missing() -> str | None:
+    """Why this machine cannot fuzz; None if it can."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return "no C compiler"
+    source = "#include <stdio.h>\n#include <jpeglib.h>\nint main(void) { return 0; }"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [compiler, *SANITIZE, "-x", "c", "-", "-o", f"{folder}/probe"]
+        probe = subprocess.run(command, input=source.encode(), capture_output=True, check=False)
+    return None if probe.returncode == 0 else "no libjpeg headers or no sanitizers"
+
+
+def build(folder: Path) -> Path:
+    """Compile the fuzzer."""
+    program = folder / "kernel_fuzz"
+    flags = ["-std=gnu11", "-O2", "-g", *SANITIZE]
+    subprocess.run(["cc", *flags, str(HERE / "kernel.c"), "-o", str(program), "-ljpeg", "-lm"], check=True)
+    return program
+
+
+def corpus(folder: Path) -> list[str]:
+    """Small JPEGs of every kind, and one with a restart interval in a multi-scan file."""
+    paths = []
+    for shape in ((45, 33), (160, 16)):
+        for name, data in variants(*shape).items():
+            path = folder / f"{name} {shape[0]}x{shape[1]}.jpg"
+            path.write_bytes(data)
+            paths.append(str(path))
+    return paths
+
+
+def run(seconds: int, seed: int = 0) -> Report:
+    """Fuzz for so long. Leaves the input of a finding in the temporary folder, and names it."""
+    folder = Path(tempfile.mkdtemp(prefix="fastload-fuzz-"))
+    report = Report()
+    command = [str(build(folder)), str(seconds), str(seed), str(MAX_PIXELS), *corpus(folder)]
+    # LeakSanitizer needs ptrace, which some containers forbid; it says so, and the run would fail for it.
+    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "LD_PRELOAD": ""}
+    try:
+        result = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds + 60, check=False
+        )
+        output, failed = result.stdout + result.stderr, result.returncode != 0
+    except subprocess.TimeoutExpired as error:
+        output, failed = f"one input took more than 60 s: {error}", True
+    counts = re.search(r"runs (\d+) decoded (\d+) refused (\d+)", output)
+    if counts:
+        report.runs, report.decoded, report.refused = map(int, counts.groups())
+    if failed:
+        report.crashes.append(f"input kept in {folder}/last.jpg\n{output}")
+    else:
+        shutil.rmtree(folder)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if (reason := missing()) is not None:
+        print(f"cannot fuzz here: {reason}", file=sys.stderr)
+        return 1
+    report = run(options.seconds, options.seed)
+    for crash in report.crashes:
+        print(crash, file=sys.stderr)
+    print(
+        f"kernel: {report.runs} mutants in {options.seconds} s, {report.decoded} decoded, "
+        f"{report.refused} refused, {len(report.crashes)} findings"
+    )
+    return 1 if report.crashes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
