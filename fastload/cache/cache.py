@@ -17,7 +17,7 @@ import lmdb
 
 from fastload.cache import audit
 from fastload.cache.audit import Report
-from fastload.cache.directory import DAMAGED, FOLDER, Directory, acquire, refuse_unsafe, release
+from fastload.cache.directory import DAMAGED, FOLDER, Directory, abandon, acquire, refuse_unsafe, release
 from fastload.cache.record import (
     FORMAT,
     KEY_SIZE,
@@ -95,7 +95,8 @@ class Cache:
 
     def _reset(self) -> None:
         """The state that belongs to one process."""
-        self._pid = 0
+        self._pid = os.getpid()
+        self._tried = False
         self._opened: Directory | None = None
         self._warned = False
         self._writer_failed = False
@@ -110,6 +111,10 @@ class Cache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    def __del__(self) -> None:
+        if getattr(self, "_opened", None) is not None and self._pid == os.getpid():
+            abandon(self._opened, self)
 
     def __repr__(self) -> str:
         limit = "" if self.size_limit is None else f", size_limit={self.size_limit}"
@@ -131,8 +136,7 @@ class Cache:
     @property
     def counters(self) -> Counters:
         """Counters of this process, "cache.*" as in `fastload.stats`."""
-        if self._pid != os.getpid():
-            self._open()
+        self._notice_fork()
         return self._counters
 
     # -- reading
@@ -243,16 +247,15 @@ class Cache:
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was written before can be read by every process. False after `timeout` seconds, or
         when writing failed."""
-        directory = self._opened if self._pid == os.getpid() else None
-        if directory is None or directory.writer is None:
-            return self._pid != os.getpid()
-        return directory.writer.flush(timeout) and self._writable(directory)
+        self._notice_fork()
+        if self._opened is None or self._opened.writer is None:
+            return not self._tried
+        return self._opened.writer.flush(timeout) and self._writable(self._opened)
 
     def close(self) -> None:
         """Write out, sync the index, let go of the directory. The next call opens it again."""
-        if self._pid != os.getpid():
-            return
-        directory, self._opened, self._pid = self._opened, None, 0
+        self._notice_fork()
+        directory, self._opened, self._tried = self._opened, None, False
         if directory is not None:
             try:
                 release(directory, self)
@@ -265,17 +268,17 @@ class Cache:
 
     def _open(self) -> Directory | None:
         """The directory, opened in this process; None when it cannot be used."""
-        if self._pid != os.getpid():
-            self._notice_fork()
+        self._notice_fork()
+        if not self._tried:
             try:
                 self._opened = acquire(self.path, self)
             except (OSError, lmdb.Error) as error:
                 self._failed(error)
-            self._pid = os.getpid()
+            self._tried = True
         return self._opened
 
     def _notice_fork(self) -> None:
-        if self._pid not in (0, os.getpid()):  # counters, warnings and the open directory are the parent's
+        if self._pid != os.getpid():  # counters, warnings and the open directory are the parent's
             self._reset()
 
     def _failed(self, error: BaseException) -> None:
@@ -346,7 +349,7 @@ class Cache:
         self._notice_fork()
         try:
             if self._opened is None:
-                self._opened, self._pid = acquire(self.path, self), os.getpid()
+                self._opened, self._tried = acquire(self.path, self), True
             if self._opened.writer is not None:
                 self._opened.writer.flush(60.0)
             yield self._opened

@@ -369,8 +369,24 @@ def release(directory: Directory, user: object) -> None:
     """Let go; the last user in this process closes the directory."""
     with _lock:
         directory.users.discard(user)
-        if not directory.users and directory.close():
-            _opened.pop(directory.identity, None)
+        if directory.users or _opened.get(directory.identity) is not directory:
+            return
+        if directory.close():
+            del _opened[directory.identity]
+
+
+def abandon(directory: Directory | None, user: object) -> None:
+    """`release` for a collected Cache. Collection happens in any thread at any moment: so this never waits for a
+    lock that another thread holds, and does not let a writer thread join itself."""
+    if directory is None or not _lock.acquire(blocking=False):
+        return
+    try:
+        directory.users.discard(user)
+        if directory.writer is None or not directory.writer.is_current_thread():
+            with contextlib.suppress(OSError, lmdb.Error):
+                release(directory, user)
+    finally:
+        _lock.release()
 
 
 def close_all() -> None:

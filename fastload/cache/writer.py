@@ -138,6 +138,9 @@ class Writer:
             return not self._thread.is_alive()
         return True
 
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def forget(self) -> None:
         """After a fork, in the child, where the thread does not exist: close the inherited segment."""
         if self._segment is not None:
