@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastload.datasets.objects import ObjectDataset
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader import DataLoader
+    from fastload.sampler import DistributedSampler
     from fastload.store import open_store
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
@@ -22,6 +23,7 @@ _HOME = {
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
     "DataLoader": "fastload.loader",
+    "DistributedSampler": "fastload.sampler",
     "ImageFolder": "fastload.datasets.image_folder",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
@@ -32,6 +34,7 @@ __all__ = [
     "Cache",
     "CenterCrop",
     "DataLoader",
+    "DistributedSampler",
     "ImageFolder",
     "ObjectDataset",
     "RandomResizedCrop",

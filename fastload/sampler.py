@@ -1,0 +1,232 @@
+"""Which rank reads which sample, in which order: arithmetic on an order that (seed, epoch, length) determine.
+
+    order of the epoch    o0 o1 o2 o3 o4 o5 o6 o7 o8 ...        the same on every rank
+    rank r of N           o[r], o[r + N], o[r + 2N], ...        so N ranks in step have read a prefix of it
+
+A prefix has a length and nothing else, which is why a position can be taken up by any other number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.utils.data
+
+from fastload.errors import ArgumentError
+
+__all__ = ["DistributedSampler"]
+
+_VERSION = 1
+_MODES = ("train", "eval")
+_CHUNK = 4096  # indices that are Python ints at one time
+# A launcher that runs inside another one comes first: torchrun or mpirun under SLURM sets both.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
+
+
+class DistributedSampler(torch.utils.data.DistributedSampler[int]):
+    """This rank's part of the samples: a drop-in for `torch.utils.data.DistributedSampler`.
+
+    With the same arguments and `set_epoch` calls, mode "train" yields what torch's yields, index for index.
+    Beyond that:
+
+    * `mode="eval"` covers the dataset exactly: no index is repeated or dropped, so the first
+      `len(dataset) % num_replicas` ranks get one more than the others, and `len()` differs by rank. Combine
+      results by sums and counts, with no collective operation per batch: the longer ranks would wait in it.
+    * Where nobody calls `set_epoch`, every iteration is the next epoch. An iterator counts once something was
+      drawn from it, and all ranks have to iterate equally often. After the first `set_epoch`, only it changes
+      the epoch, as in torch.
+    * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
+      with any batch size: no sample is lost or repeated. Ranks save it when each has drawn equally many (at
+      the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch is padded or
+      cut for the new number of ranks; padding repeats the epoch's first samples.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: default to torch.distributed where it is initialized, else to what the launcher
+            says (torchrun, Horovod, Open MPI, Ray Train, SLURM: in this order), else to 1 and 0.
+        shuffle: order by a permutation drawn from seed + epoch; else by index.
+        seed: the same on all ranks.
+        drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
+        mode: "train" (every rank gets equally many, padded or cut) or "eval" (exact cover).
+
+    Raises:
+        ArgumentError: a rank outside of its world, an unknown mode, or drop_last with "eval".
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mode: str = "train",
+    ) -> None:
+        if mode not in _MODES:
+            raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
+        if mode == "eval" and drop_last:
+            raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
+        if num_replicas is None or rank is None:
+            found_rank, found_replicas = _find_rank()
+            num_replicas = found_replicas if num_replicas is None else num_replicas
+            rank = found_rank if rank is None else rank
+        if num_replicas < 1:
+            raise ArgumentError(f"num_replicas must be at least 1, found {num_replicas}")
+        if not 0 <= rank < num_replicas:
+            raise ArgumentError(
+                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]: "
+                "pass both rank and num_replicas, or neither"
+            )
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.mode = mode
+        if mode == "eval":
+            self.num_samples = self._share(0)
+            self.total_size = len(dataset)
+        self._advances = True  # nobody has called set_epoch
+        self._begun = False  # something was drawn in self.epoch
+        self._start: int | None = None  # where the next iteration starts, once that is settled
+        self._position = (0, 0)  # (epoch, samples consumed on all ranks) after what happened last
+
+    def __iter__(self) -> Iterator[int]:
+        # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
+        self.start_epoch()
+        assert self._start is not None
+        epoch, start, replicas = self.epoch, self._start, self.num_replicas
+        self._start, self._begun = None, True
+        length = len(self.dataset)  # type: ignore[arg-type]
+        first, last = start + self.rank, start + self.rank + self._share(start) * replicas
+        order = self._order(epoch, length) if self.shuffle and first < last else None
+        for chunk in range(first, last, _CHUNK * replicas):
+            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas) % length
+            consumed = chunk - self.rank
+            for index in (places if order is None else order[places]).tolist():
+                consumed += replicas
+                self._position = (epoch, min(consumed, length))
+                yield index
+        if self._position[0] == epoch and self._start is None:
+            self.start_epoch()
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch. A position that was loaded for this very epoch is kept."""
+        if self._start is None or epoch != self.epoch:
+            if self._start and self._start < len(self.dataset):  # type: ignore[arg-type]
+                warnings.warn(
+                    f"set_epoch({epoch}) drops the position that was loaded, {self._start} samples into "
+                    f"epoch {self.epoch}: call set_epoch({self.epoch}) to resume there",
+                    stacklevel=2,
+                )
+            self._start = 0
+        self.epoch = epoch
+        self._advances = False
+        self._position = (epoch, self._start)
+
+    def start_epoch(self) -> None:
+        """Settle which epoch the next iteration is of, before anything is drawn. Harmless if repeated."""
+        if self._start is not None:
+            return
+        if self._begun and self._advances:
+            self.epoch += 1
+        self._begun = False
+        self._start = 0
+        self._position = (self.epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch and the samples that all ranks together have consumed in it, as plain numbers."""
+        epoch, consumed = self._position
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": len(self.dataset),  # type: ignore[arg-type]
+            "epoch": epoch,
+            "consumed": consumed,
+            "advances": self._advances,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from there, whatever the number of ranks was.
+
+        Raises:
+            ArgumentError: it is no state of this class, or of another seed, shuffle or dataset length.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentError(f"state_dict must be a dict, found {type(state_dict).__name__}")
+        own = self.state_dict()
+        if own.keys() != state_dict.keys():
+            raise ArgumentError(
+                f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
+                "load what state_dict() of a fastload.DistributedSampler returned"
+            )
+        for name in ("version", "seed", "shuffle", "length"):
+            if state_dict[name] != own[name]:
+                raise ArgumentError(
+                    f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
+                    "make it with the arguments and the dataset of the run that is resumed"
+                )
+        self.epoch = int(state_dict["epoch"])
+        self._start = int(state_dict["consumed"])
+        self._begun = False
+        self._advances = bool(state_dict["advances"])
+        self._position = (self.epoch, self._start)
+
+    def _order(self, epoch: int, length: int) -> torch.Tensor:
+        return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+    def _share(self, start: int) -> int:
+        """How many samples this rank gets of those from `start` on."""
+        left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
+        if self.mode == "eval":
+            return max(0, -(-(left - self.rank) // self.num_replicas))
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+
+def _find_rank() -> tuple[int, int]:
+    """(rank, number of ranks) of this process, from torch.distributed or from its launcher."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for names in _LAUNCHERS:
+        if (found := _from_environment(*names)) is not None:
+            return found
+    # A Ray worker inherits SLURM's variables from the node's daemon, and they describe the daemon.
+    return _from_ray() or _from_environment(*_SLURM) or (0, 1)
+
+
+def _from_environment(rank: str, replicas: str) -> tuple[int, int] | None:
+    if rank not in os.environ or replicas not in os.environ:
+        return None
+    try:
+        return int(os.environ[rank]), int(os.environ[replicas])
+    except ValueError:
+        raise ArgumentError(
+            f"the environment has {rank}={os.environ[rank]!r} and {replicas}={os.environ[replicas]!r}, which "
+            "are no integers: correct them, or pass rank and num_replicas"
+        ) from None
+
+
+def _from_ray() -> tuple[int, int] | None:
+    # A worker of Ray Train has it imported; to import it here would cost seconds.
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        return int(context.get_world_rank()), int(context.get_world_size())
+    except (AttributeError, RuntimeError, TypeError):
+        return None  # imported, but this process is no worker of it
