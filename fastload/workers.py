@@ -67,7 +67,7 @@ class _Epoch(NamedTuple):
 class _Work(NamedTuple):
     consumed: int  # batches of this worker that were taken out of the loader, or dropped, so far
     released: list[int]
-    seq: int  # -1: no new index batch
+    seq: int  # -1: there are no more index batches in this epoch
     index: Any
 
 
@@ -134,9 +134,8 @@ def _worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: 
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        close = getattr(setup.dataset, "close", None)
-        if isinstance(worker.maker, BatchMaker) and close is not None:
-            close()
+        if isinstance(worker.maker, BatchMaker):
+            worker.maker.close_cache()
 
 
 def _leave_with(trainer: int) -> None:
@@ -163,10 +162,11 @@ class _Worker:
         self._setup = setup
         self._id = worker_id
         self._channel = channel
-        self._slots = SlotPool()
+        self._slots = SlotPool(keep=setup.prefetch_factor + 2)
         self._work: deque[tuple[int, Any]] = deque()
         self._made = self._consumed = 0
         self._idle = 0.0
+        self._last_known = False
         self._broken: _Failure | None = None
         self.maker: Any = None
 
@@ -229,10 +229,17 @@ class _Worker:
         self._consumed = message.consumed
         for slot_id in message.released:
             self._slots.release(slot_id)
+        self._last_known = message.seq < 0
         if message.seq >= 0:
             self._work.append((message.seq, message.index))
             if isinstance(self.maker, BatchMaker):
                 self.maker.prefetch(message.index)
+        elif not self._work:
+            self._flush_cache()
+
+    def _flush_cache(self) -> None:
+        if isinstance(self.maker, BatchMaker):
+            self.maker.flush_cache()
 
     def _start_epoch(self, message: _Epoch) -> None:
         if self._broken is not None:
@@ -253,6 +260,8 @@ class _Worker:
         if failure is None:
             try:
                 batch = self.maker(index) if isinstance(self.maker, BatchMaker) else self.maker.fetch(index)
+                if self._last_known and not self._work:
+                    self._flush_cache()
                 packed, fds = self._slots.pack(batch)
                 del batch
             except Exception as error:
@@ -357,8 +366,8 @@ class WorkerPool:
         """A batch of this worker has left the loader: it may make another one."""
         self._workers[worker_id].consumed += 1
 
-    def credit(self, worker_id: int) -> None:
-        """Tell a worker what was consumed and released, where no new index batch does."""
+    def finish(self, worker_id: int) -> None:
+        """Tell a worker what was consumed and released, and that this epoch has no more index batches."""
         self._tell(self._workers[worker_id], -1, None)
 
     def unpack(self, worker_id: int, packed: PackedBatch, fds: list[int]) -> Any:
