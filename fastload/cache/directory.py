@@ -376,8 +376,8 @@ def release(directory: Directory, user: object) -> None:
 
 
 def abandon(directory: Directory | None, user: object) -> None:
-    """`release` for a collected Cache. Collection happens in any thread at any moment: so this never waits for a
-    lock that another thread holds, and does not let a writer thread join itself."""
+    """`release` for a collected Cache. Collection happens in any thread at any moment: so this never waits
+    for a lock that another thread holds, and does not let a writer thread join itself."""
     if directory is None or not _lock.acquire(blocking=False):
         return
     try:
