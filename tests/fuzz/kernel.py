@@ -96,14 +96,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if (reason := missing()) is not None:
-        print(f"cannot fuzz here: {reason}", file=sys.stderr)
+        sys.stderr.write(f"cannot fuzz here: {reason}\n")
         return 1
     report = run(options.seconds, options.seed)
     for crash in report.crashes:
-        print(crash, file=sys.stderr)
-    print(
+        sys.stderr.write(crash + "\n")
+    sys.stdout.write(
         f"kernel: {report.runs} mutants in {options.seconds} s, {report.decoded} decoded, "
-        f"{report.refused} refused, {len(report.crashes)} findings"
+        f"{report.refused} refused, {len(report.crashes)} findings\n"
     )
     return 1 if report.crashes else 0
 
