@@ -39,7 +39,7 @@ _METADATA = re.compile(
 _CHANGED = re.compile(r"\b412\b|Precondition")
 _MISSING = re.compile(r"\b404\b|NoSuchKey|NoSuchBucket|Not ?Found", re.IGNORECASE)
 _REDIRECT = re.compile(r"\b301\b|redirect|AuthorizationHeaderMalformed|PermanentRedirect", re.IGNORECASE)
-_TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed ?out|(?<!retry_)timeout", re.IGNORECASE)
 _UNREACHABLE = re.compile(
     r"error sending request|connect error|dns|Could not connect|Connection ?refused|EndpointConnection|"
     r"Cannot connect|Name or service|resolve",
@@ -97,7 +97,7 @@ class Place:
         """Return the fastload error for a foreign one."""
         names = [cls.__name__ for cls in type(error).__mro__]
         said = self.redact(f"{error}".split("\n\nDebug source")[0] or names[0])
-        text = _URL.sub("", f"{names[0]}: {said}".replace(key or "\n", ""))
+        text = _URL.sub("", f"{names[0]}: {_code(error)} {said}".replace(key or "\n", ""))
         denied = "PermissionDeniedError" in names or "UnauthenticatedError" in names or _DENIED.search(text)
         if "PreconditionError" in names or _CHANGED.search(text):
             return ObjectChangedError(
@@ -127,7 +127,12 @@ class Place:
                 key=key,
             )
         if isinstance(error, (TimeoutError, asyncio.TimeoutError)) or _TIMEOUT.search(text):
-            return StoreTimeoutError(f"no progress{where} for {self.url!r}: {said}", stage=stage, key=key)
+            return StoreTimeoutError(
+                f"no progress{where} for {self.url!r}: check the endpoint_url and the network. "
+                f"The client said: {said}",
+                stage=stage,
+                key=key,
+            )
         return StoreError(f"{self.url!r} failed{where}: {said}", stage=stage, key=key)
 
     def redact(self, text: str) -> str:
@@ -156,3 +161,14 @@ class Place:
             stage=stage,
             key=key,
         )
+
+
+def _code(error: BaseException | None) -> str:
+    """What botocore keeps of an answer: the HTTP status and S3's code; s3fs raises builtin errors from it."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+            return f"{status} {response.get('Error', {}).get('Code', '')}"
+        error = error.__cause__
+    return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, NamedTuple, Union
@@ -112,14 +113,25 @@ class PerProcess:
         self._client: Any = None
 
     def __call__(self) -> Any:
-        if self._pid != os.getpid():
-            # A client inherited through fork is kept alive on purpose: dropping it would make it talk to
-            # threads that exist in the parent only.
-            _inherited.append(self._client)
-            self._client, self._pid = self._build(), os.getpid()
-        return self._client
+        if self._pid == os.getpid():
+            return self._client
+        with _building:
+            if self._pid != os.getpid():
+                # A client inherited through fork is kept alive on purpose: dropping it would make it talk to
+                # threads that exist in the parent only.
+                _inherited.append(self._client)
+                self._client = self._build()
+                self._pid = os.getpid()
+            return self._client
 
 
+def _new_lock() -> None:
+    global _building
+    _building = threading.Lock()
+
+
+_building = threading.Lock()
+os.register_at_fork(after_in_child=_new_lock)  # a thread of the parent may have held it
 _inherited: list[Any] = []
 _native_pid = 0
 _obstore_pid = 0

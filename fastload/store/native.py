@@ -45,6 +45,7 @@ NATIVE_PROTOCOLS = {
     "https": "http",
 }
 _PAGE = 1000
+_LIST_FAILURES = 5  # in a row
 # A first contact must fail within 10 s: at most 4 s of attempts begin, each ends in 4 s.
 _CONTACT = {
     "client": {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "4s"},
@@ -113,7 +114,7 @@ class NativeStore(Store):
             clients = self._clients()
             for _ in obstore.list(clients.contact, _CONTACT_PREFIX):
                 pass
-            pages = iter(obstore.list(clients.lasting, chunk_size=_PAGE))
+            pages = _pages(clients.lasting)
         while True:
             with self._place.errors("list"):
                 page = next(pages, None)
@@ -294,6 +295,35 @@ def _version(meta: ObjectMeta) -> str:
     if etag:
         return etag.strip('"') if etag.startswith('"') else etag
     return f"{meta['size']}-{int(meta['last_modified'].timestamp() * 1e9)}"
+
+
+def _pages(client: Any) -> Iterator[Any]:
+    """Pages of a listing. One whose body breaks off, which obstore does not retry, is asked for again."""
+    import obstore
+
+    offset: str | None = None  # a key that was yielded; where the listing goes on after a failure
+    seen: set[str] = set()  # the keys yielded at and after it
+    failures = 0
+    pages = iter(obstore.list(client, chunk_size=_PAGE))
+    while True:
+        try:
+            page = next(pages, None)
+        except obstore.exceptions.GenericError as error:
+            failures += 1
+            if failures > _LIST_FAILURES or "response body" not in str(error):
+                raise
+            pages = iter(obstore.list(client, offset=offset, chunk_size=_PAGE))
+            continue
+        if page is None:
+            return
+        failures = 0
+        fresh = [meta for meta in page if meta["path"] not in seen]
+        # The path of an empty object may be that of a directory marker without its slash: it sorts elsewhere.
+        sized = [meta["path"] for meta in page if meta["size"]]
+        if sized:
+            offset, seen = sized[-1], set()
+        seen.update(meta["path"] for meta in page)
+        yield fresh
 
 
 def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:

@@ -1,0 +1,259 @@
+"""A scripted S3-like HTTP server for tests: one bucket in memory, and faults per key and request number.
+
+    with FaultServer({"a.jpg": b"..."}) as server:
+        server.script("a.jpg", Fault(status=503), None)     # the first GET fails, later ones do not
+        server.script(LIST, Fault(status=503), repeat=True)  # every listing page fails
+
+It speaks what clients use of S3: ListObjectsV2 in pages, GET and HEAD with Range and If-Match.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+import struct
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from xml.sax.saxutils import escape
+
+__all__ = ["LIST", "Fault", "FaultServer", "Request"]
+
+LIST = "\0list"  # stands for listing requests where a key is asked for
+BUCKET = "bucket"
+_NO_BUCKET = "\0no bucket"
+_REASONS = {200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
+_REASONS |= {412: "Precondition Failed", 416: "Range Not Satisfiable", 500: "Internal Server Error"}
+_REASONS |= {503: "Service Unavailable"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What to do instead of, or on top of, the right answer.
+
+    Args:
+        status, code: answer with this error.
+        delay: wait so many seconds first.
+        stall_after: send so many bytes of the body, then nothing for ever.
+        cut_after: close the connection in order after so many bytes of the body.
+        reset_after: reset the connection after so many bytes of the body.
+        flip: invert the bits of the body's byte at this offset.
+        etag: claim this ETag.
+        body: answer 200 with this body, its true length and the object's ETag.
+    """
+
+    status: int = 0
+    code: str = "InternalError"
+    delay: float = 0
+    stall_after: int | None = None
+    cut_after: int | None = None
+    reset_after: int | None = None
+    flip: int | None = None
+    etag: str | None = None
+    body: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as it arrived. `key` is LIST for listings."""
+
+    method: str
+    key: str
+    headers: Mapping[str, str] = field(repr=False)
+    query: Mapping[str, str]
+
+
+class FaultServer:
+    """Serves `objects` as bucket "bucket" until the `with` block ends.
+
+    Attributes:
+        objects: key -> body; may be changed while it runs.
+        requests: every request in order.
+        page_size: keys per listing page.
+        honours_if_match: a server that does not is allowed to exist.
+    """
+
+    def __init__(self, objects: Mapping[str, bytes], *, page_size: int = 1000) -> None:
+        self.objects = dict(objects)
+        self.page_size = page_size
+        self.honours_if_match = True
+        self.requests: list[Request] = []
+        self._scripts: dict[str, tuple[list[Fault | None], bool]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="fault-server", daemon=True)
+        self._ready = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.endpoint_url = ""
+
+    @property
+    def options(self) -> dict[str, str]:
+        """`storage_options` that reach it."""
+        return {"key": "fault-access-key", "secret": "fault-secret-key", "endpoint_url": self.endpoint_url}
+
+    def script(self, key: str, *faults: Fault | None, repeat: bool = False) -> None:
+        """Give the coming requests for `key` these faults in turn; `repeat` the last for ever."""
+        self._scripts[key] = (list(faults), repeat)
+
+    def count(self, key: str, method: str = "GET") -> int:
+        """How many requests came for `key`."""
+        return sum(request.key == key and request.method == method for request in self.requests)
+
+    def etag(self, key: str) -> str:
+        """The ETag of an object, without quotes."""
+        return hashlib.md5(self.objects[key]).hexdigest()
+
+    def __enter__(self) -> FaultServer:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._client, "127.0.0.1", 0))
+        self.endpoint_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._ready.set()
+        self._loop.run_forever()
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while (request := await _read_request(reader)) is not None:
+                if not await self._answer(request, writer):
+                    break
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; False ends the connection."""
+        self.requests.append(request)
+        fault = self._next_fault(request.key) or Fault()
+        await asyncio.sleep(fault.delay)
+        if fault.status:
+            status, headers, body = _error(fault.status, fault.code)
+        elif request.key == _NO_BUCKET:
+            status, headers, body = _error(404, "NoSuchBucket")
+        elif request.key == LIST:
+            status, headers, body = self._listing(request.query)
+        else:
+            status, headers, body = self._object(request, fault)
+        if fault.body is not None:
+            body = fault.body
+        if fault.flip is not None:
+            body = body[: fault.flip] + bytes([body[fault.flip] ^ 0xFF]) + body[fault.flip + 1 :]
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        reason = _REASONS.get(status, "Error")
+        writer.write(f"HTTP/1.1 {status} {reason}\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode())
+        if request.method == "HEAD":
+            body = b""
+        return await _send_body(writer, body, fault)
+
+    def _next_fault(self, key: str) -> Fault | None:
+        faults, repeat = self._scripts.get(key, ([], False))
+        if not faults:
+            return None
+        return faults[0] if repeat and len(faults) == 1 else faults.pop(0)
+
+    def _object(self, request: Request, fault: Fault) -> tuple[int, dict[str, str], bytes]:
+        if request.key not in self.objects:
+            return _error(404, "NoSuchKey")
+        body, etag = self.objects[request.key], fault.etag or self.etag(request.key)
+        wanted = request.headers.get("if-match")
+        if wanted is not None and self.honours_if_match and wanted.strip('"') != etag:
+            return _error(412, "PreconditionFailed")
+        headers = {
+            "ETag": f'"{etag}"',
+            "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT",
+            "Accept-Ranges": "bytes",
+        }
+        span = request.headers.get("range")
+        if span is None:
+            return 200, headers, body
+        first, _, last = span.removeprefix("bytes=").partition("-")
+        start, stop = int(first), min(int(last) + 1 if last else len(body), len(body))
+        if start >= len(body):
+            return _error(416, "InvalidRange")
+        headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
+        return 206, headers, body[start:stop]
+
+    def _listing(self, query: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
+        prefix, after = query.get("prefix", ""), bytes.fromhex(query.get("continuation-token", ""))
+        after = after or query.get("start-after", "").encode()
+        size = min(self.page_size, int(query.get("max-keys", "1000")))
+        order = lambda key: key.encode("utf-8", "surrogateescape")  # noqa: E731
+        keys = sorted((k for k in self.objects if k.startswith(prefix)), key=order)
+        keys = [key for key in keys if order(key) > after]
+        page, more = keys[:size], len(keys) > size
+        quote = urllib.parse.quote if query.get("encoding-type") == "url" else escape
+        rows = "".join(
+            f"<Contents><Key>{quote(key)}</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified>"
+            f"<ETag>&quot;{self.etag(key)}&quot;</ETag><Size>{len(self.objects[key])}</Size></Contents>"
+            for key in page
+        )
+        token = f"<NextContinuationToken>{order(page[-1]).hex()}</NextContinuationToken>" if more else ""
+        encoding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
+        return (
+            200,
+            {"Content-Type": "application/xml"},
+            (
+                f'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult><Name>{BUCKET}</Name>{encoding}'
+                f"<KeyCount>{len(page)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>{rows}{token}"
+                "</ListBucketResult>"
+            ).encode(),
+        )
+
+
+async def _read_request(reader: asyncio.StreamReader) -> Request | None:
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.IncompleteReadError:
+        return None
+    first, *lines = head.split("\r\n")
+    method, target, _ = first.split(" ")
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines if line)
+    }
+    path, _, query_text = target.partition("?")
+    query = dict(urllib.parse.parse_qsl(query_text, keep_blank_values=True))
+    bucket, _, key = path[1:].partition("/")
+    if urllib.parse.unquote(bucket) != BUCKET:
+        return Request(method, _NO_BUCKET, headers, query)
+    return Request(method, LIST if "list-type" in query else urllib.parse.unquote(key), headers, query)
+
+
+async def _send_body(writer: asyncio.StreamWriter, body: bytes, fault: Fault) -> bool:
+    limits = [n for n in (fault.stall_after, fault.cut_after, fault.reset_after) if n is not None]
+    writer.write(body[: limits[0]] if limits else body)
+    await writer.drain()
+    if fault.stall_after is not None:
+        await asyncio.Event().wait()
+    if fault.reset_after is not None:
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+    return not limits
+
+
+def _error(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>scripted</Message></Error>".encode()
+    return status, {"Content-Type": "application/xml"}, body

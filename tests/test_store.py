@@ -1,0 +1,671 @@
+"""Stores: what they list and read is what is there, and every failure says what failed and what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from faultserver import LIST, Fault, FaultServer
+from s3server import S3Server
+
+from fastload.errors import (
+    AccessDeniedError,
+    ArgumentError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+    StoreError,
+)
+from fastload.store import ObjectInfo, Store, base, native, open_store, options
+from fastload.store import s3fs as s3fs_store
+
+# botocore's own retries, below s3fs's, are cut short: tests wait for many errors.
+CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs", "config_kwargs": {"retries": {"max_attempts": 1}}}]
+CLIENT_NAMES = ["obstore", "s3fs"]
+BODY = bytes(range(256)) * 800  # 204,800 bytes
+CANARY = "canarySECRETcanary0123456789"
+
+clients = pytest.mark.parametrize("client", CLIENTS, ids=CLIENT_NAMES)
+
+
+def everything(store: Store) -> dict[str, ObjectInfo]:
+    infos = [info for page in store.list() for info in page]
+    found = {info.key: info for info in infos}
+    assert len(found) == len(infos), "a key was listed twice"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds, not minutes, until reads give up."""
+    monkeypatch.setattr(
+        native,
+        "_LASTING",
+        {
+            "client": {"connect_timeout": "1s", "read_timeout": "1s", "timeout": "10s"},
+            "retry": {
+                "max_retries": 3,
+                "retry_timeout": timedelta(seconds=5),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=5),
+                    "max_backoff": timedelta(seconds=1),
+                    "base": 2,
+                },
+            },
+        },
+    )
+    s3fs = pytest.importorskip("s3fs")
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 3)
+
+
+# --- What is there is what is read -----------------------------------------------------------------------
+
+FILE_KEYS = [
+    "a b.jpg",
+    "ü/é+1%20#?.jpg",
+    "日本/x&y=z;.png",
+    "e\u0301.txt",
+    "x" * 200,
+    "empty.bin",
+    "deep/er/est/z",
+]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("s3")
+    for key in FILE_KEYS:
+        path = root / "bucket" / "pre" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"" if key == "empty.bin" else key.encode() * 100)
+    (root / "bucket" / "prefix-trap.txt").write_bytes(b"not below pre/")
+    return root
+
+
+@pytest.fixture(scope="module")
+def s3(tree: Path) -> Iterator[S3Server]:
+    with S3Server(tree) as server:
+        yield server
+
+
+def _opened(kind: str, tree: Path, s3: S3Server) -> Store:
+    if kind == "path":
+        return open_store(tree / "bucket" / "pre")
+    if kind == "file":
+        return open_store(f"file://{tree}/bucket/pre/")
+    if kind == "memory":
+        files = fsspec.filesystem("memory")
+        for key in FILE_KEYS:
+            files.pipe(f"/pre/{key}", (tree / "bucket" / "pre" / key).read_bytes())
+        return open_store("memory://pre")
+    return open_store("s3://bucket/pre", **s3.options, **({"client": "s3fs"} if kind == "s3fs" else {}))
+
+
+@pytest.mark.parametrize("kind", ["obstore", "s3fs", "path", "file", "memory"])
+def test_round_trip(kind: str, tree: Path, s3: S3Server) -> None:
+    store = pickle.loads(pickle.dumps(_opened(kind, tree, s3)))
+    infos = everything(store)
+    assert sorted(infos) == sorted(FILE_KEYS)
+    for key, info in infos.items():
+        body = (tree / "bucket" / "pre" / key).read_bytes()
+        assert info.size == len(body)
+        assert store.head(key) == info
+        assert bytes(store.read(key, info.version, info.size)) == body
+        if body:
+            assert bytes(store.read_range(key, 3, len(body) - 2, info.version)) == body[3:-2]
+            assert bytes(store.read_range(key, 0, len(body), info.version)) == body
+        assert bytes(store.read_range(key, 0, 0)) == b""
+
+    async def in_a_loop() -> None:
+        assert {info.key async for page in _pages(store) for info in page} == set(FILE_KEYS)
+        for key, info in infos.items():
+            body = (tree / "bucket" / "pre" / key).read_bytes()
+            assert await store.head_async(key) == info
+            assert bytes(await store.read_async(key, info.version, info.size)) == body
+            if body:
+                assert bytes(await store.read_range_async(key, 3, 5, info.version)) == body[3:5]
+
+    asyncio.run(in_a_loop())
+
+
+async def _pages(store: Store) -> Any:
+    async for page in store.list_async():
+        for info in page:
+            yield [info]
+
+
+ODD_KEYS = [
+    "+",
+    "%",
+    "#",
+    "?",
+    "a%2Fb",
+    "a//b",
+    "/lead",
+    "../up",
+    "x/../y",
+    "./z",
+    "..",
+    "\\",
+    "tab\tkey",
+    "k" * 1024,
+    "🦊",
+]
+REFUSED_BY_OBSTORE = {"a//b", "/lead", "../up", "x/../y", "./z", "..", "tab\tkey"}
+
+
+def test_every_key_by_s3fs() -> None:
+    with FaultServer({key: key.encode() for key in ODD_KEYS}, page_size=4) as server:
+        store = open_store("s3://bucket", **server.options, client="s3fs")
+        assert sorted(everything(store)) == sorted(ODD_KEYS)
+        for key in ODD_KEYS:
+            assert store.read(key, server.etag(key)) == key.encode()
+
+
+def test_every_key_by_obstore_is_read_or_refused() -> None:
+    good = [key for key in ODD_KEYS if key not in REFUSED_BY_OBSTORE]
+    with FaultServer({key: key.encode() for key in ODD_KEYS}, page_size=4) as server:
+        store = open_store("s3://bucket", **server.options)
+        for key in good:
+            assert bytes(store.read(key, server.etag(key))) == key.encode()
+        for key in REFUSED_BY_OBSTORE:
+            with pytest.raises(StoreError) as caught:
+                store.read(key)
+            assert caught.value.key == key
+        with pytest.raises(StoreError, match=r"a//b|\.\.|tab"):
+            everything(store)
+        for key in REFUSED_BY_OBSTORE:
+            del server.objects[key]
+        assert sorted(everything(store)) == sorted(good)
+
+
+@pytest.mark.parametrize("kind", ["path", "memory"])
+def test_a_key_stays_below_its_root(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("outside")
+    (tmp_path / "root" / "in").mkdir(parents=True)
+    fsspec.filesystem("memory").pipe({"/secret": b"outside", "/root/in/x": b"x"})
+    store = open_store(tmp_path / "root" if kind == "path" else "memory://root")
+    for key in [
+        "../secret",
+        "in/../../secret",
+        "/secret",
+        str(tmp_path / "secret"),
+        "./../secret",
+        "..",
+        ".",
+    ]:
+        for read in (store.head, store.read, lambda key: store.read_range(key, 0, 3)):
+            with pytest.raises(NotFoundError):
+                read(key)
+
+
+def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
+    (tmp_path / "root" / "sub").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "linked").write_bytes(b"1")
+    (tmp_path / "root" / "sub" / "loop").symlink_to(tmp_path / "root")
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "root" / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root" / "line\nbreak").write_bytes(b"22")
+    os.mkfifo(tmp_path / "root" / "fifo")
+    Path(os.fsdecode(os.fsencode(tmp_path / "root") + b"/latin\xe9")).write_bytes(b"333")
+    store = open_store(tmp_path / "root")
+    assert {key: info.size for key, info in everything(store).items()} == {
+        "link/linked": 1,
+        "line\nbreak": 2,
+        "latin\udce9": 3,
+    }
+    assert store.read("latin\udce9") == b"333"
+
+
+@pytest.mark.parametrize("kind", ["path", "memory"])
+def test_a_file_that_changed_is_refused(kind: str, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+
+    def write(body: bytes) -> None:
+        memory.pipe("/changing/x", body)
+        (tmp_path / "new").write_bytes(body)
+        (tmp_path / "new").replace(tmp_path / "x")
+
+    write(b"one")
+    store = open_store(tmp_path if kind == "path" else "memory://changing")
+    listed = store.head("x")
+    assert store.read("x", listed.version, listed.size) == b"one"
+    write(b"two")
+    for read in (
+        lambda: store.read("x", listed.version),
+        lambda: store.read_range("x", 0, 2, listed.version),
+    ):
+        with pytest.raises(ObjectChangedError, match="x"):
+            read()
+
+
+# --- Listing ------------------------------------------------------------------------------------------------
+
+
+@clients
+def test_markers_go_and_empty_objects_stay(client: dict[str, Any]) -> None:
+    objects = {"p/": b"", "p/a/": b"", "p/a/x": b"1", "p/empty": b"", "p/b/": b"", "px/y": b"2", "p": b"3"}
+    with FaultServer(objects) as server:
+        store = open_store("s3://bucket/p/", **server.options, **client)
+        assert {key: info.size for key, info in everything(store).items()} == {"a/x": 1, "empty": 0}
+
+
+@clients
+def test_pages_and_a_page_that_fails(client: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = {f"{i:04d}": b"x" * i for i in range(50)}
+    monkeypatch.setattr(native, "_PAGE", 7)
+    with FaultServer(objects, page_size=7) as server:
+        server.script(LIST, None, None, None, Fault(status=503, code="SlowDown"), Fault(reset_after=100))
+        store = open_store("s3://bucket", **server.options, **client)
+        assert {key: info.size for key, info in everything(store).items()} == {
+            key: len(body) for key, body in objects.items()
+        }
+        assert server.count(LIST) == 1 + 8 + 2  # the contact, eight pages, two of them asked for again
+
+
+@clients
+def test_a_page_that_never_comes_is_an_error_not_an_end(client: dict[str, Any], impatient: None) -> None:
+    with FaultServer({f"{i:04d}": b"x" for i in range(50)}, page_size=7) as server:
+        server.script(LIST, None, None, None, Fault(status=500), repeat=True)
+        store = open_store("s3://bucket", **server.options, **client)
+        with pytest.raises(StoreError) as caught:
+            everything(store)
+        assert caught.value.stage == "list"
+
+
+# --- Faults of a read ---------------------------------------------------------------------------------------
+
+RECOVERED = {
+    "500": [Fault(status=500)],
+    "503": [Fault(status=503, code="SlowDown")] * 2,
+    "cut at 0": [Fault(cut_after=0)],
+    "cut in the middle": [Fault(cut_after=100_001)],
+    "cut at the last byte": [Fault(cut_after=len(BODY) - 1)],
+    "reset": [Fault(reset_after=50_000)],
+    "reset twice": [Fault(reset_after=50_000), Fault(reset_after=1)],
+    "stall": [Fault(stall_after=70_000)],
+    "slow": [Fault(delay=0.3)],
+}
+REFUSED = {
+    "403": (Fault(status=403, code="AccessDenied"), AccessDeniedError),
+    "expired": (Fault(status=400, code="ExpiredToken"), AccessDeniedError),
+    "404": (Fault(status=404, code="NoSuchKey"), NotFoundError),
+    "412": (Fault(status=412, code="PreconditionFailed"), ObjectChangedError),
+    "empty body": (Fault(body=b""), ShortReadError),
+    "XML in a 200": (Fault(body=b"<Error><Code>InternalError</Code></Error>"), ShortReadError),
+    "short body of its own length": (Fault(body=BODY[:1000]), ShortReadError),
+    "long body": (Fault(body=BODY + b"x"), ObjectChangedError),
+    "other ETag": (Fault(etag="0123456789abcdef"), ObjectChangedError),
+    "503 for ever": (Fault(status=503, code="SlowDown"), StoreError),
+    "cut for ever": (Fault(cut_after=1000), StoreError),
+}
+
+
+@pytest.fixture
+def faults() -> Iterator[FaultServer]:
+    with FaultServer({"403.jpg": BODY}) as server:  # a key that must not be taken for a status
+        yield server
+
+
+@clients
+@pytest.mark.parametrize("name", RECOVERED)
+def test_faults_that_retries_help(
+    name: str, client: dict[str, Any], faults: FaultServer, impatient: None
+) -> None:
+    faults.script("403.jpg", *RECOVERED[name])
+    store = open_store("s3://bucket", **faults.options, **client)
+    assert bytes(store.read("403.jpg", faults.etag("403.jpg"), len(BODY))) == BODY
+    if name != "slow":
+        assert faults.count("403.jpg") == 1 + len(RECOVERED[name])
+
+
+@clients
+@pytest.mark.parametrize("name", REFUSED)
+def test_faults_that_are_errors(
+    name: str, client: dict[str, Any], faults: FaultServer, impatient: None
+) -> None:
+    fault, expected = REFUSED[name]
+    faults.script("403.jpg", fault, repeat=True)
+    store = open_store("s3://bucket", **faults.options, **client)
+    start = time.monotonic()
+    with pytest.raises(expected, match=r"403\.jpg") as caught:
+        store.read("403.jpg", faults.etag("403.jpg"), len(BODY))
+    assert type(caught.value) is expected
+    assert time.monotonic() - start < 20
+    assert caught.value.key == "403.jpg" and caught.value.stage == "get"
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
+    if expected in (AccessDeniedError, NotFoundError, ObjectChangedError):
+        assert faults.count("403.jpg") == 1, "asking again could not help"
+
+
+@clients
+def test_a_resumed_read_never_mixes_versions(
+    client: dict[str, Any], faults: FaultServer, impatient: None
+) -> None:
+    etag = faults.etag("403.jpg")
+    faults.script("403.jpg", Fault(cut_after=100_000), Fault(etag="another-version"), repeat=True)
+    store = open_store("s3://bucket", **faults.options, **client)
+    with pytest.raises(StoreError):
+        store.read("403.jpg", etag, len(BODY))
+
+
+@clients
+@pytest.mark.parametrize("honoured", [True, False], ids=["412", "server ignores If-Match"])
+def test_versions_travel_with_every_read(client: dict[str, Any], faults: FaultServer, honoured: bool) -> None:
+    faults.honours_if_match = honoured
+    store = open_store("s3://bucket", **faults.options, **client)
+    old = store.head("403.jpg")
+    assert bytes(store.read_range("403.jpg", 1000, 2000, old.version)) == BODY[1000:2000]
+    faults.objects["403.jpg"] = bytes(len(BODY))
+    for read in (
+        lambda: store.read("403.jpg", old.version, old.size),
+        lambda: store.read_range("403.jpg", 1000, 2000, old.version),
+        lambda: asyncio.run(store.read_async("403.jpg", old.version, old.size)),
+        lambda: asyncio.run(store.read_range_async("403.jpg", 1000, 2000, old.version)),
+    ):
+        with pytest.raises(ObjectChangedError, match=r"403\.jpg"):
+            read()
+    reads = [request for request in faults.requests if request.method == "GET"]
+    assert {request.headers.get("if-match") for request in reads} == {f'"{old.version}"'}
+
+
+@clients
+def test_without_the_guards_wrong_bytes_come_through(
+    client: dict[str, Any], faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin of the tests above: they would fail without `check_version` and `check_length`."""
+    module = s3fs_store if client else native
+    monkeypatch.setattr(module, "check_version", lambda *arguments: None)
+    monkeypatch.setattr(module, "check_length", lambda *arguments: None)
+    store = open_store("s3://bucket", **faults.options, **client)
+    listed = store.head("403.jpg")
+    faults.script("403.jpg", Fault(body=b""))
+    assert bytes(store.read("403.jpg", listed.version, listed.size)) == b""
+    faults.honours_if_match = False
+    faults.objects["403.jpg"] = bytes(len(BODY))
+    assert bytes(store.read("403.jpg", listed.version, listed.size)) == bytes(len(BODY))
+
+
+@clients
+def test_ranges_past_the_end(client: dict[str, Any], faults: FaultServer) -> None:
+    store = open_store("s3://bucket", **faults.options, **client)
+    with pytest.raises(StoreError, match=r"403\.jpg"):
+        store.read_range("403.jpg", 10, len(BODY) + 1)
+    for start, stop in [(-1, 5), (5, 4)]:
+        with pytest.raises(ArgumentError):
+            store.read_range("403.jpg", start, stop)
+
+
+# --- First contact ------------------------------------------------------------------------------------------
+
+
+@clients
+@pytest.mark.parametrize(
+    ("url", "changes", "expected", "words"),
+    [
+        ("s3://nobucket/x", {}, NotFoundError, "bucket 'nobucket' does not exist.*endpoint_url"),
+        ("s3://bucket", {"key": "wrong", "secret": CANARY}, AccessDeniedError, "options key"),
+        ("s3://bucket", {"secret": CANARY}, AccessDeniedError, "options key"),
+        ("s3://bucket", {"endpoint_url": "http://127.0.0.1:1"}, StoreError, "http://127.0.0.1:1.*check"),
+        ("s3://bucket", {"endpoint_url": "http://no.such.host.invalid"}, StoreError, "no.such.host.invalid"),
+        ("s3://bucket", {"endpoint_url": "silent"}, StoreError, "no progress|no answer"),
+    ],
+    ids=["bucket", "key", "secret", "refused", "dns", "silent"],
+)
+def test_first_contact_fails_soon_and_in_words(
+    url: str,
+    changes: dict[str, str],
+    expected: type[StoreError],
+    words: str,
+    client: dict[str, Any],
+    s3: S3Server,
+) -> None:
+    listener = None
+    if changes.get("endpoint_url") == "silent":
+        listener = socket.create_server(("127.0.0.1", 0))
+        changes = {"endpoint_url": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+    store = open_store(url, **{**s3.options, **changes}, **client)
+    start = time.monotonic()
+    with pytest.raises(expected, match=words) as caught:
+        everything(store)
+    assert time.monotonic() - start < 10
+    assert caught.value.stage == "list"
+    assert CANARY not in str(caught.value) and s3.options["secret"] not in str(caught.value)
+    if listener is not None:
+        listener.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "words"),
+    [
+        ("s4://bucket", {}, "'s4' is unknown.*known: "),
+        ("ftpp://host/x", {}, "did you mean 'ftp'"),
+        ("", {}, "empty"),
+        ("s3://", {}, "names no bucket"),
+        ("https://", {}, "names no host"),
+        ("https://host/x?signature=" + CANARY, {}, "takes no query"),
+        ("simplecache::s3://bucket", {}, "inner url"),
+        ("az://container", {}, "account_name"),
+        ("s3://bucket", {"secrt": "x"}, "'secrt'.*did you mean 'secret'"),
+        ("s3://bucket", {"key": CANARY}, "belong together"),
+        ("s3://bucket", {"endpoint_url": "localhost:9000"}, "no scheme: write http://"),
+        ("s3://bucket", {"client": "boto3"}, "only 's3fs'"),
+        ("s3://bucket", {"profile": "nobody"}, "no AWS profile 'nobody'"),
+        ("s3://bucket", {"client_kwargs": {"config": 1}}, "client='s3fs'"),
+        ("gs://bucket", {"token": {"x": 1}}, "'anon' or the path"),
+        ("file:///tmp", {"endpoint_url": "http://x"}, "takes none"),
+    ],
+)
+def test_wrong_arguments_are_found_at_once(url: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words) as caught:
+        open_store(url, **given)
+    assert CANARY not in str(caught.value)
+
+
+def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
+    store = open_store(f"{faults.endpoint_url}/bucket")
+    info = store.head("403.jpg")
+    assert bytes(store.read("403.jpg", info.version, info.size)) == BODY
+    assert bytes(store.read_range("403.jpg", 5, 10, info.version)) == BODY[5:10]
+    with pytest.raises(NotFoundError, match="nope"):
+        store.read("nope")
+    with pytest.raises(ArgumentError, match="no listing"):
+        everything(store)
+
+
+def test_google_by_endpoint(faults: FaultServer) -> None:
+    store = open_store("gs://bucket", endpoint_url=faults.endpoint_url, token="anon")
+    info = everything(store)["403.jpg"]
+    assert bytes(store.read("403.jpg", info.version, info.size)) == BODY
+    assert store.identity == f"gs|{faults.endpoint_url}|bucket|"
+
+
+def test_azure_by_endpoint(faults: FaultServer) -> None:
+    store = open_store("az://bucket", endpoint_url=faults.endpoint_url, anon=True, account_name="account")
+    assert bytes(store.read("403.jpg", faults.etag("403.jpg"))) == BODY
+
+
+# --- Options and credentials --------------------------------------------------------------------------------
+
+
+def test_credentials_come_from_one_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "credentials").write_text(
+        "[default]\naws_access_key_id = file-key\naws_secret_access_key = file-secret\n"
+        "[other]\naws_access_key_id = other-key\naws_secret_access_key = other-secret\n"
+        "aws_session_token = t\n"
+        "[role]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = default\n"
+    )
+    (tmp_path / "config").write_text(
+        "[profile other]\nregion = eu-west-1\nendpoint_url = http://minio:9000\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+
+    def found(**given: Any) -> tuple[Any, ...]:
+        connection = options.s3(given, "bucket")
+        credentials = connection.credentials or {}
+        return credentials.get("access_key_id"), credentials.get("token"), connection.config["region"]
+
+    assert found() == ("file-key", None, "us-east-1")
+    assert found(profile="other") == ("other-key", "t", "eu-west-1")
+    assert options.s3({"profile": "other"}, "b").client_options == {"allow_http": True}
+    assert options.s3({"profile": "role"}, "b").profile == "role"
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    assert found() == ("other-key", "t", "eu-west-1")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "env-key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "env-secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "env-token")
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    assert found() == ("env-key", "env-token", "ap-south-1")
+    assert found(profile="other", region="x") == ("other-key", "t", "x")
+    assert found(key="k", secret="s") == ("k", None, "ap-south-1")
+    assert found(key="k", secret="s", token="t", client_kwargs={"region_name": "r"}) == ("k", "t", "r")
+    assert found(access_key_id="k", secret_access_key="s", session_token="t")[:2] == ("k", "t")
+    assert options.s3({"anon": True}, "bucket").credentials is None
+
+
+def test_given_keys_are_not_sent_with_the_environments_token(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", CANARY)
+    open_store("s3://bucket", **faults.options).read("403.jpg")
+    assert "x-amz-security-token" not in faults.requests[-1].headers
+    assert "fault-access-key" in faults.requests[-1].headers["authorization"]
+
+
+def test_endpoint_and_anonymous_from_environment(
+    faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", faults.endpoint_url)
+    for client in CLIENTS:
+        store = open_store("s3://bucket", anon=True, **client)
+        assert bytes(store.read("403.jpg")) == BODY
+        assert "authorization" not in faults.requests[-1].headers
+        assert store.identity == f"s3|{faults.endpoint_url}|bucket|"
+
+
+def test_a_bucket_as_host_name() -> None:
+    given = {"endpoint_url": "https://obs.example.com", "virtual_hosted_style_request": True, "anon": True}
+    assert options.s3(given, "b").config["endpoint"] == "https://b.obs.example.com"
+
+
+def test_nothing_shows_a_secret(s3: S3Server) -> None:
+    shown: list[str] = []
+    for extra in CLIENTS:
+        store = open_store(
+            "s3://bucket/pre", **{**s3.options, "secret": CANARY, "token": CANARY + "t"}, **extra
+        )
+        shown += [repr(store), str(store), store.url, store.identity]
+        for call, arguments in ((everything, (store,)), (store.head, ("x",)), (store.read, ("x",))):
+            with pytest.raises(StoreError) as caught:
+                call(*arguments)
+            shown += [str(caught.value), repr(caught.value), repr(caught.value.__dict__)]
+    web = open_store(f"http://user:{CANARY}@127.0.0.1:1/base")
+    shown += [repr(web), web.url, web.identity, repr(vars(web)["_place"])]
+    with pytest.raises(StoreError) as caught:
+        web.head("x")
+    shown.append(str(caught.value))
+    sftp = "sftp://user:" + CANARY + "@host/dir"
+    try:
+        shown += [repr(open_store(sftp))]
+    except ArgumentError as error:  # paramiko is not installed
+        shown.append(str(error))
+    assert not [text for text in shown if CANARY in text]
+
+
+# --- Processes ----------------------------------------------------------------------------------------------
+
+
+def _script(body: str, *arguments: str) -> str:
+    code = "import os, sys, signal\nfrom fastload.store import native_client_used, open_store\n" + body
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+FORKED = """
+options = {"key": "k" * 8, "secret": "s" * 8, "endpoint_url": sys.argv[1]}
+if sys.argv[2]: options["client"] = sys.argv[2]
+store = open_store("s3://bucket", **options)
+assert not native_client_used() and "obstore" not in sys.modules
+if sys.argv[3] == "used":
+    store.read("403.jpg")
+    assert native_client_used()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    assert not native_client_used()
+    try:
+        print(len(store.read("403.jpg")), native_client_used(), flush=True)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)
+print(os.waitpid(pid, 0)[1])
+"""
+
+
+@pytest.mark.parametrize("client", ["", "s3fs"])
+def test_a_forked_child_builds_its_own_client(client: str, faults: FaultServer) -> None:
+    assert _script(FORKED, faults.endpoint_url, client, "unused").split() == [str(len(BODY)), "True", "0"]
+
+
+def test_a_fork_after_use_is_an_error_not_a_hang(faults: FaultServer) -> None:
+    said = _script(FORKED, faults.endpoint_url, "", "used")
+    assert "StoreError" in said and "forkserver" in said and said.endswith("0\n")
+
+
+def test_without_the_guard_that_fork_would_hang(faults: FaultServer) -> None:
+    """The twin: the same script with the record of use taken out dies by its alarm."""
+    twin = FORKED.replace(
+        "pid = os.fork()", "import fastload.store.base as b; b._obstore_pid = 0; pid = os.fork()"
+    )
+    assert _script(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "used").split() == ["14"]
+
+
+def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    built: list[int] = []
+    build = native.NativeStore._build
+
+    def counted(store: native.NativeStore) -> Any:
+        built.append(os.getpid())
+        return build(store)
+
+    monkeypatch.setattr(native.NativeStore, "_build", counted)
+    store = open_store("s3://bucket", **faults.options)
+    with ThreadPoolExecutor(16) as pool:
+        bodies = list(pool.map(lambda _: bytes(store.read("403.jpg")), range(64)))
+    assert set(bodies) == {BODY} and built == [os.getpid()]
+
+
+def test_per_process_rebuilds_after_a_fork() -> None:
+    clients_built = base.PerProcess(lambda: object())
+    first = clients_built()
+    assert clients_built() is first
+    clients_built._pid = -1
+    assert clients_built() is not first
