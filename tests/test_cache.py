@@ -34,6 +34,7 @@ from fastload.cache import Cache, Entry
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
 from fastload.cache import record as record_module
+from fastload.cache import registry as registry_module
 from fastload.cache import segment as segment_module
 from fastload.cache import writer as writer_module
 from fastload.cache.record import HEADER_SIZE, record_size
@@ -200,7 +201,7 @@ def test_collected_cache_closes(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "c")
     fill(cache, 1)
     del cache
-    assert not directory_module._opened
+    assert not registry_module._opened
 
 
 def test_pickles_as_its_address(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
@@ -980,6 +981,26 @@ def test_fork_in_the_middle_of_filling(open_cache: Callable[..., Cache]) -> None
         reader.join(30)
     assert not wrong and cache.flush(30)
     assert cache.check().entries == 30
+
+
+def test_fork_while_the_index_is_stuck(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody holds LMDB's lock and does not move: the fork does not wait, the child passes through."""
+    cache = open_cache()
+    fill(cache, 3)
+    directory = cache._open()
+    assert directory is not None
+    monkeypatch.setattr(registry_module, "FORK_DEADLINE", 0.01)
+
+    def child() -> bool:
+        with pytest.warns(RuntimeWarning, match="already open in this process"):
+            return cache.read(cache.key("k1")) is None and not cache.write(cache.key("x"), b"x")
+
+    with directory.index._write_lock:
+        assert in_child(child)
+    assert in_child(lambda: cache.read(cache.key("k1")) == payload_of("k1"))
+    assert cache.read(cache.key("k1")) == payload_of("k1")
 
 
 def test_exit_without_close_is_clean(tmp_path: Path) -> None:

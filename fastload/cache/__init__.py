@@ -4,8 +4,8 @@
     Cache.read  ◀─ verify ◀─ pread ◀─ segment ◀─ entry ◀─ index
 
 `record` is the layout of one record, `segment` the files of records, `index` the way from key to record,
-`writer` the thread that fills, `directory` what a process has open, `audit` the check of all of it, and
-`cache` the class to use.
+`writer` the thread that fills, `directory` and `registry` what a process has open, `audit` the check of a
+whole directory, and `cache` the class to use.
 """
 
 from fastload.cache.audit import Report

@@ -17,7 +17,7 @@ import lmdb
 
 from fastload.cache import audit
 from fastload.cache.audit import Report
-from fastload.cache.directory import DAMAGED, FOLDER, Directory, abandon, acquire, refuse_unsafe, release
+from fastload.cache.directory import DAMAGED, FOLDER, Directory, refuse_unsafe
 from fastload.cache.record import (
     FORMAT,
     KEY_SIZE,
@@ -27,6 +27,7 @@ from fastload.cache.record import (
     checksum,
     record_size,
 )
+from fastload.cache.registry import abandon, acquire, release
 from fastload.cache.writer import Item
 from fastload.errors import ArgumentError, CacheError
 from fastload.stats import Counters

@@ -1,4 +1,4 @@
-"""One cache directory, opened once per process and shared by every Cache that points to it.
+"""One cache directory as a process has it open: folders, locks, and repair of what a crash left.
 
     <path>/v1/                       0700; the number is the format: another format lives beside it, unread
         fastload-cache.json          marks the folder as ours; how it was left (see `_State`)
@@ -29,7 +29,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,13 +40,12 @@ from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
 
-__all__ = ["Directory", "acquire", "refuse_unsafe", "release"]
+__all__ = ["DAMAGED", "FOLDER", "MARKER", "Directory", "identity", "open_root", "refuse_unsafe"]
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"
 LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
 CLOSE_DEADLINE = 10.0
-FORK_DEADLINE = 1.0
 REINDEX_BATCH = 1000
 
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -81,7 +79,7 @@ class Directory:
 
     def __init__(self, path: str, root_fd: int) -> None:
         self.path = Path(path) / FOLDER
-        self.identity = _identity(root_fd)
+        self.identity = identity(root_fd)
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self._root_fd = root_fd
         self._reindex_left = False
@@ -275,8 +273,6 @@ class Directory:
             self.writer.forget()
         if held:
             self.index.close_inherited()
-        else:
-            _unforgettable.append(self.index)
         self._close_fds()
 
 
@@ -287,7 +283,7 @@ def _boot_id() -> str:
         return "unknown"
 
 
-def _identity(fd: int) -> tuple[int, int]:
+def identity(fd: int) -> tuple[int, int]:
     found = os.fstat(fd)
     return found.st_dev, found.st_ino
 
@@ -308,7 +304,7 @@ def refuse_unsafe(path: str, found: os.stat_result) -> None:
         raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
 
 
-def _open_root(path: str) -> int:
+def open_root(path: str) -> int:
     """The file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
     Path(path).mkdir(0o700, parents=True, exist_ok=True)
     refuse_unsafe(path, Path(path).stat())
@@ -335,91 +331,3 @@ def _open_root(path: str) -> int:
         os.close(fd)
         raise
     return fd
-
-
-# -- one Directory per process and directory, whatever path leads there
-
-_lock = threading.RLock()
-_opened: dict[tuple[int, int], Directory] = {}
-_held: list[tuple[Directory, bool]] = []
-_unforgettable: list[Index] = []
-_finalizer_pid = 0
-
-
-def acquire(path: str, user: object) -> Directory:
-    """The opened directory, shared in this process; `user` holds it until `release`."""
-    global _finalizer_pid
-    with _lock:
-        if _finalizer_pid != os.getpid():
-            # Runs at the end of this process, also of a multiprocessing child, where atexit does not.
-            _finalizer_pid = os.getpid()
-            mp_util.Finalize(None, close_all, exitpriority=10)
-        root_fd = _open_root(path)
-        directory = _opened.get(_identity(root_fd))
-        if directory is not None:
-            os.close(root_fd)
-        else:
-            directory = Directory(path, root_fd)
-            _opened[directory.identity] = directory
-        directory.users.add(user)
-        return directory
-
-
-def release(directory: Directory, user: object) -> None:
-    """Let go; the last user in this process closes the directory."""
-    with _lock:
-        directory.users.discard(user)
-        if directory.users or _opened.get(directory.identity) is not directory:
-            return
-        if directory.close():
-            del _opened[directory.identity]
-
-
-def abandon(directory: Directory | None, user: object) -> None:
-    """`release` for a collected Cache. Collection happens in any thread at any moment: so this never waits
-    for a lock that another thread holds, and does not let a writer thread join itself."""
-    if directory is None or not _lock.acquire(blocking=False):
-        return
-    try:
-        directory.users.discard(user)
-        if directory.writer is None or not directory.writer.is_current_thread():
-            with contextlib.suppress(OSError, lmdb.Error):
-                release(directory, user)
-    finally:
-        _lock.release()
-
-
-def close_all() -> None:
-    """Close every directory that this process has open."""
-    with _lock:
-        for directory in list(_opened.values()):
-            directory.close()
-        _opened.clear()
-
-
-def _before_fork() -> None:
-    _lock.acquire()
-    for directory in _opened.values():
-        _held.append((directory, directory.index.hold(FORK_DEADLINE)))
-
-
-def _after_fork_in_parent() -> None:
-    for directory, held in _held:
-        if held:
-            directory.index.release()
-    _held.clear()
-    _lock.release()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()
-    for directory, held in _held:
-        directory.forget(held)
-    _held.clear()
-    _opened.clear()
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-)

@@ -76,6 +76,10 @@ class Index:
         value = self._get(key, self._entries)
         return None if value is None else Entry.unpack(value)
 
+    def holds(self, key: bytes, value: bytes) -> bool:
+        """Whether the entry of `key` is still this one, packed."""
+        return self._get(key, self._entries) == value
+
     def segment_name(self, number: int) -> str:
         """The file name of a segment; CorruptRecordError when the index has no such segment."""
         name = self._names.get(number)

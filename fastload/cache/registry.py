@@ -1,0 +1,111 @@
+"""Which directories this process has open: one Directory each, whatever path leads there.
+
+LMDB forbids a file to be open twice in one process, and to be used in a forked child. So directories are
+known by their inode, and a fork waits until no transaction is open; the child then closes what it inherited
+and opens anew on first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from multiprocessing import util as mp_util
+
+import lmdb
+
+from fastload.cache.directory import Directory, identity, open_root
+
+__all__ = ["abandon", "acquire", "close_all", "release"]
+
+FORK_DEADLINE = 1.0  # seconds that a fork waits for a transaction to end
+
+_lock = threading.RLock()
+_opened: dict[tuple[int, int], Directory] = {}
+# While a fork is under way: the directories, and whether no transaction of theirs is open.
+_held: list[tuple[Directory, bool]] = []
+# In a child: directories whose LMDB environment was in use at the fork. It can neither be closed, which would
+# touch the parent's locks, nor be opened again; the child passes through.
+_unforgettable: list[Directory] = []
+_finalizer_pid = 0
+
+
+def acquire(path: str, user: object) -> Directory:
+    """The opened directory, shared in this process; `user` holds it until `release`."""
+    global _finalizer_pid
+    with _lock:
+        if _finalizer_pid != os.getpid():
+            # Runs at the end of this process, also of a multiprocessing child, where atexit does not.
+            _finalizer_pid = os.getpid()
+            mp_util.Finalize(None, close_all, exitpriority=10)
+        root_fd = open_root(path)
+        directory = _opened.get(identity(root_fd))
+        if directory is not None:
+            os.close(root_fd)
+        else:
+            directory = Directory(path, root_fd)
+            _opened[directory.identity] = directory
+        directory.users.add(user)
+        return directory
+
+
+def release(directory: Directory, user: object) -> None:
+    """Let go; the last user in this process closes the directory."""
+    with _lock:
+        directory.users.discard(user)
+        if directory.users or _opened.get(directory.identity) is not directory:
+            return
+        if directory.close():
+            del _opened[directory.identity]
+
+
+def abandon(directory: Directory | None, user: object) -> None:
+    """`release` for a collected Cache. Collection happens in any thread at any moment: so this never waits
+    for a lock that another thread holds, and does not let a writer thread join itself."""
+    if directory is None or _held or not _lock.acquire(blocking=False):
+        return
+    try:
+        directory.users.discard(user)
+        if directory.writer is None or not directory.writer.is_current_thread():
+            with contextlib.suppress(OSError, lmdb.Error):
+                release(directory, user)
+    finally:
+        _lock.release()
+
+
+def close_all() -> None:
+    """Close every directory that this process has open."""
+    with _lock:
+        for directory in list(_opened.values()):
+            directory.close()
+        _opened.clear()
+
+
+def _before_fork() -> None:
+    _lock.acquire()
+    for directory in _opened.values():
+        _held.append((directory, directory.index.hold(FORK_DEADLINE)))
+
+
+def _after_fork_in_parent() -> None:
+    for directory, held in _held:
+        if held:
+            directory.index.release()
+    _held.clear()
+    _lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+    for directory, held in _held:
+        directory.forget(held)
+        if not held:
+            _unforgettable.append(directory)
+    _held.clear()
+    _opened.clear()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+)
