@@ -255,6 +255,7 @@ def test_failures_are_returned_and_the_rest_is_done(path: str) -> None:
         lambda: RandomResizedCrop(224, scale=(0.5, 0.4)),
         lambda: RandomResizedCrop(224, scale=(0.5, 1.1)),
         lambda: RandomResizedCrop(224, scale=(0.5,)),
+        lambda: RandomResizedCrop(224, scale=0.5),
         lambda: RandomResizedCrop(224, ratio=(-1, 1)),
         lambda: RandomResizedCrop(224, ratio=(1, math.nan)),
         lambda: RandomResizedCrop(224, flip=1.5),

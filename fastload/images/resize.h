@@ -143,24 +143,29 @@ static void mix_rows(uint8_t *out, const uint8_t *const *rows, const uint32_t *w
 #ifdef HAVE_AVX2
 __attribute__((target("avx2"))) static void mix_rows_avx2(uint8_t *out, const uint8_t *const *rows,
                                                            const uint32_t *weight, int count, int n) {
-    if (n < 32 || count > MANY_TAPS) {
+    enum { STEP = 64 };
+    if (n < STEP || count > MANY_TAPS) {
         mix_rows(out, rows, weight, count, n);
         return;
     }
     const __m256i zero = _mm256_setzero_si256(), half = _mm256_set1_epi16((short)(128 + count / 2));
     __m256i w[MANY_TAPS];
     for (int k = 0; k < count; k++) w[k] = _mm256_set1_epi16((short)(weight[k] > 65535 ? 65535 : weight[k]));
-    for (int i = 0;; i += 32) {
-        if (i + 32 > n) i = n - 32; /* the last step overlaps the one before: no byte behind a row is touched */
-        __m256i low = half, high = half;
+    for (int i = 0;; i += STEP) {
+        if (i + STEP > n) i = n - STEP; /* the last step overlaps the one before: no byte behind a row is touched */
+        __m256i sum[4] = {half, half, half, half};
         for (int k = 0; k < count; k++) {
-            const __m256i pixels = _mm256_loadu_si256((const __m256i *)(rows[k] + i));
-            low = _mm256_add_epi16(low, _mm256_mulhi_epu16(_mm256_unpacklo_epi8(zero, pixels), w[k]));
-            high = _mm256_add_epi16(high, _mm256_mulhi_epu16(_mm256_unpackhi_epi8(zero, pixels), w[k]));
+            const __m256i a = _mm256_loadu_si256((const __m256i *)(rows[k] + i));
+            const __m256i b = _mm256_loadu_si256((const __m256i *)(rows[k] + i + 32));
+            sum[0] = _mm256_add_epi16(sum[0], _mm256_mulhi_epu16(_mm256_unpacklo_epi8(zero, a), w[k]));
+            sum[1] = _mm256_add_epi16(sum[1], _mm256_mulhi_epu16(_mm256_unpackhi_epi8(zero, a), w[k]));
+            sum[2] = _mm256_add_epi16(sum[2], _mm256_mulhi_epu16(_mm256_unpacklo_epi8(zero, b), w[k]));
+            sum[3] = _mm256_add_epi16(sum[3], _mm256_mulhi_epu16(_mm256_unpackhi_epi8(zero, b), w[k]));
         }
-        const __m256i mixed = _mm256_packus_epi16(_mm256_srli_epi16(low, 8), _mm256_srli_epi16(high, 8));
-        _mm256_storeu_si256((__m256i *)(out + i), mixed);
-        if (i + 32 == n) return;
+        for (int j = 0; j < 4; j++) sum[j] = _mm256_srli_epi16(sum[j], 8);
+        _mm256_storeu_si256((__m256i *)(out + i), _mm256_packus_epi16(sum[0], sum[1]));
+        _mm256_storeu_si256((__m256i *)(out + i + 32), _mm256_packus_epi16(sum[2], sum[3]));
+        if (i + STEP == n) return;
     }
 }
 #endif
@@ -251,8 +256,10 @@ __attribute__((target("avx2"))) static inline void store_block(const Target *tar
 }
 
 /* Reads up to 3 * (taps + GROUP) + 16 bytes from each output's first pixel: `pixels` has that much slack. */
-__attribute__((target("avx2"))) static void mix_columns_avx2(const Target *target, int y, const uint8_t *pixels,
-                                                              const Filter *f, const void *weights) {
+__attribute__((target("avx2"), always_inline)) static inline void mix_groups_avx2(const Target *target, int y,
+                                                                                  const uint8_t *pixels,
+                                                                                  const Filter *f, const __m256i *w,
+                                                                                  const int groups) {
     const __m256i even = _mm256_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1, 0, -1, 3, -1, 1, -1,
                                           4, -1, 2, -1, 5, -1, -1, -1, -1, -1);
     const __m256i odd = _mm256_setr_epi8(6, -1, 9, -1, 7, -1, 10, -1, 8, -1, 11, -1, -1, -1, -1, -1, 6, -1, 9, -1, 7,
@@ -263,8 +270,6 @@ __attribute__((target("avx2"))) static void mix_columns_avx2(const Target *targe
                                             9, 10, 12, 13, 14, -1, -1, -1, -1);
     const __m256i by_channel = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7), by_pixel = _mm256_setr_epi32(0, 1, 2, 4, 5, 6, 3, 7);
     const __m256i round = _mm256_set1_epi32(1 << (COLUMN_BITS - 1));
-    const int groups = (f->taps + GROUP - 1) / GROUP;
-    const __m256i *w = weights;
     uint8_t *out = target->base + y * target->row;
     for (int x = 0; x < f->outputs; x += BLOCK) {
         __m256i sum[4] = {round, round, round, round};
@@ -286,6 +291,15 @@ __attribute__((target("avx2"))) static void mix_columns_avx2(const Target *targe
                                   : _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(rgbx, planes), by_channel);
         store_block(target, out, x, f->outputs - x, bytes);
     }
+}
+
+__attribute__((target("avx2"))) static void mix_columns_avx2(const Target *target, int y, const uint8_t *pixels,
+                                                              const Filter *f, const __m256i *weights) {
+    const int groups = (f->taps + GROUP - 1) / GROUP;
+    if (groups == 1) /* the usual case, unrolled: up to twice smaller, or larger */
+        mix_groups_avx2(target, y, pixels, f, weights, 1);
+    else
+        mix_groups_avx2(target, y, pixels, f, weights, groups);
 }
 #endif
 

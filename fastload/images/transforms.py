@@ -287,7 +287,10 @@ def _check_size(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _check_range(name: str, bounds: Sequence[float]) -> tuple[float, float]:
-    pair = tuple(bounds)
-    if len(pair) != 2 or not 0 < pair[0] <= pair[1] < math.inf:
+    try:
+        low, high = (float(bound) for bound in bounds)
+    except (TypeError, ValueError):
+        low, high = math.nan, math.nan
+    if not 0 < low <= high < math.inf:
         raise ArgumentError(f"{name} must be (smallest, largest), both above 0, not {bounds!r}")
-    return float(pair[0]), float(pair[1])
+    return low, high
