@@ -457,6 +457,18 @@ def test_first_contact_fails_soon_and_in_words(
         listener.close()
 
 
+def test_no_credentials_and_no_metadata_service(s3: S3Server) -> None:
+    """Off the clouds, the address of the machine's identity answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        metadata = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        store = open_store("s3://bucket", endpoint_url=s3.endpoint_url, metadata_endpoint=metadata)
+        start = time.monotonic()
+        with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID.*profile 'default'.*anon=True") as caught:
+            everything(store)
+        assert time.monotonic() - start < 10
+        assert type(caught.value) is AccessDeniedError
+
+
 @pytest.mark.parametrize(
     ("url", "given", "words"),
     [

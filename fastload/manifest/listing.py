@@ -1,10 +1,10 @@
 """A prefix, listed: takes the pages of a store, puts the objects in order, writes a manifest's bytes.
 
-    header | key offsets | sizes | labels | version offsets | keys | versions | facts (JSON)
+    header | table | key offsets | sizes | labels | version offsets | keys | versions | facts (JSON)
 
 All numbers are little-endian; sections begin at multiples of 8. Keys and versions are UTF-8, one after the
 other, and their offsets are uint64 of count + 1. Labels may be of length 0. The header holds a checksum
-(xxh3, 64 bits) of all that follows it.
+(xxh3, 64 bits) of all that follows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ import xxhash
 from fastload.errors import NotFoundError
 from fastload.store.base import Page, Store
 
-__all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "write_listing"]
+__all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "TABLE", "write_listing"]
 
 MAGIC = b"fastload"
 FORMAT = 1
 SECTIONS = ("key_offsets", "sizes", "labels", "version_offsets", "keys", "versions", "facts")
-# magic, format, header size, count, checksum, then offset and length of each section
-HEADER = struct.Struct("<8sIIQQ" + "QQ" * len(SECTIONS))
+# magic, format, size of both headers, checksum of all that follows
+HEADER = struct.Struct("<8sIIQ")
+# count, then offset and length of each section
+TABLE = struct.Struct("<Q" + "QQ" * len(SECTIONS))
 
 # The extensions that torchvision's ImageFolder takes, in any case.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -179,28 +181,26 @@ def _write(descriptor: int, rows: _Rows, facts: dict[str, Any]) -> None:
         "versions": rows.versions,
         "facts": json.dumps(facts).encode(),
     }
+    pieces: list[memoryview] = []
     table: list[int] = []
-    checksum = xxhash.xxh3_64()
-    position = os.lseek(descriptor, HEADER.size, os.SEEK_SET)
+    position = HEADER.size + TABLE.size
     for name in SECTIONS:
         data = memoryview(parts[name]).cast("B")
         padding = bytes(-data.nbytes % 8)
         table += [position, data.nbytes]
-        for piece in (data, memoryview(padding)):
-            checksum.update(piece)
-            position += _write_all(descriptor, piece)
-    header = HEADER.pack(MAGIC, FORMAT, HEADER.size, len(rows.sizes), checksum.intdigest(), *table)
-    os.pwrite(descriptor, header, 0)
+        pieces += [data, memoryview(padding)]
+        position += data.nbytes + len(padding)
+    pieces.insert(0, memoryview(TABLE.pack(len(rows.sizes), *table)))
+    checksum = xxhash.xxh3_64()
+    for piece in pieces:
+        checksum.update(piece)
+    header = HEADER.pack(MAGIC, FORMAT, HEADER.size + TABLE.size, checksum.intdigest())
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(header)
+        file.writelines(pieces)
 
 
 def _offsets(lengths: array[int]) -> npt.NDArray[np.uint64]:
     offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
     np.cumsum(np.frombuffer(lengths, dtype=np.uint64), out=offsets[1:])
     return offsets
-
-
-def _write_all(descriptor: int, data: memoryview) -> int:
-    done = 0
-    while done < data.nbytes:
-        done += os.write(descriptor, data[done:])
-    return done

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from fastload.manifest.child import run_in_child
-from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, write_listing
+from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, write_listing
 from fastload.manifest.progress import ListingProgress
 from fastload.store import Store, native_client_used
 
@@ -54,7 +54,7 @@ class Manifest:
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
         self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-        _, _, _, count, _, *table = HEADER.unpack_from(self._map)
+        count, *table = TABLE.unpack_from(self._map, HEADER.size)
         view = memoryview(self._map)
         part = {name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(SECTIONS)}
         self._keys, self._versions = part["keys"], part["versions"]
@@ -220,13 +220,13 @@ def _file_name(identity: str, images_only: bool, labels: bool) -> str:
 
 
 def _is_whole(descriptor: int) -> bool:
-    """Whether the file has our header, and the bytes after it the checksum in it."""
+    """Whether the file has our header, and all that follows has the checksum in it."""
     size = os.fstat(descriptor).st_size
-    if size < HEADER.size:
+    if size < HEADER.size + TABLE.size:
         return False
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
-        magic, version, header_size, _, checksum, *_ = HEADER.unpack_from(content)
-        if (magic, version, header_size) != (MAGIC, FORMAT, HEADER.size):
+        magic, version, header_size, checksum = HEADER.unpack_from(content)
+        if (magic, version, header_size) != (MAGIC, FORMAT, HEADER.size + TABLE.size):
             return False
         with memoryview(content) as view, view[HEADER.size :] as body:
             return bool(xxhash.xxh3_64_intdigest(body) == checksum)

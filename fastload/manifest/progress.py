@@ -36,7 +36,11 @@ class ListingProgress:
             self._show_at = now + _LOG_EVERY_SECONDS
             return
         self._show_at = now + 0.1
-        self._line().update(text, refresh=True)
+        from rich.text import Text
+
+        self._line().update(
+            Text(text), refresh=True
+        )  # as Text, for a URL may hold what rich takes for markup
 
     def _line(self) -> Any:
         if self._live is None:

@@ -29,7 +29,7 @@ from fastload.store.base import (
 __all__ = ["S3fsStore"]
 
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.
-_CONTACT_SECONDS = 8.0
+_CONTACT_SECONDS = 7.0
 
 
 class S3fsStore(Store):

@@ -1,0 +1,446 @@
+"""Manifests: the right objects in the right order, small and shared, made without harm to this process."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from faultserver import LIST, Fault, FaultServer
+from s3server import S3Server
+
+from fastload.errors import NotFoundError, StoreError
+from fastload.manifest import Manifest, child, listing
+from fastload.store import open_store
+from fastload.store.base import ObjectInfo, Page, Store
+
+FILES = {
+    "cat/2.jpg": b"22",
+    "cat/10.JPEG": b"1010",
+    "cat/sub/a.png": b"a",
+    "cat/sub-b/c.png": b"c",
+    "cat/sub.png": b"s",
+    "cat/notes.txt": b"not an image",
+    "cat-2/x.webp": b"x",
+    "Dog/é.tiff": b"",
+    "dog/1.jpg": b"1",
+    "readme.md": b"",
+    "top.jpg": b"no class",
+}
+
+
+class Listed(Store):
+    """A store of given keys; each has its own size and version."""
+
+    native = False
+
+    def __init__(self, keys: list[str], *, page: int = 1000, identity: str = "listed") -> None:
+        super().__init__("listed://x", identity)
+        self.keys, self.page, self.listings = keys, page, 0
+
+    def list(self) -> Iterator[Page]:
+        self.listings += 1
+        for first in range(0, len(self.keys), self.page):
+            yield [ObjectInfo(key, len(key), f"v-{key}") for key in self.keys[first : first + self.page]]
+
+    def head(self, key: str) -> ObjectInfo:
+        raise NotImplementedError
+
+    read = read_range = head  # type: ignore[assignment]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "tree"
+    for key, body in FILES.items():
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        (root / key).write_bytes(body)
+    return root
+
+
+def _keys(manifest: Manifest) -> list[str]:
+    return [manifest.key(index) for index in range(len(manifest))]
+
+
+def _as_torchvision(root: Path) -> list[tuple[str, int]]:
+    """(key, label) in the order that torchvision's `make_dataset` documents."""
+    samples = []
+    for label, name in enumerate(sorted(entry.name for entry in root.iterdir() if entry.is_dir())):
+        for directory, _, files in sorted(os.walk(root / name)):
+            for file in sorted(files):
+                if file.lower().endswith(listing.IMAGE_EXTENSIONS):
+                    samples.append((str((Path(directory) / file).relative_to(root)), label))
+    return samples
+
+
+# --- Content and order --------------------------------------------------------------------------------------
+
+
+def test_all_objects_in_key_order(tree: Path) -> None:
+    store = open_store(tree)
+    manifest = Manifest.build(store)
+    assert _keys(manifest) == sorted(FILES)
+    assert len(manifest) == len(FILES)
+    assert manifest.total_bytes == sum(map(len, FILES.values()))
+    assert manifest.labels is None and manifest.classes is None
+    for index, key in enumerate(sorted(FILES)):
+        assert manifest.size(index) == len(FILES[key]) == manifest.sizes[index]
+        assert manifest.version(index) == store.head(key).version
+    assert str(tree) not in repr(manifest)
+
+
+def test_images_only(tree: Path) -> None:
+    manifest = Manifest.build(open_store(tree), images_only=True)
+    assert _keys(manifest) == sorted(key for key in FILES if not key.endswith((".txt", ".md")))
+
+
+def test_labels_and_order_are_those_of_torchvision(tree: Path) -> None:
+    manifest = Manifest.build(open_store(tree), labels=True)
+    assert manifest.classes == ["Dog", "cat", "cat-2", "dog"]
+    assert manifest.labels is not None and manifest.labels.dtype == np.int64
+    found = [(manifest.key(i), manifest.label(i)) for i in range(len(manifest))]
+    assert found == _as_torchvision(tree)
+    for index, (key, _) in enumerate(found):
+        assert manifest.size(index) == len(FILES[key])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_tree_in_any_listing_order(seed: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(seed)
+    letters = np.array(list("ab-./_é ~"))
+    keys = set()
+    while len(keys) < 60:
+        parts = ["".join(random.choice(letters, random.integers(1, 4))) for _ in range(random.integers(2, 5))]
+        parts = [re.sub(r"[./]", "", part) + "a" for part in parts]
+        keys.add("/".join(parts) + random.choice([".jpg", ".PNG", ".jpg"]))
+    for key in keys:
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(b"")
+    shuffled = [sorted(keys)[i] for i in random.permutation(len(keys))]
+    manifest = Manifest.build(Listed(shuffled, page=7), labels=True)
+    assert [(manifest.key(i), manifest.label(i)) for i in range(len(manifest))] == _as_torchvision(tmp_path)
+    assert [manifest.size(i) for i in range(len(manifest))] == [len(key) for key in _keys(manifest)]
+    assert [manifest.version(i) for i in range(len(manifest))] == [f"v-{key}" for key in _keys(manifest)]
+    assert _keys(Manifest.build(Listed(shuffled, page=7))) == sorted(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "arguments", "words"),
+    [
+        ([], {}, "no objects there: check the prefix"),
+        (["a.txt"], {"images_only": True}, r"1 objects there, but none is an image.*\.webp"),
+        (["a.jpg"], {"labels": True}, "no class directories"),
+        (
+            ["cat/1.jpg", "dog/1.txt", "elk/x/2.doc"],
+            {"labels": True},
+            "no valid image for the classes 'dog', 'elk'",
+        ),
+    ],
+)
+def test_nothing_to_read_is_an_error_in_words(keys: list[str], arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotFoundError, match=words) as caught:
+        Manifest.build(Listed(keys), **arguments)
+    assert "listed://x" in str(caught.value) and caught.value.stage == "list"
+
+
+# --- Kept and shared ----------------------------------------------------------------------------------------
+
+
+def test_a_saved_manifest_is_used_until_refreshed(tmp_path: Path) -> None:
+    store = Listed(["a.jpg", "b.txt"])
+    for _ in range(3):
+        assert _keys(Manifest.open(store, directory=tmp_path / "kept")) == ["a.jpg", "b.txt"]
+    assert store.listings == 1
+    assert _keys(Manifest.open(store, directory=tmp_path / "kept", images_only=True)) == ["a.jpg"]
+    assert store.listings == 2, "another selection is another manifest"
+    store.keys.append("c.jpg")
+    assert len(Manifest.open(store, directory=tmp_path / "kept")) == 2
+    assert len(Manifest.open(store, directory=tmp_path / "kept", refresh=True)) == 3
+    assert len(Manifest.open(store, directory=tmp_path / "kept")) == 3
+    assert len(Manifest.open(Listed(["z"], identity="other"), directory=tmp_path / "kept")) == 1
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+    assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".manifest"] * 3
+
+
+@pytest.mark.parametrize("where", ["magic", "format", "count", "keys", "end", "cut", "empty", "link"])
+def test_a_damaged_manifest_is_listed_again(where: str, tmp_path: Path) -> None:
+    store = Listed([f"{i:03d}.jpg" for i in range(100)])
+    Manifest.open(store, directory=tmp_path)
+    (path,) = tmp_path.iterdir()
+    content = bytearray(path.read_bytes())
+    offset = {"magic": 0, "format": 8, "count": 24, "keys": 3000, "end": len(content) - 1}.get(where)
+    if offset is not None:
+        content[offset] ^= 1
+    path.unlink()
+    if where == "link":
+        (tmp_path / "elsewhere").write_bytes(content)
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_bytes({"cut": content[:-9], "empty": b""}.get(where, content))
+    assert _keys(Manifest.open(store, directory=tmp_path)) == store.keys
+    assert store.listings == 2
+
+
+def test_without_the_checksum_damage_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the test above."""
+    store = Listed(["a.jpg", "b.jpg"])
+    Manifest.open(store, directory=tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes().replace(b"a.jpgb.jpg", b"a.jpgX.jpg"))
+    monkeypatch.setattr("fastload.manifest.manifest._is_whole", lambda descriptor: True)
+    assert _keys(Manifest.open(store, directory=tmp_path)) == ["a.jpg", "X.jpg"]
+
+
+def test_a_directory_that_cannot_be_used_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert len(Manifest.open(Listed(["a"]), directory=tmp_path / "file")) == 1
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        Manifest.open(Listed(["a"]), directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _check_in_child(manifest: Manifest, expected: list[str]) -> None:
+    assert _keys(manifest) == expected
+    assert not manifest.sizes.flags.writeable
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("saved", [False, True], ids=["memory", "file"])
+def test_processes_share_it(method: str, saved: bool, tmp_path: Path) -> None:
+    store = Listed([f"{i:03d}.jpg" for i in range(100)])
+    directory = tmp_path if saved else None
+    manifest = Manifest.open(store, directory=directory)
+    if saved:
+        manifest = Manifest.open(store, directory=directory)
+        for path in tmp_path.iterdir():
+            path.unlink()  # a refresh by another run replaces the file; what is open stays as it was
+    process = multiprocessing.get_context(method).Process(target=_check_in_child, args=(manifest, store.keys))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_copies_and_pickles() -> None:
+    manifest = Manifest.build(Listed(["a", "b"]))
+    assert copy.deepcopy(manifest) is manifest
+    again = pickle.loads(pickle.dumps(manifest))
+    assert _keys(again) == ["a", "b"] and again.version(1) == "v-b"
+
+
+def test_nothing_stays_open(no_leaks: None, tmp_path: Path) -> None:
+    for _ in range(3):
+        pickle.loads(pickle.dumps(Manifest.open(Listed(["a", "b"]), directory=tmp_path)))
+
+
+class Million(Listed):
+    def __init__(self, count: int) -> None:
+        super().__init__([], identity=f"million {count}")
+        self.count = count
+
+    def list(self) -> Iterator[Page]:
+        for first in range(0, self.count, 1000):
+            yield [
+                ObjectInfo(
+                    f"train/n{i // 1300:08d}/n{i // 1300:08d}_{i:08d}.JPEG", 100_000 + i % 7, f"{i:032x}"
+                )
+                for i in range(first, first + 1000)
+            ]
+
+
+def test_a_million_keys(tmp_path: Path) -> None:
+    """Listed in memory near the bytes of the names; opened again in less than a second, for few megabytes."""
+    names = 1_000_000 * (44 + 32)
+    before = psutil.Process().memory_info().rss
+    peak = [0]
+
+    def watch(listed: int) -> None:
+        if listed % 50_000 == 0:
+            peak[0] = max(peak[0], psutil.Process().memory_info().rss - before)
+
+    Manifest.build(Million(1_000_000), progress=watch).save(tmp_path / "m")
+    assert peak[0] < 2 * names
+    code = (
+        "import os, sys, time, psutil; from pathlib import Path; from fastload.manifest import Manifest\n"
+        "me = psutil.Process(); before = me.memory_info(); start = time.monotonic()\n"
+        "manifest = Manifest._load(Path(sys.argv[1]), 'million 1000000')\n"
+        "spent = time.monotonic() - start; after = me.memory_info()\n"
+        "private = (after.rss - after.shared) - (before.rss - before.shared)\n"
+        "print(len(manifest), manifest.key(999_999), spent, private)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "m")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    count, last, spent, private = result.stdout.split()
+    assert (count, last) == ("1000000", "train/n00000769/n00000769_00999999.JPEG")
+    assert float(spent) < 1.0
+    assert int(private) < 4_000_000
+
+
+# --- The listing process ------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from fastload.errors import FastloadError
+from fastload.manifest import Manifest, child
+from fastload.store import native_client_used, open_store
+options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
+if sys.argv[4]:
+    options["client"] = sys.argv[4]
+def run(url="s3://bucket", **arguments):
+    try:
+        manifest = Manifest.open(open_store(url, **options), **arguments)
+        print("listed", len(manifest), manifest.key(len(manifest) - 1))
+    except FastloadError as error:
+        print(type(error).__name__, str(error).replace(chr(10), " | "))
+    print("clean", not native_client_used(), "obstore" not in sys.modules, threading.active_count())
+"""
+
+
+def _run(body: str, server: Any, client: str = "", *, timeout: float = 60) -> list[str]:
+    arguments = [server.options["key"], server.options["secret"], server.options["endpoint_url"], client]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT + body, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
+    )
+    assert result.returncode == 0, result.stderr
+    return [*result.stdout.splitlines(), *result.stderr.splitlines()]
+
+
+@pytest.mark.parametrize("client", ["", "s3fs"])
+def test_the_listing_leaves_this_process_fork_safe(client: str, tree: Path, tmp_path: Path) -> None:
+    tree.rename(tmp_path / "bucket")
+    with S3Server(tmp_path) as server:
+        said = _run("run(labels=True)\nrun('s3://nobucket')\nrun('s3://bucket/nothing')\n", server, client)
+    assert said[0] == "listed 8 dog/1.jpg"
+    assert said[2].startswith("NotFoundError [list] bucket 'nobucket' does not exist")
+    assert said[4].startswith("NotFoundError [list] 's3://bucket/nothing': no objects there")
+    assert said[1::2] == ["clean True True 1"] * 3
+
+
+def test_threads_beside_the_fork_are_no_warning() -> None:
+    """Python 3.12 and later warn of a fork beside threads; the script turns warnings into errors."""
+    with FaultServer({"a": b"1"}) as server:
+        said = _run("threading.Thread(target=time.sleep, args=(3,), daemon=True).start()\nrun()\n", server)
+    assert said == ["listed 1 a", "clean True True 2"]
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM")])
+def test_the_death_of_the_child_is_an_error_with_its_signal(number: int, name: str, no_leaks: None) -> None:
+    def die(report: Any) -> None:
+        report(1)
+        os.kill(os.getpid(), number)
+
+    listed: list[int] = []
+    start = time.monotonic()
+    with pytest.raises(StoreError, match=f"was killed by {name}"):
+        child.run_in_child(die, listed.append)
+    assert listed == [1] and time.monotonic() - start < 10
+
+
+def test_what_a_child_raises_and_reports(no_leaks: None) -> None:
+    def refuse(report: Any) -> None:
+        raise NotFoundError("gone", stage="list", key="k")
+
+    def break_down(report: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    def leave(report: Any) -> None:
+        os._exit(3)
+
+    with pytest.raises(NotFoundError, match="gone") as caught:
+        child.run_in_child(refuse, print)
+    assert caught.value.key == "k"
+    with pytest.raises(StoreError, match="ZeroDivisionError: a bug"):
+        child.run_in_child(break_down, print)
+    with pytest.raises(StoreError, match="ended with status 3"):
+        child.run_in_child(leave, print)
+
+
+def test_a_silent_child_is_ended(monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
+    monkeypatch.setattr(child, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(child, "_POLL_SECONDS", 0.05)
+    with pytest.raises(StoreError, match="no progress"):
+        child.run_in_child(lambda report: time.sleep(60), print)
+
+
+def test_an_error_here_ends_the_child(no_leaks: None) -> None:
+    """As Ctrl-C does: the exception passes, the child is gone."""
+
+    def forever(report: Any) -> None:
+        while True:
+            report(1)
+            time.sleep(0.01)
+
+    def interrupt(listed: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        child.run_in_child(forever, interrupt)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_child_ends_with_its_parent(number: int) -> None:
+    with FaultServer({"a": b"1"}) as server:
+        server.script(LIST, None, Fault(delay=60), repeat=True)
+        arguments = [server.options["key"], server.options["secret"], server.options["endpoint_url"], ""]
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT + "run()\n", *arguments], stderr=subprocess.PIPE, text=True
+        )
+        parent = psutil.Process(process.pid)
+        deadline = time.monotonic() + 20
+        while server.count(LIST) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (listing_process,) = parent.children()
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=10)
+        assert psutil.wait_procs([listing_process], timeout=10)[1] == []
+    if number == signal.SIGINT:
+        assert stderr.rstrip().endswith("KeyboardInterrupt") and stderr.count("Traceback") == 1
+
+
+def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
+    import pty
+
+    body = (
+        "import logging; from fastload.manifest import progress; progress._QUIET_SECONDS = 0.0\n"
+        "logging.basicConfig(level=logging.INFO, format='%(message)s')\nrun()\n"
+    )
+    with FaultServer({f"{i:03d}": b"1" for i in range(30)}, page_size=10) as server:
+        assert "listing s3://bucket: 30 objects" in _run(body, server)
+        arguments = [server.options["key"], server.options["secret"], server.options["endpoint_url"], ""]
+        controller, terminal = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT + body, *arguments], stderr=terminal, stdout=subprocess.DEVNULL
+        )
+        assert process.wait(60) == 0
+        os.close(terminal)
+        shown = os.read(controller, 65536).decode()
+        os.close(controller)
+    assert "listing s3://bucket: 30 objects" in shown
