@@ -1,13 +1,14 @@
 """Index batch in, collated batch out: reads the samples, applies `on_error`, collates into a slot.
 
-A dataset needs no more than torch asks for. A `RowDataset` is read ahead and written straight into the batch: no
-sample objects, no stacking.
+A dataset needs no more than torch asks for. A `RowDataset` is read ahead and written straight into the batch:
+no sample objects, no stacking.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,17 +29,29 @@ _REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before i
 def collate_into(allocate: Allocate) -> None:
     """Make torch's `default_collate`, in this process, stack tensors into memory from `allocate`.
 
-    The map is torch's documented extension point, so a user's `collate_fn` that calls `default_collate` gains too.
+    The map is torch's documented extension point, so a `collate_fn` that calls `default_collate` gains too.
+    What someone else has put there stays, and only this thread stacks into the slot of the batch it makes.
     """
+    thread = threading.get_ident()
 
     def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
-        plain = type(first) is torch.Tensor and first.layout is torch.strided and first.device.type == "cpu"
-        if not plain or first.is_nested or any(t.requires_grad or t.shape != first.shape for t in batch):
+        plain = not first.is_nested and all(
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+            and tensor.shape == first.shape
+            and tensor.dtype is first.dtype
+            and not tensor.requires_grad
+            for tensor in batch
+        )
+        if not plain or threading.get_ident() != thread:
             return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
         return torch.stack(batch, 0, out=allocate((len(batch), *first.shape), first.dtype))
 
-    torch_collate.default_collate_fn_map[torch.Tensor] = stack
+    table = torch_collate.default_collate_fn_map
+    if table[torch.Tensor] is torch_collate.collate_tensor_fn:
+        table[torch.Tensor] = stack
 
 
 class BatchMaker:
@@ -90,7 +103,7 @@ class BatchMaker:
             self._rows.cancel(index if self._auto_collation else [index])
 
     def flush_cache(self) -> None:
-        """Before the last batch of an epoch is handed over: the next epoch finds all of this one in the cache."""
+        """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
         filling = as_filling(self._dataset)
         if filling is not None:
             filling.flush_cache()
@@ -107,12 +120,19 @@ class BatchMaker:
         Raises:
             Whatever the dataset raises, with a note of the sample, where `on_error` does not cover it.
         """
+        try:
+            return self._make(index)
+        except StopIteration as error:
+            # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
+            raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
+
+    def _make(self, index: Any) -> Any:
         indices = list(index) if self._auto_collation else [index]
         if self._rows is not None:
             batch = self._fill_rows(self._rows, indices)
             if batch is not None:
                 return batch
-        samples = self._samples(indices)
+        samples = self._samples(index, indices)
         with self.counters.timed("collate"):
             return self._collate(samples if self._auto_collation else samples[0])
 
@@ -131,10 +151,10 @@ class BatchMaker:
         samples = [rows.sample(batch, row) for row in range(len(indices))]
         return self._collate(samples if self._auto_collation else samples[0])
 
-    def _samples(self, indices: list[Any]) -> list[Any]:
+    def _samples(self, index: Any, indices: list[Any]) -> Any:
         many = getattr(self._dataset, "__getitems__", None)
         if many and self._auto_collation and self._on_error == "raise" and not self._seeded:
-            return many(indices)  # type: ignore[no-any-return]
+            return many(index)
         samples: list[Any] = [None] * len(indices)
 
         def fill(todo: Todo) -> Failures:
@@ -162,7 +182,6 @@ class BatchMaker:
         try:
             return self._dataset[index]
         except StopIteration as error:
-            # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"the dataset raised StopIteration for sample {index!r}") from error
 
     def _settle(
@@ -177,7 +196,8 @@ class BatchMaker:
             wanted = dict(todo)
             for row, error in failures:
                 self._judge(wanted[row], error, indices)
-                self.bad.append((str(getattr(error, "key", None) or wanted[row]), f"{type(error).__name__}: {error}"))
+                key = getattr(error, "key", None) or wanted[row]
+                self.bad.append((str(key), f"{type(error).__name__}: {error}"))
                 self.counters.add("bad.samples")
             failed = {row for row, _ in failures}
             if self._on_error == "skip":
