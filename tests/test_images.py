@@ -430,6 +430,18 @@ def test_cut_at_every_twentieth(path: str) -> None:
                 decode_image(data[: len(data) * percent // 100])
 
 
+def test_padding_before_the_end_is_harmless(path: str) -> None:
+    """Some cameras write it, and Pillow reads it; the same bytes between two scans are damage."""
+    for name in ("420", "progressive", "gray"):
+        data = JPEGS[name]
+        np.testing.assert_array_equal(decode_image(data[:-2] + bytes(40) + data[-2:]), decode_image(data))
+    data = JPEGS["progressive"]
+    scan = data.index(b"\xff\xda", data.index(b"\xff\xda") + 2)
+    table = data.rindex(b"\xff\xc4", 0, scan)
+    with pytest.raises(DecodeError, match="extraneous bytes"):
+        decode_image(data[:table] + bytes(40) + data[table:])
+
+
 def test_flipped_bytes(path: str) -> None:
     """Any damage is a DecodeError or an image, and nothing else."""
     rng = np.random.default_rng(0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -409,11 +412,32 @@ def test_gil_is_released() -> None:
     assert turns > 5
 
 
-def test_a_short_fuzz_run_finds_nothing() -> None:
+@pytest.fixture
+def fuzz() -> Any:
     from tests.fuzz import kernel as fuzz
 
     if (reason := fuzz.missing()) is not None:
         pytest.skip(reason)
+    return fuzz
+
+
+def test_a_short_fuzz_run_finds_nothing(fuzz: Any) -> None:
     report = fuzz.run(seconds=4, seed=1)
     assert report.crashes == []
-    assert report.runs > 200
+    assert report.runs > 200 and report.decoded > 20
+
+
+def test_fuzzing_finds_a_planted_bug(fuzz: Any, tmp_path: Path) -> None:
+    """Rows of the ring one byte too short: what a wrong size would do."""
+    for part in ("fastload/images/jpeg.h", "fastload/images/resize.h", "tests/fuzz/kernel.c"):
+        (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(fuzz.ROOT / part, tmp_path / part)
+    header = tmp_path / "fastload/images/jpeg.h"
+    sound = "((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64"
+    assert sound in header.read_text()
+    header.write_text(header.read_text().replace(sound, "((size_t)d->jpeg.output_width * 3 - 1)"))
+    report = fuzz.run(seconds=20, seed=1, root=tmp_path)
+    assert len(report.crashes) == 1 and "AddressSanitizer" in report.crashes[0]
+    kept = Path(re.findall("input kept in (.*)", report.crashes[0])[0])
+    assert kept.read_bytes()[:2] == b"\xff\xd8"
+    shutil.rmtree(kept.parent)

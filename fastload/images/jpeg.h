@@ -58,9 +58,10 @@ static void on_message(j_common_ptr jpeg, int level) {
     Decoder *d = jpeg->client_data;
     if (level >= 0) return;
     jpeg->err->num_warnings++;
-    /* These two say that a header is odd, not that pixels are wrong. */
+    /* An odd header, and padding between the last pixel and the end (some cameras write it), harm no pixel. */
     const int code = jpeg->err->msg_code;
-    if (d->warnings_are_errors && code != JWRN_ADOBE_XFORM && code != JWRN_JFIF_MAJOR) on_error(jpeg);
+    const bool padding = code == JWRN_EXTRANEOUS_DATA && jpeg->err->msg_parm.i[1] == JPEG_EOI;
+    if (d->warnings_are_errors && !padding && code != JWRN_ADOBE_XFORM && code != JWRN_JFIF_MAJOR) on_error(jpeg);
 }
 
 static void on_output(j_common_ptr jpeg) { (void)jpeg; }

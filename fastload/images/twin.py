@@ -74,15 +74,20 @@ def crop_resize(
 def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) -> Pixels:
     """RGB pixels of a JPEG. A minimum decodes at the smallest scale that has it."""
     cmyk = _header(data)[2] in ("CMYK", "YCCK")
-    pixels: Pixels = simplejpeg.decode_jpeg(
-        data,
-        colorspace="CMYK" if cmyk else "RGB",
-        fastdct=False,
-        fastupsample=False,
-        min_height=min_height,
-        min_width=min_width,
-        strict=strict,
-    )
+    options = {
+        "colorspace": "CMYK" if cmyk else "RGB",
+        "fastdct": False,
+        "fastupsample": False,
+        "min_height": min_height,
+        "min_width": min_width,
+    }
+    try:
+        pixels: Pixels = simplejpeg.decode_jpeg(data, strict=strict, **options)
+    except ValueError as error:
+        # Padding between the last pixel and the end (some cameras write it) harms no pixel.
+        if "extraneous bytes before marker 0xd9" not in str(error):
+            raise
+        pixels = simplejpeg.decode_jpeg(data, strict=False, **options)
     return _cmyk_to_rgb(pixels) if cmyk else pixels
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.photos import variants
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 MAX_PIXELS = 1_000_000  # small, so that mutated sizes cost little
 
@@ -47,11 +47,13 @@ def missing() -> str | None:
     return None if probe.returncode == 0 else "no libjpeg headers or no sanitizers"
 
 
-def build(folder: Path) -> Path:
-    """Compile the fuzzer."""
+def build(folder: Path, root: Path) -> Path:
+    """Compile the fuzzer from the sources below `root`."""
     program = folder / "kernel_fuzz"
     flags = ["-std=gnu11", "-O2", "-g", *SANITIZE]
-    subprocess.run(["cc", *flags, str(HERE / "kernel.c"), "-o", str(program), "-ljpeg", "-lm"], check=True)
+    subprocess.run(
+        ["cc", *flags, str(root / "tests/fuzz/kernel.c"), "-o", str(program), "-ljpeg", "-lm"], check=True
+    )
     return program
 
 
@@ -66,13 +68,16 @@ def corpus(folder: Path) -> list[str]:
     return paths
 
 
-def run(seconds: int, seed: int = 0) -> Report:
+def run(seconds: int, seed: int = 0, root: Path = ROOT) -> Report:
     """Fuzz for so long. Leaves the input of a finding in the temporary folder, and names it."""
     folder = Path(tempfile.mkdtemp(prefix="fastload-fuzz-"))
     report = Report()
-    command = [str(build(folder)), str(seconds), str(seed), str(MAX_PIXELS), *corpus(folder)]
-    # LeakSanitizer needs ptrace, which some containers forbid; it says so, and the run would fail for it.
-    env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "LD_PRELOAD": ""}
+    program, *arguments = str(build(folder, root)), str(seed), str(MAX_PIXELS), *corpus(folder)
+    env = {**os.environ, "ASAN_OPTIONS": "allocator_may_return_null=1", "LD_PRELOAD": ""}
+    # LeakSanitizer needs ptrace, which some containers forbid: then a run of 0 seconds already fails.
+    idle = subprocess.run([program, "0", *arguments], cwd=folder, env=env, capture_output=True, check=False)
+    env["ASAN_OPTIONS"] += f":detect_leaks={int(idle.returncode == 0)}"
+    command = [program, str(seconds), *arguments]
     try:
         result = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=seconds + 60, check=False
