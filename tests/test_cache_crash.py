@@ -219,6 +219,18 @@ def test_killed_at_the_worst_moment(tmp_path: Path, moment: str) -> None:
         assert fixed.ok and fewest <= fixed.recovered_entries <= most
 
 
+def test_cleared_between_lookup_and_read(tmp_path: Path) -> None:
+    """A plain miss, not corruption."""
+    with opened(tmp_path / "c") as cache:
+        key = cache.key("a")
+        assert cache.write(key, b"x") and cache.flush(30)
+        entry = cache.lookup(key)
+        child = Child(lambda report: report(str(Cache(tmp_path / "c").clear())))
+        assert child.end() == [str(record_size(1))] and child.status == 0
+        assert entry is not None and cache.read(key, entry) is None
+        assert cache.counters["cache.corrupt"] == 0 and cache.counters["cache.misses"] == 1
+
+
 def test_twin_index_first_is_caught(tmp_path: Path) -> None:
     """Shows that the check sees what an index committed before its bytes would leave."""
     killed_at(tmp_path / "c", "with half a record written", twin=True)

@@ -85,7 +85,8 @@ def _verify_entries(
     for done, (key, value) in enumerate(items):
         try:
             entry = Entry.unpack(value)
-            directory.read(key, entry)
+            if directory.read(key, entry) is None:
+                raise CorruptRecordError("no such segment")
         except (CorruptRecordError, OSError):
             if directory.index.holds(key, value):  # else somebody cleared or replaced it meanwhile
                 report.bad_entries += 1

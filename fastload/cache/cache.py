@@ -186,9 +186,10 @@ class Cache:
                 if isinstance(error, OSError) and error.errno not in _TRANSIENT:
                     self._drop(directory, key, entry)
             else:
-                self._counters.add("cache.hits")
-                self._counters.add("cache.bytes", len(payload))
-                return payload
+                if payload is not None:
+                    self._counters.add("cache.hits")
+                    self._counters.add("cache.bytes", len(payload))
+                    return payload
         self._counters.add("cache.misses")
         return None
 

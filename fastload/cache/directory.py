@@ -199,8 +199,18 @@ class Directory:
 
     # -- records
 
-    def read(self, key: bytes, entry: Entry) -> memoryview:
-        return self.files.get(entry.segment).read(key, entry)
+    def read(self, key: bytes, entry: Entry) -> memoryview | None:
+        """The verified payload; None when somebody cleared the cache since the lookup.
+
+        Raises CorruptRecordError when the bytes are not what the entry promises, OSError or lmdb.Error when
+        they cannot be read.
+        """
+        try:
+            return self.files.get(entry.segment).read(key, entry)
+        except CorruptRecordError:
+            if self.index.has_segment(entry.segment):
+                raise
+            return None
 
     def segment_names(self) -> list[str]:
         """Names of the segment files on disk: regular files with a name of ours."""

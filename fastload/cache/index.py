@@ -91,6 +91,7 @@ class Index:
         return name
 
     def has_segment(self, number: int) -> bool:
+        """Whether a segment is still registered; clearing the cache ends that."""
         return self._get(_NUMBER.pack(number), self._segments) is not None
 
     def used_bytes(self) -> int:
