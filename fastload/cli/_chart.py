@@ -24,7 +24,7 @@ def chart_png(document: dict[str, Any], needed: Sequence[tuple[str, int, float]]
 def _specification(document: dict[str, Any], needed: Sequence[tuple[str, int, float]]) -> dict[str, Any]:
     """The chart in Vega-Lite."""
     bars = _bars(document)
-    lines = [{"images_per_second": rate, "label": f"{name}: {rate:,}"} for name, rate, _ in needed]
+    lines = [{"images_per_second": rate, "label": f"{name} need {rate:,}"} for name, rate, _ in needed]
     top = 1.12 * max(row["images_per_second"] for row in bars + lines)
     x = {
         "field": "images_per_second",
@@ -33,7 +33,13 @@ def _specification(document: dict[str, Any], needed: Sequence[tuple[str, int, fl
         "axis": {"title": "images per second", "grid": False, "tickCount": 6, "format": ",d"},
     }
     names = [bar["name"] for bar in bars]
-    y: dict[str, Any] = {"field": "name", "type": "nominal", "sort": names, "title": None, "axis": {"labelLimit": 260}}
+    y: dict[str, Any] = {
+        "field": "name",
+        "type": "nominal",
+        "sort": names,
+        "title": None,
+        "axis": {"labelLimit": 260},
+    }
     y["scale"] = {"paddingInner": 0.38, "paddingOuter": 0.3}
     color = {"field": "color", "type": "nominal", "scale": None}
     above = {"y": {"value": -9}, "text": {"field": "label"}}
@@ -82,7 +88,12 @@ def _specification(document: dict[str, Any], needed: Sequence[tuple[str, int, fl
         "config": {
             "font": "Inter, Helvetica Neue, Helvetica, Arial, DejaVu Sans, sans-serif",
             "view": {"stroke": None},
-            "axis": {"labelColor": INK, "titleColor": FAINT, "labelFontSize": 13, "titleFontSize": 12},
+            "axis": {
+                "titleFontWeight": "normal",
+                "labelColor": INK,
+                "titleColor": FAINT,
+                "titleFontSize": 12,
+            },
             "axisX": {"labelFontSize": 12, "labelColor": FAINT, "domain": False, "tickColor": "#d9dee4"},
             "axisY": {"domain": False, "ticks": False, "labelPadding": 12, "labelFontSize": 14},
         },
@@ -121,7 +132,7 @@ def _title(document: dict[str, Any]) -> dict[str, Any]:
             "dashed: what ResNet-50 takes",
         ],
         "anchor": "start",
-        "frame": "group",
+        "frame": "bounds",
         "color": INK,
         "fontSize": 20,
         "subtitleColor": FAINT,

@@ -25,6 +25,7 @@ Real = NDArray[np.floating[Any]]
 QUALITY = 95
 # (width, height) and how many of 20 photos have it: mostly 500x375, some portrait, as in ImageNet.
 SHAPES = [(500, 375)] * 10 + [(500, 333)] * 3 + [(375, 500)] * 3 + [(480, 360)] * 2 + [(500, 400), (640, 480)]
+SPARE_ROWS = 2
 # Amplitude falls as 1/f**slope: the gentlest slope gives about twice the bytes of the steepest.
 SLOPES = tuple(1.08 + 0.045 * step for step in range(12))
 
@@ -72,8 +73,12 @@ def _falloff(height: int, width: int, slope: float, half: bool) -> Real:
 
 def _plane(values: Real, spread: float, mean: float) -> Plane:
     """`values` scaled to standard deviation `spread` around `mean`, as bytes."""
-    scaled = values * (spread / values.std()) + mean
-    return np.ascontiguousarray(np.clip(scaled, 0, 255).astype(np.uint8))
+    height, width = values.shape
+    # Rows to spare: for odd sizes simplejpeg 1.9 reads beyond the end of the planes that it is given, and the
+    # file would depend on what lies there.
+    plane = np.zeros((height + SPARE_ROWS, width), np.uint8)
+    plane[:height] = np.clip(values * (spread / values.std()) + mean, 0, 255)
+    return plane[:height]
 
 
 def make_dataset(

@@ -41,6 +41,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
     )
     for name, epoch in (("epoch 1", first), ("epoch 2", second)):
         console.print(f"{name:<13} {epoch['verdict']}", soft_wrap=True)
+    console.print("your data     fastload bench s3://bucket/prefix --cache DIR", markup=False)
 
 
 def _table(document: dict[str, Any]) -> Table:

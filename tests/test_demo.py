@@ -1,0 +1,405 @@
+"""`fastload demo`: its photos, its server, its round trip, and that nothing of it outlives the command."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import signal
+import socket
+import socketserver
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import boto3
+import psutil
+import pytest
+from botocore.config import Config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import fastload
+from fastload.cli._photos import make_dataset, make_photo
+from fastload.cli._proxy import RequestReader
+from fastload.cli._s3 import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
+from fastload.errors import StoreError
+
+REPOSITORY = Path(fastload.__file__).parents[1]
+
+# --- photos
+
+
+def test_a_photo_is_a_jpeg_of_the_size_asked_for() -> None:
+    image = Image.open(io.BytesIO(make_photo(7, 375, 500)))
+    assert (image.format, image.mode, image.size) == ("JPEG", "RGB", (375, 500))
+    assert image.layer[0][1:3] == (2, 2), "not 4:2:0"  # type: ignore[attr-defined]
+
+
+def test_a_photo_depends_on_its_seed_alone() -> None:
+    assert make_photo(3) == make_photo(3)
+    assert len({make_photo(seed, 64, 48) for seed in range(50)}) == 50
+
+
+def test_photos_weigh_what_photos_weigh() -> None:
+    sizes = [len(make_photo(seed)) for seed in range(60)]
+    assert 100_000 < statistics.mean(sizes) < 120_000
+    assert max(sizes) > 1.6 * min(sizes)
+
+
+def test_a_dataset_is_made_once(tmp_path: Path) -> None:
+    total = make_dataset(tmp_path, 40, classes=4)
+    files = sorted(tmp_path.glob("class_0[0-3]/img_000[0-3]?.jpg"))
+    contents = [file.read_bytes() for file in files]
+    assert len(files) == len(set(contents)) == 40
+    assert total == sum(map(len, contents))
+
+    # As after a kill: one photo not there, another half written.
+    files[5].unlink()
+    (files[6].with_suffix(".part")).write_bytes(b"half")
+    kept = files[0].stat().st_mtime_ns
+    seen: list[tuple[int, int]] = []
+    assert make_dataset(tmp_path, 40, classes=4, progress=lambda *done: seen.append(done)) == total
+    assert [file.read_bytes() for file in files] == contents
+    assert files[0].stat().st_mtime_ns == kept
+    assert seen[-1] == (40, 40)
+
+
+# --- the proxy
+
+
+class Tally:
+    """Counts in a dict instead of shared memory."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, counter: str, amount: int = 1) -> None:
+        self.counts[counter] = self.counts.get(counter, 0) + amount
+
+
+REQUESTS = {
+    "object_gets": b"GET /bucket/class_00/img.jpg HTTP/1.1\r\nHost: x\r\n\r\n",
+    "listings": b"GET /bucket?list-type=2&prefix=a%2Fb HTTP/1.1\r\nHost: x\r\n\r\n",
+    "other_requests": b"PUT /b/key HTTP/1.1\r\nContent-Length: 26\r\n\r\nGET /b/no HTTP/1.1\r\n\r\nabcd",
+}
+
+
+@given(st.lists(st.sampled_from(sorted(REQUESTS)), max_size=12), st.integers(1, 40), st.randoms())
+@settings(deadline=None)
+def test_requests_are_counted_however_they_are_cut(
+    kinds: list[str], longest: int, cut: random.Random
+) -> None:
+    stream = b"".join(REQUESTS[kind] for kind in kinds)
+    tally = Tally()
+    reader = RequestReader(tally)  # type: ignore[arg-type]
+    while stream:
+        length = cut.randint(1, longest)
+        reader.feed(stream[:length])
+        stream = stream[length:]
+    assert tally.counts == {kind: kinds.count(kind) for kind in set(kinds)}
+
+
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while data := self.request.recv(65536):
+            self.request.sendall(data)
+
+
+@contextmanager
+def echo_behind(round_trip: float) -> Iterator[tuple[str, int]]:
+    """The address of a proxy before a server that sends back what it gets."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        with delay_proxy(f"http://127.0.0.1:{server.server_address[1]}", round_trip) as proxy:
+            yield "127.0.0.1", int(proxy.url.rpartition(":")[2])
+        server.shutdown()
+
+
+def round_trips(address: tuple[str, int], count: int) -> list[float]:
+    """Seconds of each of `count` round trips of a small message on one connection, in their order."""
+    with socket.create_connection(address) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds = []
+        # HTTP, since the proxy reads requests; the echo does not mind.
+        request = b"GET /b/k HTTP/1.1\r\n\r\n"
+        for _ in range(count):
+            start = time.perf_counter()
+            connection.sendall(request)
+            received = b""
+            while len(received) < len(request):
+                received += connection.recv(1000)
+            seconds.append(time.perf_counter() - start)
+        return seconds
+
+
+def test_the_delay_is_there() -> None:
+    with echo_behind(0.03) as address:
+        first, *others = round_trips(address, 12)
+    assert min(others) >= 0.03
+    assert statistics.median(others) < 0.05
+    assert first > 0.055, "a new connection costs a round trip more"
+
+
+def test_without_delay_there_is_none() -> None:
+    """The twin of the test above: it is the delay that is measured there."""
+    with echo_behind(0) as address:
+        assert statistics.median(round_trips(address, 12)) < 0.01
+
+
+@pytest.mark.parametrize("round_trip", [0, 0.01])
+def test_content_goes_through_intact(round_trip: float) -> None:
+    """More than socket buffers hold, so that reading pauses too; many connections at once."""
+
+    def send_and_receive(seed: int) -> tuple[str, str]:
+        body = random.Random(seed).randbytes(3_000_000)
+        sent = b"PUT /b/k HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        with socket.create_connection(address) as connection:
+            sender = threading.Thread(target=connection.sendall, args=(sent,))
+            sender.start()
+            received = bytearray()
+            while len(received) < len(sent):
+                received += connection.recv(1 << 20)
+            sender.join()
+        return hashlib.sha256(sent).hexdigest(), hashlib.sha256(received).hexdigest()
+
+    with echo_behind(round_trip) as address, ThreadPoolExecutor(6) as pool:
+        for sent, received in pool.map(send_and_receive, range(6)):
+            assert sent == received
+
+
+def test_a_closed_connection_is_closed_on_the_other_side() -> None:
+    with echo_behind(0.01) as address, socket.create_connection(address) as connection:
+        connection.sendall(b"GET /b/k HTTP/1.1\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(10)
+        while connection.recv(1000):
+            pass
+
+
+# --- server and proxy
+
+
+@contextmanager
+def served(tmp_path: Path, round_trip: float) -> Iterator[tuple[S3Server, Proxy, Any]]:
+    """40 small objects in bucket "b", and a boto3 client that reads them through the proxy."""
+    (tmp_path / "b" / "x").mkdir(parents=True)
+    for i in range(40):
+        (tmp_path / "b" / "x" / f"{i}").write_bytes(random.Random(i).randbytes(10_000 + i))
+    with serve_s3(tmp_path) as server, delay_proxy(server.endpoint_url, round_trip) as proxy:
+        client = boto3.client(
+            "s3",
+            endpoint_url=proxy.url,
+            aws_access_key_id=server.key,
+            aws_secret_access_key=server.secret,
+            region_name="us-east-1",
+            config=Config(s3={"addressing_style": "path"}, max_pool_connections=8),
+        )
+        yield server, proxy, client
+        client.close()
+
+
+def test_gets_are_counted_exactly(tmp_path: Path) -> None:
+    with served(tmp_path, 0.002) as (_, proxy, client):
+        keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="b")["Contents"]]
+        before = proxy.counts()
+        assert (before.object_gets, before.listings) == (0, 1)
+        with ThreadPoolExecutor(8) as pool:
+            bodies = list(pool.map(lambda key: client.get_object(Bucket="b", Key=key)["Body"].read(), keys))
+        for key, body in zip(keys, bodies, strict=True):
+            assert body == (tmp_path / "b" / key).read_bytes()
+        client.head_object(Bucket="b", Key=keys[0])
+        after = proxy.counts()
+    assert after.object_gets == len(keys) == 40
+    assert (after.listings, after.other_requests) == (1, 1)
+    assert after.bytes_down > sum(map(len, bodies))
+
+
+def test_the_server_asks_for_its_key(tmp_path: Path) -> None:
+    with served(tmp_path, 0) as (server, _, _):
+        assert server.secret not in repr(server)
+        stranger = boto3.client(
+            "s3",
+            endpoint_url=server.endpoint_url,
+            aws_access_key_id="x" * 20,
+            aws_secret_access_key="y" * 40,
+            region_name="us-east-1",
+        )
+        with pytest.raises(stranger.exceptions.ClientError):
+            stranger.list_objects_v2(Bucket="b")
+        stranger.close()
+
+
+def test_server_and_proxy_end_with_their_block(tmp_path: Path, no_leaks: None) -> None:
+    with pytest.raises(ZeroDivisionError), served(tmp_path, 0.001):
+        assert len(psutil.Process().children()) == 2
+        raise ZeroDivisionError
+    assert psutil.Process().children() == []
+
+
+def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rclone = tmp_path / "rclone"
+    rclone.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
+    rclone.chmod(0o755)
+    monkeypatch.setattr("fastload.cli._s3.find_rclone", lambda: rclone)
+    with pytest.raises(StoreError, match="no such luck"), serve_s3(tmp_path):
+        pass
+
+
+# --- the command, as a real process
+
+
+def start_demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "fastload.cli", "demo", "--dir", str(directory), *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 40) -> Any:
+    """Poll until `condition()` holds; its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"no {what} after {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def described(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def servers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """rclone and the proxy of a demo, once both run."""
+    found = [child for child in family(process) if _is_server(described(child))]
+    return found if len(found) == 2 else []
+
+
+def _is_server(command: str) -> bool:
+    return command.startswith(str(find_rclone())) or ("_proxy.py" in command and "_tether.py" not in command)
+
+
+def measuring(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All processes of a demo, once server, proxy and two workers run."""
+    found = family(process)
+    return found if servers(process) and len(found) >= 4 else []
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_demo_measures_and_leaves_only_its_chart(tmp_path: Path) -> None:
+    process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "2", "--json")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    document = json.loads(out)
+    first, second = document["fastload"]["epoch_1"], document["fastload"]["epoch_2"]
+    assert (first["images"], second["images"]) == (96, 96)
+    assert (first["gets"], second["gets"]) == (96, 0)
+    assert document["torch_s3fs"]["images"] == document["torch_s3fs"]["gets"] == 96
+    assert document["ratio"]["epoch_2"] > 1
+    assert document["needed"] == {"8xP100": 1500, "8xV100": 3100}
+    assert first["megabytes_per_second"] > 0 and first["verdict"] and first["counters"]
+    assert {"date", "machine", "versions", "settings"} <= set(document)
+
+    for heading in ("torch + s3fs", "1,500", "3,100", "GETs seen", "slowest stage"):
+        assert heading in err
+    chart = Path(document["chart"])
+    with Image.open(chart) as image:
+        assert image.size[0] > 1000
+    assert [path for path in (tmp_path / "demo").rglob("*") if path.is_file()] == [chart]
+
+
+def test_the_demo_deletes_nothing_of_others(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").touch()
+    process = start_demo(tmp_path, "--images", "4")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "--dir" in err and "Traceback" not in err
+    assert (tmp_path / "data" / "precious").exists()
+
+
+def test_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
+    process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "300", "--json")
+    everyone = wait_for(lambda: measuring(process), "measurement")
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    wait_for(lambda: all_gone(everyone), "end of all processes", 10)
+    assert not (tmp_path / "demo" / "data").exists()
+
+
+def test_kill_9_leaves_no_server(tmp_path: Path) -> None:
+    process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "80")
+    everyone = wait_for(lambda: measuring(process), "measurement")
+    left = servers(process)
+    process.kill()
+    try:
+        wait_for(lambda: all_gone(left), "end of server and proxy", 10)
+    finally:
+        # torch's workers ask only every 5 seconds whether their parent lives: no need to wait for them.
+        for worker in everyone:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("tethered", [True, False], ids=["tethered", "twin"])
+def test_the_tether_is_what_ends_them(tmp_path: Path, tethered: bool) -> None:
+    """A child of a killed parent ends; without the request to the kernel it would not."""
+    code = f"""if True:
+        import sys, time
+                {"" if tethered else "_tether.__file__ = sys.argv[1]"}
+        with _tether.tethered(["/bin/sleep", "60"]) as child:
+            print(child.process.pid, flush=True)
+            time.sleep(60)
+    """
+    plain = tmp_path / "plain.py"
+    plain.write_text("import os, sys\nos.execv(sys.argv[2], sys.argv[2:])\n")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(plain)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    wait_for(lambda: "sleep" in described(child), "sleep")
+    parent.kill()
+    parent.communicate()
+    try:
+        if tethered:
+            wait_for(lambda: all_gone([child]), "end of the child", 10)
+        else:
+            with pytest.raises(psutil.TimeoutExpired):
+                child.wait(0.5)
+    finally:
+        if child.is_running():
+            child.kill()
