@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
@@ -16,15 +17,26 @@ _PATIENCE = 10.0  # seconds that processes, threads and descriptors have to go a
 
 def _held() -> dict[str, set[object]]:
     """What this process holds that could leak. LMDB environments and read-only maps count as descriptors."""
-    me = psutil.Process()
+    mine = {child.pid for child in psutil.Process().children(recursive=True)}
+    servers, pipes = _multiprocessing_servers()
     return {
-        "processes": {child.pid for child in me.children(recursive=True)},
+        "processes": mine - servers,
         "threads": {thread.ident for thread in threading.enumerate()},
-        "descriptors": {_describe(fd) for fd in Path("/proc/self/fd").iterdir()} - {None},
+        "descriptors": {_describe(fd) for fd in Path("/proc/self/fd").iterdir() if int(fd.name) not in pipes}
+        - {None},
         "shared memory": {
             path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "fastload"))
         },
     }
+
+
+def _multiprocessing_servers() -> tuple[set[int], set[int]]:
+    """(processes, descriptors) that multiprocessing keeps on purpose until this process ends."""
+    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
+    return (
+        {pid for pid in (server._forkserver_pid, tracker._pid) if pid is not None},
+        {fd for fd in (server._forkserver_alive_fd, tracker._fd) if fd is not None},
+    )
 
 
 def _describe(fd: Path) -> tuple[str, str] | None:
