@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fastload
+from fastload.cli import _tether
 from fastload.cli._photos import make_dataset, make_photo
 from fastload.cli._proxy import RequestReader
 from fastload.cli._s3 import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
@@ -374,26 +375,27 @@ def test_kill_9_leaves_no_server(tmp_path: Path) -> None:
         process.communicate()
 
 
+PARENT = """
+import sys, time
+from fastload.cli import _tether
+_tether.__file__ = sys.argv[1]
+with _tether.tethered(["/bin/sleep", "60"]) as child:
+    print(child.process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
 @pytest.mark.parametrize("tethered", [True, False], ids=["tethered", "twin"])
 def test_the_tether_is_what_ends_them(tmp_path: Path, tethered: bool) -> None:
     """A child of a killed parent ends; without the request to the kernel it would not."""
-    code = f"""if True:
-        import sys, time
-                {"" if tethered else "_tether.__file__ = sys.argv[1]"}
-        with _tether.tethered(["/bin/sleep", "60"]) as child:
-            print(child.process.pid, flush=True)
-            time.sleep(60)
-    """
     plain = tmp_path / "plain.py"
     plain.write_text("import os, sys\nos.execv(sys.argv[2], sys.argv[2:])\n")
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code, str(plain)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    wait_for(lambda: "sleep" in described(child), "sleep")
-    parent.kill()
-    parent.communicate()
+    command = [sys.executable, "-c", PARENT, _tether.__file__ if tethered else str(plain)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        wait_for(lambda: "sleep" in described(child), "sleep")
+        parent.kill()
     try:
         if tethered:
             wait_for(lambda: all_gone([child]), "end of the child", 10)
