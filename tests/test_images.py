@@ -84,6 +84,8 @@ def test_sample_seeds_differ() -> None:
     seeds = {sample_seed(s, e, i) for s in range(12) for e in range(12) for i in range(50)}
     assert len(seeds) == 12 * 12 * 50
     assert sample_seed(1, 2, 3) == sample_seed(1 + (1 << 64), 2, 3) < 1 << 64
+    assert sample_seed(-1, 2, 3) == sample_seed(np.int64(-1), np.uint8(2), np.int32(3))
+    assert SampleRng(np.int64(-9)).bits() == SampleRng(-9).bits()
 
 
 # ---------------------------------------------------------------- the law

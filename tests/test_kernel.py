@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shutil
 import sys
@@ -81,6 +82,29 @@ def test_a_region_has_exactly_the_pixels_of_the_whole(name: str, denominator: in
         expected = whole[top : top + height, left : left + width]
         box = [edge * denominator for edge in (left, top, left + width, top + height)]
         np.testing.assert_array_equal(crop(VARIANTS[name], tuple(box), (height, width)), expected)
+
+
+# 96 x 64 pixels of which chroma has 24 x 32 (cjpeg -sample 4x2); only few encoders write such files.
+RARE = base64.b85decode(
+    b"|JeWF01!$>Nk#wx0RR9200961|JwjV02>k%7Zed27Zw*D92+1gLMtdGB`8rkJupIGRb^yfRb5+Zc$tA}agcLcU4^xVke;Kft"
+    b"*d8%yve$z$C;?Br2pFhLjfEf9w;LyPAe-"
+    b";q;6eqq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@<*zq@@4A01*fPKmcF^0YU%*5di}c0sq7R"
+    b"8UO(S0RaI40RR910000000065009IA2LHqW9S{Hm0RRI50RaF200000000010ud5HVId+>|HJ?p0RaF50RaF200000000000"
+    b"0aO61_1;A!~h%-00II70RaF2000000000000IF61QH<;QUBTi3<CiG0ucid06zfy>XE4^q-"
+    b"sE<YDT1LMASuKDH@Pc<z94kNo6N5;>Flhlu}Hm>>$dR3Pz-AMx+Wxq@s~xOIg~uEm-+#2B4yWr~;9x8j-"
+    b"0bMtxYGV%ATNy<<={2DPs`Mp88;6ohx)$&uB!38*NbY6ELtbcCd8MPHfpnv>Gk(y13)bn&Sgk*O7aXV9o9plV6d<z94NUqqH"
+    b"O$ll2%B@~TF)PX?M4M9Z!svN9MNYsLtD)XbNODHw0Si1^=s3ueP5M@kw)Qw56;?L+*l~O##te+iv#H7AU_^`iB^-"
+    b"KjLQc+0Mfk@PiK-86}Vz4t7vRrlR8j-0rt$ETik*O%48@~2TjjgzU|Je"
+)
+
+
+def test_rare_sampling_is_decoded_at_full_size() -> None:
+    """libjpeg-turbo 2.1.5 gets scaled regions of such files wrong by up to 60 levels."""
+    whole = decode(RARE)
+    box = (20, 10, 80, 50)
+    expected = Image.fromarray(whole).crop(box).resize((30, 20), Image.Resampling.BILINEAR)
+    assert np.abs(crop(RARE, box, (20, 30)).astype(int) - np.asarray(expected)).max() <= 2
+    np.testing.assert_array_equal(crop(RARE, box, (40, 60)), whole[10:50, 20:80])
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (1, 17), (23, 1), (65_500, 1), (1, 65_500), (7, 7)])

@@ -256,7 +256,9 @@ static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *lim
     if (setjmp(d.escape)) return decoder_close(&d), false;
     decoder_open(&d, data, size, limits);
     check_box(&d, box);
-    const int denominator = choose_denominator(box, width, height);
+    /* Scaled regions of rare kinds (chroma 8 times smaller) have wrong pixels in libjpeg-turbo 2.1.5: full size then. */
+    const bool rare = d.jpeg.max_h_samp_factor * d.jpeg.max_v_samp_factor > 4;
+    const int denominator = rare ? 1 : choose_denominator(box, width, height);
     decoder_start(&d, denominator);
     const Box scaled = {box.x0 / denominator, box.y0 / denominator, box.x1 / denominator, box.y1 / denominator};
     if (!resizer_start(&s->resizer, scaled, (int)d.jpeg.output_width, (int)d.jpeg.output_height, width, height, clamp,

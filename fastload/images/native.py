@@ -77,8 +77,8 @@ def backend() -> dict[str, Any]:
             "The compiled kernel is missing, so JPEGs take the slower Python path. Install a C compiler and "
             "libjpeg-turbo's headers (Debian, Ubuntu: apt install gcc libjpeg-dev; "
             "Fedora: dnf install gcc libjpeg-turbo-devel; macOS: brew install jpeg-turbo and set CFLAGS and "
-            "LDFLAGS to it; conda: conda install libjpeg-turbo), then: "
-            "pip install --force-reinstall --no-deps --no-binary fastload fastload"
+            "LDFLAGS to it; conda: conda install libjpeg-turbo), then repeat the pip install of fastload "
+            "with --force-reinstall --no-deps"
         )
     pillow, distribution, pillow_advice = _pillow()
     return {

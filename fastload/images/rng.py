@@ -31,7 +31,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     """
     state = 0
     for part in (seed, epoch, index):
-        state = _mix((state + _GOLDEN + part) & _MASK)
+        state = _mix((state + _GOLDEN + int(part)) & _MASK)
     return state
 
 
@@ -41,7 +41,7 @@ class SampleRng:
     __slots__ = ("_state",)
 
     def __init__(self, seed: int) -> None:
-        self._state = seed & _MASK
+        self._state = int(seed) & _MASK  # numpy's integers know no 64-bit mask
 
     def bits(self) -> int:
         """64 random bits."""
