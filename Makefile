@@ -10,16 +10,16 @@ ready := .venv/.ready
 demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
 
-test: $(ready)  ## the whole test suite
-	$(bin)/python -m pytest $(ARGS)
+test: $(ready)  ## the test suite, without the long forms of random tests
+	$(bin)/python -m pytest -m "not stress" $(ARGS)
 
 lint: $(ready)  ## style and types
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 
-stress: $(ready)  ## the random tests in their long form
-	$(bin)/python -m pytest -m stress --long $(ARGS)
+stress: $(ready)  ## the long forms
+	$(bin)/python -m pytest -m stress $(ARGS)
 
 fuzz: $(ready)  ## hostile bytes into the native kernel
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
