@@ -33,6 +33,7 @@ from fastload.store import s3fs as s3fs_store
 # botocore's own retries, below s3fs's, are cut short: tests wait for many errors.
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs", "config_kwargs": {"retries": {"max_attempts": 1}}}]
 CLIENT_NAMES = ["obstore", "s3fs"]
+KEY = "403 a.jpg"  # must not be taken for a status
 BODY = bytes(range(256)) * 800  # 204,800 bytes
 CANARY = "canarySECRETcanary0123456789"
 
@@ -311,6 +312,7 @@ REFUSED = {
     "403": (Fault(status=403, code="AccessDenied"), AccessDeniedError),
     "expired": (Fault(status=400, code="ExpiredToken"), AccessDeniedError),
     "404": (Fault(status=404, code="NoSuchKey"), NotFoundError),
+    "other region": (Fault(status=400, code="AuthorizationHeaderMalformed"), StoreError),
     "412": (Fault(status=412, code="PreconditionFailed"), ObjectChangedError),
     "empty body": (Fault(body=b""), ShortReadError),
     "XML in a 200": (Fault(body=b"<Error><Code>InternalError</Code></Error>"), ShortReadError),
@@ -324,7 +326,7 @@ REFUSED = {
 
 @pytest.fixture
 def faults() -> Iterator[FaultServer]:
-    with FaultServer({"403.jpg": BODY}) as server:  # a key that must not be taken for a status
+    with FaultServer({KEY: BODY}) as server:
         yield server
 
 
@@ -333,11 +335,11 @@ def faults() -> Iterator[FaultServer]:
 def test_faults_that_retries_help(
     name: str, client: dict[str, Any], faults: FaultServer, impatient: None
 ) -> None:
-    faults.script("403.jpg", *RECOVERED[name])
+    faults.script(KEY, *RECOVERED[name])
     store = open_store("s3://bucket", **faults.options, **client)
-    assert bytes(store.read("403.jpg", faults.etag("403.jpg"), len(BODY))) == BODY
+    assert bytes(store.read(KEY, faults.etag(KEY), len(BODY))) == BODY
     if name != "slow":
-        assert faults.count("403.jpg") == 1 + len(RECOVERED[name])
+        assert faults.count(KEY) == 1 + len(RECOVERED[name])
 
 
 @clients
@@ -346,29 +348,29 @@ def test_faults_that_are_errors(
     name: str, client: dict[str, Any], faults: FaultServer, impatient: None
 ) -> None:
     fault, expected = REFUSED[name]
-    faults.script("403.jpg", fault, repeat=True)
+    faults.script(KEY, fault, repeat=True)
     store = open_store("s3://bucket", **faults.options, **client)
     start = time.monotonic()
-    with pytest.raises(expected, match=r"403\.jpg") as caught:
-        store.read("403.jpg", faults.etag("403.jpg"), len(BODY))
+    with pytest.raises(expected, match=r"403 a\.jpg") as caught:
+        store.read(KEY, faults.etag(KEY), len(BODY))
     assert type(caught.value) is expected
     assert time.monotonic() - start < 20
-    assert caught.value.key == "403.jpg" and caught.value.stage == "get"
+    assert caught.value.key == KEY and caught.value.stage == "get"
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__
     if expected in (AccessDeniedError, NotFoundError, ObjectChangedError):
-        assert faults.count("403.jpg") == 1, "asking again could not help"
+        assert faults.count(KEY) == 1, "asking again could not help"
 
 
 @clients
 def test_a_resumed_read_never_mixes_versions(
     client: dict[str, Any], faults: FaultServer, impatient: None
 ) -> None:
-    etag = faults.etag("403.jpg")
-    faults.script("403.jpg", Fault(cut_after=100_000), Fault(etag="another-version"), repeat=True)
+    etag = faults.etag(KEY)
+    faults.script(KEY, Fault(cut_after=100_000), Fault(etag="another-version"), repeat=True)
     store = open_store("s3://bucket", **faults.options, **client)
     with pytest.raises(StoreError):
-        store.read("403.jpg", etag, len(BODY))
+        store.read(KEY, etag, len(BODY))
 
 
 @clients
@@ -376,16 +378,16 @@ def test_a_resumed_read_never_mixes_versions(
 def test_versions_travel_with_every_read(client: dict[str, Any], faults: FaultServer, honoured: bool) -> None:
     faults.honours_if_match = honoured
     store = open_store("s3://bucket", **faults.options, **client)
-    old = store.head("403.jpg")
-    assert bytes(store.read_range("403.jpg", 1000, 2000, old.version)) == BODY[1000:2000]
-    faults.objects["403.jpg"] = bytes(len(BODY))
+    old = store.head(KEY)
+    assert bytes(store.read_range(KEY, 1000, 2000, old.version)) == BODY[1000:2000]
+    faults.objects[KEY] = bytes(len(BODY))
     for read in (
-        lambda: store.read("403.jpg", old.version, old.size),
-        lambda: store.read_range("403.jpg", 1000, 2000, old.version),
-        lambda: asyncio.run(store.read_async("403.jpg", old.version, old.size)),
-        lambda: asyncio.run(store.read_range_async("403.jpg", 1000, 2000, old.version)),
+        lambda: store.read(KEY, old.version, old.size),
+        lambda: store.read_range(KEY, 1000, 2000, old.version),
+        lambda: asyncio.run(store.read_async(KEY, old.version, old.size)),
+        lambda: asyncio.run(store.read_range_async(KEY, 1000, 2000, old.version)),
     ):
-        with pytest.raises(ObjectChangedError, match=r"403\.jpg"):
+        with pytest.raises(ObjectChangedError, match=r"403 a\.jpg"):
             read()
     reads = [request for request in faults.requests if request.method == "GET"]
     assert {request.headers.get("if-match") for request in reads} == {f'"{old.version}"'}
@@ -400,22 +402,30 @@ def test_without_the_guards_wrong_bytes_come_through(
     monkeypatch.setattr(module, "check_version", lambda *arguments: None)
     monkeypatch.setattr(module, "check_length", lambda *arguments: None)
     store = open_store("s3://bucket", **faults.options, **client)
-    listed = store.head("403.jpg")
-    faults.script("403.jpg", Fault(body=b""))
-    assert bytes(store.read("403.jpg", listed.version, listed.size)) == b""
+    listed = store.head(KEY)
+    faults.script(KEY, Fault(body=b""))
+    assert bytes(store.read(KEY, listed.version, listed.size)) == b""
     faults.honours_if_match = False
-    faults.objects["403.jpg"] = bytes(len(BODY))
-    assert bytes(store.read("403.jpg", listed.version, listed.size)) == bytes(len(BODY))
+    faults.objects[KEY] = bytes(len(BODY))
+    assert bytes(store.read(KEY, listed.version, listed.size)) == bytes(len(BODY))
+
+
+@clients
+@pytest.mark.parametrize("code", ["PermanentRedirect", "AuthorizationHeaderMalformed"])
+def test_another_region_is_said(code: str, client: dict[str, Any], faults: FaultServer) -> None:
+    faults.script(KEY, Fault(status=301 if code == "PermanentRedirect" else 400, code=code), repeat=True)
+    with pytest.raises(StoreError, match="set region="):
+        open_store("s3://bucket", **faults.options, **client).read(KEY)
 
 
 @clients
 def test_ranges_past_the_end(client: dict[str, Any], faults: FaultServer) -> None:
     store = open_store("s3://bucket", **faults.options, **client)
-    with pytest.raises(StoreError, match=r"403\.jpg"):
-        store.read_range("403.jpg", 10, len(BODY) + 1)
+    with pytest.raises(StoreError, match=r"403 a\.jpg"):
+        store.read_range(KEY, 10, len(BODY) + 1)
     for start, stop in [(-1, 5), (5, 4)]:
         with pytest.raises(ArgumentError):
-            store.read_range("403.jpg", start, stop)
+            store.read_range(KEY, start, stop)
 
 
 # --- First contact ------------------------------------------------------------------------------------------
@@ -463,7 +473,7 @@ def test_no_credentials_and_no_metadata_service(s3: S3Server) -> None:
         metadata = f"http://127.0.0.1:{listener.getsockname()[1]}"
         store = open_store("s3://bucket", endpoint_url=s3.endpoint_url, metadata_endpoint=metadata)
         start = time.monotonic()
-        with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID.*profile 'default'.*anon=True") as caught:
+        with pytest.raises(StoreError, match=r"AWS_ACCESS_KEY_ID.*profile 'default'.*anon=True") as caught:
             everything(store)
         assert time.monotonic() - start < 10
         assert type(caught.value) is AccessDeniedError
@@ -498,9 +508,9 @@ def test_wrong_arguments_are_found_at_once(url: str, given: dict[str, Any], word
 
 def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
     store = open_store(f"{faults.endpoint_url}/bucket")
-    info = store.head("403.jpg")
-    assert bytes(store.read("403.jpg", info.version, info.size)) == BODY
-    assert bytes(store.read_range("403.jpg", 5, 10, info.version)) == BODY[5:10]
+    info = store.head(KEY)
+    assert bytes(store.read(KEY, info.version, info.size)) == BODY
+    assert bytes(store.read_range(KEY, 5, 10, info.version)) == BODY[5:10]
     with pytest.raises(NotFoundError, match="nope"):
         store.read("nope")
     with pytest.raises(ArgumentError, match="no listing"):
@@ -509,14 +519,14 @@ def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
 
 def test_google_by_endpoint(faults: FaultServer) -> None:
     store = open_store("gs://bucket", endpoint_url=faults.endpoint_url, token="anon")
-    info = everything(store)["403.jpg"]
-    assert bytes(store.read("403.jpg", info.version, info.size)) == BODY
+    info = everything(store)[KEY]
+    assert bytes(store.read(KEY, info.version, info.size)) == BODY
     assert store.identity == f"gs|{faults.endpoint_url}|bucket|"
 
 
 def test_azure_by_endpoint(faults: FaultServer) -> None:
     store = open_store("az://bucket", endpoint_url=faults.endpoint_url, anon=True, account_name="account")
-    assert bytes(store.read("403.jpg", faults.etag("403.jpg"))) == BODY
+    assert bytes(store.read(KEY, faults.etag(KEY))) == BODY
 
 
 # --- Options and credentials --------------------------------------------------------------------------------
@@ -562,7 +572,7 @@ def test_given_keys_are_not_sent_with_the_environments_token(
     faults: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", CANARY)
-    open_store("s3://bucket", **faults.options).read("403.jpg")
+    open_store("s3://bucket", **faults.options).read(KEY)
     assert "x-amz-security-token" not in faults.requests[-1].headers
     assert "fault-access-key" in faults.requests[-1].headers["authorization"]
 
@@ -573,7 +583,7 @@ def test_endpoint_and_anonymous_from_environment(
     monkeypatch.setenv("AWS_ENDPOINT_URL", faults.endpoint_url)
     for client in CLIENTS:
         store = open_store("s3://bucket", anon=True, **client)
-        assert bytes(store.read("403.jpg")) == BODY
+        assert bytes(store.read(KEY)) == BODY
         assert "authorization" not in faults.requests[-1].headers
         assert store.identity == f"s3|{faults.endpoint_url}|bucket|"
 
@@ -611,7 +621,10 @@ def test_nothing_shows_a_secret(s3: S3Server) -> None:
 
 
 def _script(body: str, *arguments: str) -> str:
-    code = "import os, sys, signal\nfrom fastload.store import native_client_used, open_store\n" + body
+    code = (
+        f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import native_client_used, open_store\n"
+        + body
+    )
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=60
     )
@@ -625,14 +638,14 @@ if sys.argv[2]: options["client"] = sys.argv[2]
 store = open_store("s3://bucket", **options)
 assert not native_client_used() and "obstore" not in sys.modules
 if sys.argv[3] == "used":
-    store.read("403.jpg")
+    store.read(KEY)
     assert native_client_used()
 pid = os.fork()
 if pid == 0:
     signal.alarm(20)
     assert not native_client_used()
     try:
-        print(len(store.read("403.jpg")), native_client_used(), flush=True)
+        print(len(store.read(KEY)), native_client_used(), flush=True)
     except Exception as error:
         print(type(error).__name__, error, flush=True)
     os._exit(0)
@@ -671,7 +684,7 @@ def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.Monke
     monkeypatch.setattr(native.NativeStore, "_build", counted)
     store = open_store("s3://bucket", **faults.options)
     with ThreadPoolExecutor(16) as pool:
-        bodies = list(pool.map(lambda _: bytes(store.read("403.jpg")), range(64)))
+        bodies = list(pool.map(lambda _: bytes(store.read(KEY)), range(64)))
     assert set(bodies) == {BODY} and built == [os.getpid()]
 
 

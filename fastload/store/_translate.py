@@ -24,7 +24,7 @@ from fastload.errors import (
 
 __all__ = ["Place", "public_url"]
 
-# Matched against a text from which URLs and the key are taken out: a key may be called "403".
+# Matched against a text from which URLs, quoted names and the key are taken out: a key may be called "403".
 _DENIED = re.compile(
     r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|"
     r"TokenRefreshRequired|UnsupportedAlgorithm|MissingSecurityHeader|MissingAuthenticationToken|"
@@ -36,6 +36,7 @@ _DENIED = re.compile(
 _METADATA = re.compile(
     r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google|/latest/api/token|metadata/identity"
 )
+_DENIED_TYPES = ("PermissionError", "PermissionDeniedError", "UnauthenticatedError")
 _CHANGED = re.compile(r"\b412\b|Precondition")
 _MISSING = re.compile(r"\b404\b|NoSuchKey|NoSuchBucket|Not ?Found", re.IGNORECASE)
 _REDIRECT = re.compile(r"\b301\b|redirect|AuthorizationHeaderMalformed|PermanentRedirect", re.IGNORECASE)
@@ -45,7 +46,7 @@ _UNREACHABLE = re.compile(
     r"Cannot connect|Name or service|resolve",
     re.IGNORECASE,
 )
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
+_NAMES = re.compile(r"[a-z][a-z0-9+.-]*://\S+|'[^']*'", re.IGNORECASE)
 _QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
 _USER = re.compile(r"://[^/\s@]+@")
 
@@ -95,17 +96,20 @@ class Place:
 
     def translate(self, error: BaseException, stage: str, key: str | None) -> FastloadError:
         """Return the fastload error for a foreign one."""
-        names = [cls.__name__ for cls in type(error).__mro__]
-        said = self.redact(f"{error}".split("\n\nDebug source")[0] or names[0])
-        text = _URL.sub("", f"{names[0]}: {_code(error)} {said}".replace(key or "\n", ""))
-        denied = "PermissionDeniedError" in names or "UnauthenticatedError" in names or _DENIED.search(text)
+        names = {cls.__name__ for cls in type(error).__mro__}
+        said = self.redact(f"{error}".split("\n\nDebug source")[0] or type(error).__name__)
+        text = _NAMES.sub("", f"{type(error).__name__}: {_code(error)} {said}")
+        text = text.replace(f"path {key}", "").replace(f"location {key}", "")
+        # Types first: what a text says is the last resort.
+        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        denied = not missing and not names.isdisjoint(_DENIED_TYPES)
         if "PreconditionError" in names or _CHANGED.search(text):
             return ObjectChangedError(
                 "the object changed since it was listed; list the prefix again", stage=stage, key=key
             )
-        if isinstance(error, PermissionError) or denied or _METADATA.search(said):
+        if denied or (not missing and (_DENIED.search(text) or _METADATA.search(said))):
             return self._denied(said, stage, key)
-        if isinstance(error, (FileNotFoundError, NotADirectoryError)) or _MISSING.search(text):
+        if missing or _MISSING.search(text):
             return self._missing(text, stage, key)
         if isinstance(error, ModuleNotFoundError):
             return ArgumentError(f"{self.url!r} needs a package that is not installed: {said}")

@@ -51,10 +51,15 @@ _CONTACT = {
     "client": {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "4s"},
     "retry": {"max_retries": 4, "retry_timeout": timedelta(seconds=4)},
 }
-# Reads outlast a server's bad minutes. A stalled body ends by lack of progress, not by its total time.
+# Reads outlast a server's bad minutes: time bounds the retries, not their number, for obstore's backoff grows
+# slowly (12 retries take 5 s). A stalled body ends by lack of progress, not by its total time.
 _LASTING = {
     "client": {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "10m"},
-    "retry": {"max_retries": 12, "retry_timeout": timedelta(minutes=3)},
+    "retry": {
+        "max_retries": 1000,
+        "retry_timeout": timedelta(minutes=3),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15), "base": 3},
+    },
 }
 _FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
 # A prefix that no object has; listing it answers at once where the real listing may take its time.
