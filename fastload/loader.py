@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import multiprocessing
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch.utils.data
@@ -23,7 +25,9 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 from fastload import store
 from fastload.collate import BatchMaker
 from fastload.errors import ArgumentError
+from fastload.progress import Progress, dataset_state, resume_fetcher
 from fastload.rows import as_rows
+from fastload.state import LoaderState
 from fastload.stats import Counters, verdict
 from fastload.workers import Result, WorkerPool, WorkerSetup
 
@@ -101,15 +105,60 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         self.on_error = on_error
         self.seed = seed
-        self._epoch = 0  # of the next iteration
+        self._state = LoaderState()
         self._counters = Counters()
         self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
+
+    def __iter__(self) -> Any:
+        with self._state.starting(self) as positions:
+            iterator = super().__iter__()
+        if isinstance(iterator, _InProcessIterator):
+            iterator.take_up(positions)
+        return iterator
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return _InProcessIterator(self)
         self.check_worker_number_rationality()
         return _WorkerIterator(self)
+
+    def _forget(self, iterator: Any) -> None:
+        """The workers of this iterator have ended: the next epoch starts new ones, where they are persistent."""
+        if self._iterator is iterator:
+            self._iterator = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration that began last is: what was handed out, not what is prefetched.
+
+        Exact at any point: before the first batch, between batches, after the last one (resumed, that epoch has
+        none left), and once the iteration is over (resumed, the next epoch begins). A few kilobytes for any
+        number of samples, and JSON, as long as the states of the user's own sampler and dataset are.
+
+        * An order that comes from torch's samplers, or from a sampler that draws from the generators of torch,
+          Python or numpy, is made again from their states, and what was handed out is passed over unread. A
+          sampler that keeps randomness of its own has to offer `state_dict()` and `load_state_dict()`.
+        * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in each
+          worker, and iterators over iterable datasets too). An iterable dataset without is moved to its place by
+          drawing and dropping samples.
+        """
+        return self._state.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next iteration goes on where `state_dict` was taken; those after it as if there had been no break.
+
+        The number of workers may be another one, unless the dataset keeps a state in each. The number of ranks
+        and the batch size may be others if the order comes from `fastload.DistributedSampler`.
+
+        Generators given to the loader or its sampler are moved to their place. The process-wide ones are not: a
+        loader that resumes draws from copies of them. If they are where they were at `state_dict()`, because the
+        script has restored them, epochs after the resumed one draw from them again.
+
+        Raises:
+            ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch size,
+                seed, generator or (where that matters) number of workers.
+        """
+        self._state.load_state_dict(self, state_dict)
+        self._iterator = None
 
     def stats(self) -> dict[str, Any]:
         """What happened since this loader was made, over all its workers.
@@ -120,24 +169,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         counters = self._counters.as_dict()
         return {
-            "epochs": self._epoch,
+            "epochs": self._state.epoch,
             "counters": counters,
             "bad": list(self._bad),
             "verdict": verdict(counters),
         }
-
-    def _start_epoch(self, base_seed: int) -> tuple[int, int]:
-        """(seed, epoch) of the samples' randomness in the iteration that now begins."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return (base_seed if self.seed is None else self.seed), epoch
 
 
 class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
     """`num_workers=0`: the same path in this process, with the same fetch window."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        self._progress = loader._state.begin(loader, late_seed=True)
         super().__init__(loader)
+        loader._state.started(loader, self, self._progress)
         self._loader = loader
+        self._counters, self._bad = loader._counters, loader._bad
         self._coming: deque[Any] = deque()
         self._maker: BatchMaker | None = None
         self._ahead = 0
@@ -150,9 +197,18 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 seeded=loader.seed is not None,
                 allocate=lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype),
             )
-            self._maker.start_epoch(*loader._start_epoch(self._base_seed))
+            self._maker.start_epoch(_seed(loader, self), self._progress.epoch)
             if as_rows(self._dataset) is not None:
                 self._ahead = _batches_ahead(loader, 2)
+
+    def take_up(self, positions: list[dict[str, Any]] | None) -> None:
+        """Go to the place in an iterable dataset that was loaded, and note where that is."""
+        if self._maker is None and positions is not None:
+            resume_fetcher(self._dataset_fetcher, positions[0], _batch_size(self._loader))
+        self._progress.began(state=self._dataset_state())
+
+    def _dataset_state(self) -> Any:
+        return copy.deepcopy(dataset_state(self._dataset, self._dataset_fetcher))
 
     def _next_index(self) -> Any:
         """The next index batch, those after it announced to the dataset."""
@@ -165,6 +221,19 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         return self._coming.popleft()
 
     def _next_data(self) -> Any:
+        try:
+            data = self._read_next()
+        except StopIteration:
+            self._progress.ended(state=self._dataset_state())
+            self._progress.finish()
+            raise
+        except Exception:
+            self._progress.handed_out(state=self._dataset_state())
+            raise
+        self._progress.handed_out(state=self._dataset_state())
+        return data
+
+    def _read_next(self) -> Any:
         if self._maker is None:
             return super()._next_data()
         index = self._next_index()
@@ -174,11 +243,10 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
             self._maker.flush_cache()
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)
-        counters = self._loader._counters
-        counters.add("wait.seconds", time.perf_counter() - start)
-        counters.add("wait.batches")
-        counters.merge(self._maker.counters.drain())
-        self._loader._bad.extend(self._maker.bad)
+        self._counters.add("wait.seconds", time.perf_counter() - start)
+        self._counters.add("wait.batches")
+        self._counters.merge(self._maker.counters.drain())
+        self._bad.extend(self._maker.bad)
         self._maker.bad.clear()
         return data
 
@@ -191,12 +259,18 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
 class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     """`num_workers > 0`. Sequence numbers name index batches; batch i goes to worker i mod W."""
 
+    _progress: Progress
+
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._pool: WorkerPool | None = None
         super().__init__(loader)
-        self._loader = loader
+        self._base_seed = loader._state.base_seed(int(self._base_seed))
+        # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
+        self._forget = weakref.WeakMethod(loader._forget)
+        self._counters, self._bad = loader._counters, loader._bad
         self._in_order = loader.in_order
-        assert loader.prefetch_factor is not None
+        if not loader.prefetch_factor:
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         readable = as_rows(self._dataset) is not None
         self._ahead = _batches_ahead(loader, loader.prefetch_factor) if readable else loader.prefetch_factor
         self._sent = 0  # sequence number of the next index batch
@@ -211,22 +285,30 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         return self._pool.processes if self._pool is not None else []
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        previous = None if first_iter else self._progress
+        self._progress = loader._state.begin(loader, late_seed=False, previous=previous)
         super()._reset(loader, first_iter)
+        loader._state.started(loader, self, self._progress)
         assert self._pool is not None
         for seq in list(self._arrived):
             self._discard(*self._arrived.pop(seq))
         self._owner.clear()
-        self._idle_workers = deque[int]()
-        self._next = self._sent
-        self._pool.start_epoch(self._sent, *loader._start_epoch(self._base_seed))
+        self._first = self._sent
+        self._pool.start_epoch(self._sent, _seed(loader, self), self._progress.epoch)
         self._turn = deque(range(self._num_workers))
+        self._turn.rotate(-self._progress.next_worker)
         for _ in range(self._ahead * self._num_workers):
             self._submit()
+        if previous is not None and previous.ran_on:
+            # These workers' datasets went on after the break: only they know where this epoch begins.
+            while set(self._owner.values()) - {worker_id for worker_id, _, _ in self._arrived.values()}:
+                self._receive()
 
     def _next_data(self) -> Any:
         while True:
             seq = self._due()
             if seq is None:
+                self._progress.finish()
                 if not self._persistent_workers:
                     self._shutdown_workers()
                 raise StopIteration
@@ -238,6 +320,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             worker_id, result, fds = self._arrived.pop(seq)
             del self._owner[seq]
             if result.exhausted:
+                self._progress.ended(worker_id, result.after)
                 self._retire(worker_id)
                 continue
             return self._deliver(worker_id, result, fds)
@@ -250,11 +333,15 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def _deliver(self, worker_id: int, result: Result, fds: list[int]) -> Any:
         assert self._pool is not None
-        self._loader._counters.add("wait.batches")
+        self._counters.add("wait.batches")
         self._pool.consume(worker_id)
-        data = self._pool.unpack(worker_id, result.packed, fds) if result.packed is not None else None
-        if not self._submit(worker_id):
-            self._pool.finish(worker_id)
+        try:
+            data = self._pool.unpack(worker_id, result.packed, fds) if result.packed is not None else None
+        finally:
+            if not self._submit(worker_id):
+                self._pool.finish(worker_id)
+            self._progress.handed_out(result.seq - self._first, worker_id, result.after)
+            self._progress.next_worker = next(iter(self._owner.values()), 0)
         if result.failure is not None:
             result.failure.raise_it(f"in DataLoader worker process {worker_id}")
         if self._pin_memory:
@@ -262,7 +349,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         return data
 
     def _submit(self, worker_id: int | None = None) -> bool:
-        """Give the next index batch to the worker whose turn it is (or, out of order, to the one that is free)."""
+        """Give the next index batch to the worker whose turn it is; out of order, to the one that is free."""
         assert self._pool is not None
         if not self._turn:
             return False
@@ -287,15 +374,18 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         start = time.perf_counter()
         try:
             received = self._pool.receive(self._timeout)
-        except RuntimeError:
+        except BaseException:  # Ctrl-C too: what had come in by then may be lost, and would be waited for
             self._shutdown_workers()
+            if (forget := self._forget()) is not None:
+                forget(self)
             raise
         finally:
-            self._loader._counters.add("wait.seconds", time.perf_counter() - start)
+            self._counters.add("wait.seconds", time.perf_counter() - start)
         for worker_id, result, fds in received:
-            self._loader._counters.merge(result.counters)
-            self._loader._bad.extend(result.bad)
+            self._counters.merge(result.counters)
+            self._bad.extend(result.bad)
             if result.seq in self._owner:
+                self._progress.began(worker_id, result.before)
                 self._arrived[result.seq] = (worker_id, result, fds)
             else:
                 self._discard(worker_id, result, fds)
@@ -351,7 +441,19 @@ def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:
         base_seed=iterator._base_seed,
         on_error=loader.on_error,
         seeded=loader.seed is not None,
+        batch_size=_batch_size(loader),
+        positions=loader._state.worker_positions(),
     )
+
+
+def _seed(loader: DataLoader[Any], iterator: Any) -> int:
+    """Of the samples' randomness."""
+    return int(iterator._base_seed if loader.seed is None else loader.seed)
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    """How many samples of an iterable dataset make a batch."""
+    return loader.batch_size or 1
 
 
 def _context(loader: DataLoader[Any]) -> Any:

@@ -12,33 +12,47 @@ thread. A worker watches the trainer through a pidfd and leaves when it is gone,
 from __future__ import annotations
 
 import atexit
-import multiprocessing
+import math
 import os
+import pickle
 import random
 import select
 import signal
 import threading
 import time
-import traceback
+import warnings
 import weakref
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, graph_settings
+from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from fastload.channel import Channel
 from fastload.collate import BatchMaker, collate_into
-from fastload.errors import FastloadError, WorkerError
+from fastload.errors import WorkerError
+from fastload.failure import Failure
+from fastload.progress import dataset_state, load_dataset, resume_fetcher
 from fastload.slots import PackedBatch, SlotMap, SlotPool
 
 __all__ = ["Result", "WorkerPool", "WorkerSetup"]
 
 _LIVENESS_INTERVAL = 0.5  # seconds between looks at the processes while waiting for a batch
+# Torch's words, which scripts may filter or tests expect.
+_CANNOT_PICKLE = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
 _SHUTDOWN_GRACE = 5.0  # seconds a worker has to finish its batch and write out its cache
 
 
@@ -56,12 +70,15 @@ class WorkerSetup:
     base_seed: int
     on_error: str
     seeded: bool
+    batch_size: int
+    positions: list[dict[str, Any]] | None  # where each worker takes up the dataset; see `Progress`
 
 
 class _Epoch(NamedTuple):
     first: int  # sequence number of its first batch: what is older is not wanted any more
     seed: int
     epoch: int
+    shared_seed: int | None  # of all workers and ranks, for torch's iterable data pipes
 
 
 class _Work(NamedTuple):
@@ -71,62 +88,27 @@ class _Work(NamedTuple):
     index: Any
 
 
-@dataclass
-class _Failure:
-    """An exception on its way to the trainer."""
-
-    error: Exception | None  # as it was raised, where it survives pickling
-    kind: type[BaseException] | None
-    text: str  # the worker's traceback
-    index: Any = None
-
-    def raise_it(self, where: str) -> None:
-        """Raise what the dataset raised: its own type, with the worker's traceback in text or as the cause."""
-        name = self.kind.__name__ if self.kind else "an exception"
-        text = f"Caught {name} {where}.\nOriginal {self.text}"
-        if self.index is not None:
-            text += f"(sample {self.index!r})\n"
-        if isinstance(self.error, FastloadError) or (self.error is not None and not _is_plain(self.error)):
-            raise self.error from RuntimeError(text)
-        try:
-            # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
-            rebuilt = self.kind(_Verbatim(text) if issubclass(self.kind or Exception, KeyError) else text)  # type: ignore[misc]
-        except Exception:
-            raise RuntimeError(text) from self.error
-        rebuilt.__dict__.update(self.error.__dict__ if self.error is not None else {})
-        raise rebuilt
-
-
-class _Verbatim(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _is_plain(error: BaseException) -> bool:
-    return len(error.args) <= 1 and all(isinstance(arg, str) for arg in error.args)
-
-
 class Result(NamedTuple):
     """What came of one index batch."""
 
     seq: int
     packed: PackedBatch | None
-    failure: _Failure | None
+    failure: Failure | None
     exhausted: bool  # an iterable dataset has no more
     counters: dict[str, float]
     bad: list[tuple[str, str]]
+    before: Any = None  # the state of a dataset that has one, with the worker's first result of an epoch
+    after: Any = None  # the state with this batch made
 
 
 # --- in the worker -----------------------------------------------------------------------------------------
 
 
 def _worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: int) -> None:
-    _leave_with(trainer)
     # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch_worker.signal_handling._set_worker_signal_handlers()
+    _leave_with(trainer)
+    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     worker = _Worker(setup, worker_id, channel)
     try:
@@ -141,15 +123,17 @@ def _worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: 
 def _leave_with(trainer: int) -> None:
     """End this process when the trainer's does, even if a dataset sleeps for ever.
 
-    PR_SET_PDEATHSIG was rejected: it follows the thread that started us, and under forkserver another process.
+    PR_SET_PDEATHSIG was rejected: it follows the thread that started us, under forkserver another process.
     """
 
     def watch() -> None:
         try:
-            pidfd = os.pidfd_open(trainer)
-        except OSError:
-            os._exit(1)
-        select.select([pidfd], [], [])
+            select.select([os.pidfd_open(trainer)], [], [])
+        except ProcessLookupError:
+            pass
+        except OSError:  # no pidfd in this kernel or sandbox
+            while Path(f"/proc/{trainer}").exists():
+                time.sleep(_LIVENESS_INTERVAL)
         os._exit(1)
 
     threading.Thread(target=watch, name="fastload-trainer-watch", daemon=True).start()
@@ -167,14 +151,15 @@ class _Worker:
         self._made = self._consumed = 0
         self._idle = 0.0
         self._last_known = False
-        self._broken: _Failure | None = None
+        self._fresh = True  # nothing was made in this epoch
+        self._broken: Failure | None = None
         self.maker: Any = None
 
     def run(self) -> None:
         try:
             self._prepare()
         except Exception as error:
-            self._broken = _failure(error)
+            self._broken = Failure.of(error)
         while True:
             while not self._work or self._made - self._consumed >= self._setup.prefetch_factor:
                 self._listen(wait=True)
@@ -187,21 +172,24 @@ class _Worker:
         setup, seed = self._setup, self._setup.base_seed + self._id
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(setup.base_seed, self._id))
+        np.random.seed(torch_worker._generate_state(setup.base_seed, self._id))  # type: ignore[no-untyped-call]
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=self._id, num_workers=setup.num_workers, seed=seed, dataset=setup.dataset
         )
         collate_into(self._slots.allocate)
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(self._id)
-        self._new_maker()
+        position = setup.positions[self._id] if setup.positions is not None else None
+        load_dataset(setup.dataset, position)
+        self._new_maker(position)
 
-    def _new_maker(self) -> None:
+    def _new_maker(self, position: dict[str, Any] | None = None) -> None:
         setup = self._setup
         if isinstance(setup.dataset, IterableDataset):
             self.maker = _IterableDatasetFetcher(
                 setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
             )
+            resume_fetcher(self.maker, position, setup.batch_size)
         else:
             self.maker = BatchMaker(
                 setup.dataset,
@@ -242,6 +230,7 @@ class _Worker:
             self.maker.flush_cache()
 
     def _start_epoch(self, message: _Epoch) -> None:
+        self._fresh = True
         if self._broken is not None:
             return
         if isinstance(self.maker, BatchMaker):
@@ -250,15 +239,20 @@ class _Worker:
             self.maker.start_epoch(message.seed, message.epoch)
         elif message.first > 0:
             try:
+                if message.shared_seed is not None:
+                    rng = torch.Generator().manual_seed(message.shared_seed)
+                    graph_settings.apply_random_seed(self._setup.dataset, rng)
                 self._new_maker()
             except Exception as error:
-                self._broken = _failure(error)
+                self._broken = Failure.of(error)
         self._work.clear()
 
     def _make(self, seq: int, index: Any) -> None:
         packed, fds, failure, exhausted = None, list[int](), self._broken, False
+        before = after = None
         if failure is None:
             try:
+                before = dataset_state(self._setup.dataset, self.maker) if self._fresh else None
                 batch = self.maker(index) if isinstance(self.maker, BatchMaker) else self.maker.fetch(index)
                 if self._last_known and not self._work:
                     self._flush_cache()
@@ -267,10 +261,12 @@ class _Worker:
             except Exception as error:
                 self._slots.abandon()
                 exhausted = isinstance(error, StopIteration) and not isinstance(self.maker, BatchMaker)
-                failure = None if exhausted else _failure(error)
+                failure = None if exhausted else Failure.of(error)
+            after = dataset_state(self._setup.dataset, self.maker)
+        self._fresh = False
         self._made += 1
         counters, bad = self._report()
-        self._channel.send(Result(seq, packed, failure, exhausted, counters, bad), fds)
+        self._channel.send(Result(seq, packed, failure, exhausted, counters, bad, before, after), fds)
         self._channel.flush(wait=True)
 
     def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
@@ -279,23 +275,6 @@ class _Worker:
             return idle, []
         bad, self.maker.bad = self.maker.bad, []
         return self.maker.counters.drain() | idle, bad
-
-
-def _failure(error: Exception) -> _Failure:
-    text = "".join(traceback.format_exception(error))
-    index = error.__dict__.pop("fastload_index", None)
-    try:
-        # Sent only if it comes back as what it was: an exception may pickle and yet fail to be rebuilt.
-        copy = multiprocessing.reduction.ForkingPickler.loads(multiprocessing.reduction.ForkingPickler.dumps(error))
-        whole = error if type(copy) is type(error) else None
-    except Exception:
-        whole = None
-    try:
-        multiprocessing.reduction.ForkingPickler.dumps((type(error), index))
-        kind: type[BaseException] | None = type(error)
-    except Exception:
-        kind, index = None, repr(index)
-    return _Failure(whole, kind, text, index)
 
 
 # --- in the trainer ----------------------------------------------------------------------------------------
@@ -320,7 +299,7 @@ class WorkerPool:
         context: a multiprocessing context.
     """
 
-    _alive: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+    _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
 
     def __init__(self, setup: WorkerSetup, context: Any) -> None:
         self._workers: list[_Handle] = []
@@ -345,18 +324,20 @@ class WorkerPool:
         process.daemon = True
         try:
             process.start()
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+                warnings.warn(_CANNOT_PICKLE, stacklevel=2)
             raise
         finally:
             # Only the worker may hold this end, or its death would not be an end-of-file here.
             theirs.close()
         return _Handle(process, ours)
 
-    def start_epoch(self, first: int, seed: int, epoch: int) -> None:
+    def start_epoch(self, first: int, seed: int, epoch: int, shared_seed: int | None = None) -> None:
         """Results older than sequence number `first` are not wanted any more."""
         for worker in self._workers:
-            worker.channel.send(_Epoch(first, seed, epoch))
+            self._send(worker, _Epoch(first, seed, epoch, shared_seed))
 
     def submit(self, worker_id: int, seq: int, index: Any) -> None:
         """Ask a worker for the batch of `index`."""
@@ -377,10 +358,12 @@ class WorkerPool:
         released = []
         while worker.slots.released:
             released.append(worker.slots.released.popleft())
-        try:
-            worker.channel.send(_Work(worker.consumed, released, seq, index))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # its death is reported when its batch is due, with what it had sent before
+        self._send(worker, _Work(worker.consumed, released, seq, index))
+
+    def _send(self, worker: _Handle, message: _Epoch | _Work) -> None:
+        # A death is reported when the worker's batch is due, with what it had sent before.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            worker.channel.send(message)
 
     def receive(self, timeout: float) -> list[tuple[int, Result, list[int]]]:
         """Wait for results: (worker, result, descriptors), at least one.
@@ -388,16 +371,18 @@ class WorkerPool:
         Raises:
             WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
         """
-        deadline = time.monotonic() + timeout if timeout > 0 else None
+        if not self._open:
+            raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
+        deadline = time.monotonic() + (timeout or math.inf)
         while True:
-            results = self._poll(_LIVENESS_INTERVAL if deadline is None else min(
-                _LIVENESS_INTERVAL, max(0.0, deadline - time.monotonic())))
+            left = max(0.0, deadline - time.monotonic())
+            results = self._poll(min(_LIVENESS_INTERVAL, left))
             if results:
                 return results
             for worker in self._workers:
                 if not worker.process.is_alive():
                     raise self._obituary(worker)
-            if deadline is not None and time.monotonic() >= deadline:
+            if left == 0:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
 
     def _poll(self, seconds: float) -> list[tuple[int, Result, list[int]]]:
@@ -427,9 +412,9 @@ class WorkerPool:
         process.join(timeout=1)
         code = process.exitcode
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
-            text = f"DataLoader worker (pid {process.pid}) is killed by signal: {signal.strsignal(-code)} ({name})."
-            if name == "SIGKILL":
+            what = f"{signal.strsignal(-code)} ({signal.Signals(-code).name})"
+            text = f"DataLoader worker (pid {process.pid}) is killed by signal: {what}."
+            if -code == signal.SIGKILL:
                 text += " The kernel does this when memory runs out: look at dmesg, or use fewer workers."
         else:
             text = f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly (exit code {code})."
@@ -460,6 +445,6 @@ class WorkerPool:
 
 @atexit.register
 def _shutdown_all() -> None:
-    # Runs before multiprocessing's own exit handler, which would terminate workers that still write their cache.
+    # Before multiprocessing's own exit handler, which would terminate workers that still write their cache.
     for pool in list(WorkerPool._alive):
         pool.shutdown()

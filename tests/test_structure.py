@@ -26,9 +26,11 @@ MAY_IMPORT = {
     "collate": {"rows", "errors", "stats"},
     "datasets": {"fetch", "images", "manifest", "store", "cache", "rows", "errors", "stats"},
     "slots": {"channel", "errors"},
-    "workers": {"channel", "collate", "slots", "stats", "errors"},
-    "state": {"errors", "sampler"},
-    "loader": {"store", "collate", "rows", "workers", "sampler", "state", "stats", "errors"},
+    "workers": {"channel", "collate", "progress", "slots", "stats", "errors"},
+    "generators": set(),
+    "progress": {"generators", "sampler"},
+    "state": {"errors", "generators", "progress"},
+    "loader": {"store", "collate", "rows", "workers", "progress", "sampler", "state", "stats", "errors"},
     "cli": {"errors", "stats", "images", "cache", "store", "manifest"},
 }
 

@@ -1,0 +1,249 @@
+"""How much of an iteration was handed out, and how its order and its dataset are brought back there."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from fastload.generators import read_generator, read_globals, write_generator, write_globals
+from fastload.sampler import DistributedSampler
+
+__all__ = ["Order", "Progress", "dataset_state", "load_dataset", "resume_fetcher"]
+
+
+def _is_stateful(thing: object) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+# --- a dataset, in the process that reads it ---------------------------------------------------------------
+
+
+def dataset_state(dataset: Any, fetcher: Any) -> dict[str, Any] | None:
+    """The state of a dataset and of the iterator that `fetcher` has over it; None where neither has one."""
+    iterator = getattr(fetcher, "dataset_iter", None)
+    own = _is_stateful(dataset) and iterator is not dataset
+    if not own and not _is_stateful(iterator):
+        return None
+    return {
+        "dataset": dataset.state_dict() if own else None,
+        "iterator": iterator.state_dict() if iterator is not None and _is_stateful(iterator) else None,
+        "ended": getattr(fetcher, "ended", False),
+    }
+
+
+def load_dataset(dataset: Any, saved: Mapping[str, Any] | None) -> None:
+    """First step of resuming: the dataset's own state, before an iterator over it is made."""
+    if saved is not None and saved["state"] is not None and saved["state"]["dataset"] is not None:
+        dataset.load_state_dict(saved["state"]["dataset"])
+
+
+def resume_fetcher(fetcher: Any, saved: Mapping[str, Any] | None, batch_size: int) -> None:
+    """Second step: the iterator that torch's fetcher has made over an iterable dataset goes to its place.
+
+    An iterator without a state is moved there by drawing and dropping samples.
+    """
+    if saved is None:
+        return
+    state = saved["state"]
+    if state is not None and state["iterator"] is not None:
+        fetcher.dataset_iter.load_state_dict(state["iterator"])
+    if saved["fresh"]:
+        if state is not None:
+            fetcher.dataset_iter = iter(fetcher.dataset)
+        return
+    if state is None:
+        deque(itertools.islice(fetcher.dataset_iter, saved["batches"] * batch_size), maxlen=0)
+    fetcher.ended = saved["ended"] or (state is not None and state["ended"])
+
+
+# --- the order, in the trainer -----------------------------------------------------------------------------
+
+
+class Order:
+    """What the order of a loader's samples comes from: its samplers, and the generators they draw from."""
+
+    def __init__(self, loader: Any) -> None:
+        self.index_sampler = loader._index_sampler
+        inner = getattr(self.index_sampler, "sampler", None)
+        parts = [part for part in (self.index_sampler, inner) if part is not None]
+        self.kind = [type(part).__qualname__ for part in parts]
+        self.stateful = next((part for part in parts if _is_stateful(part)), None)
+        # torch's BatchSampler takes no more from its sampler than it gives out. One of the user's own may, so
+        # there the sampler's state is used as it was when the epoch began, and the batches are passed over.
+        self.followed = self.stateful is not None and (
+            self.stateful is self.index_sampler or type(self.index_sampler).__iter__ is BatchSampler.__iter__
+        )
+        self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
+        self.replicas = next((part.num_replicas for part in parts if hasattr(part, "num_replicas")), None)
+        self._generators: dict[str, torch.Generator] = {}
+        for name, owner in [("loader", loader), ("batch_sampler", self.index_sampler), ("sampler", inner)]:
+            generator = getattr(owner, "generator", None)
+            if isinstance(generator, torch.Generator) and generator not in self._generators.values():
+                self._generators[name] = generator
+        known = all(type(part).__module__.startswith("torch.utils.data") for part in parts)
+        self.globals = ("torch",) if known or self.followed else ("torch", "python", "numpy")
+
+    def start_epoch(self) -> None:
+        if isinstance(self.stateful, DistributedSampler):
+            self.stateful.start_epoch()
+
+    @property
+    def epoch(self) -> int | None:
+        epoch = getattr(self._with_epoch, "epoch", None)
+        return epoch if isinstance(epoch, int) else None
+
+    def sampler_state(self) -> dict[str, Any]:
+        state = copy.deepcopy(self.stateful.state_dict()) if self.stateful is not None else None
+        return {"epoch": self.epoch, "state": state}
+
+    def load_sampler_state(self, saved: Mapping[str, Any]) -> None:
+        elsewhere = self._with_epoch is not None and not isinstance(self._with_epoch, DistributedSampler)
+        if elsewhere and saved["epoch"] is not None:
+            self._with_epoch.set_epoch(saved["epoch"])
+        if self.stateful is not None:
+            self.stateful.load_state_dict(copy.deepcopy(saved["state"]))
+
+    def read_generators(self) -> dict[str, Any]:
+        own = {name: read_generator(generator) for name, generator in self._generators.items()}
+        return read_globals(self.globals) | own
+
+    def write_generators(self, states: Mapping[str, Any], *, own_only: bool = False) -> None:
+        """The samplers' and the loader's; and the process-wide ones, which is for inside a `Lender`."""
+        if not own_only:
+            write_globals(states)
+        for name, generator in self._generators.items():
+            write_generator(generator, states[name])
+
+
+class Progress:
+    """What one iteration has handed out. Plain data: it outlives its iterator, and pickles with its loader.
+
+    Args:
+        order: of the loader.
+        epoch: the loader's count of iterations, this one excluded.
+        iterable: the dataset is.
+        late_seed: the base seed is drawn after `iter(sampler)`, as torch does without workers.
+        workers: one entry per worker, or one for this process: batches handed out in this epoch; "ended";
+            "fresh": nothing was drawn from the dataset's iterator; the dataset's "state".
+    """
+
+    def __init__(
+        self, order: Order, epoch: int, iterable: bool, late_seed: bool, workers: list[dict[str, Any]]
+    ) -> None:
+        self._order = order
+        self._iterable = iterable
+        self.epoch = epoch
+        self.late_seed = late_seed
+        self.workers = workers
+        self.base_seed: int | None = None  # not drawn yet
+        self.generators = order.read_generators()
+        self.sampler = order.sampler_state()  # after the last batch of the prefix that was handed out
+        self.batches = 0  # in that prefix
+        self.ahead: set[int] = set()  # batches handed out beyond it, which in_order=False allows
+        self.next_worker = 0
+        self.finished = False
+        self._due: dict[int, int] = {}  # ticket -> batch
+        self._drawn = 0
+        self._states: dict[int, dict[str, Any]] = {}  # batch -> sampler's state after it was drawn
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        self.late_seed = saved["late_seed"]
+        self.base_seed = saved["base_seed"]
+        self.generators = saved["generators"]
+        self.sampler = saved["sampler"]
+        self.batches = self._drawn = saved["batches"]
+        self.ahead = set(saved["ahead"])
+        self.next_worker = saved["next_worker"] if saved.get("num_workers") == len(self.workers) else 0
+
+    def watch(self, index_batches: Iterator[Any]) -> Iterator[Any]:
+        """The same, with note of what is drawn. The n-th that is drawn has ticket n, from 0."""
+        for ticket, index in enumerate(index_batches):
+            while self._drawn in self.ahead:
+                self._drawn += 1
+            self._note_sampler(self._drawn)
+            self._due[ticket] = self._drawn
+            self._drawn += 1
+            yield index
+        self._note_sampler(-1)
+
+    def _note_sampler(self, batch: int) -> None:
+        if self._order.followed:
+            self._states[batch] = self._order.sampler_state()
+
+    def began(self, worker_id: int = 0, state: Any = None) -> None:
+        """The state of the dataset before anything was read from it in this epoch."""
+        if self.workers[worker_id]["fresh"] and state is not None:
+            self.workers[worker_id].update(fresh=False, state=state)
+
+    def handed_out(self, ticket: int | None = None, worker_id: int = 0, state: Any = None) -> None:
+        """A batch (None: the one drawn first) reached the user, or the exception that it raised did."""
+        worker = self.workers[worker_id]
+        worker.update(batches=worker["batches"] + 1, fresh=False, state=state)
+        if self._iterable:
+            self.batches += 1
+            return
+        self.ahead.add(self._due.pop(next(iter(self._due)) if ticket is None else ticket))
+        while self.batches in self.ahead and (not self._order.followed or self.batches in self._states):
+            self.ahead.remove(self.batches)
+            self.sampler = self._states.pop(self.batches, self.sampler)
+            self.batches += 1
+
+    def ended(self, worker_id: int = 0, state: Any = None) -> None:
+        """An iterable dataset, or a worker's part of it, is at its end."""
+        self.workers[worker_id].update(ended=True, fresh=False, state=state)
+
+    def finish(self) -> None:
+        """The user was told that the iteration is over."""
+        self.finished = True
+        self.sampler = self._states.get(-1) or self._order.sampler_state()
+
+    @property
+    def ran_on(self) -> bool:
+        """Workers may have read on from datasets with a state after the user had left."""
+        return not self.finished and any(worker["state"] is not None for worker in self.workers)
+
+    @property
+    def sampler_followed(self) -> bool:
+        return self._order.followed
+
+    def order_again(self, generator: torch.Generator | None) -> Iterator[Any]:
+        """What is left of the order, made from the generators and the sampler as they were."""
+        order = self._order
+        order.write_generators(self.generators)
+        if not isinstance(order.stateful, DistributedSampler):
+            order.load_sampler_state(self.sampler)  # once more: torch has called iter(sampler) since
+        index_batches = iter(order.index_sampler)
+        if self.late_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        return index_batches if self._iterable else self._pass_over(index_batches)
+
+    def _pass_over(self, index_batches: Iterator[Any]) -> Iterator[Any]:
+        if not self._order.followed:
+            deque(itertools.islice(index_batches, self.batches), maxlen=0)
+        ahead = frozenset(self.ahead)
+        for number, index in enumerate(index_batches, self.batches):
+            if number in ahead:
+                self._note_sampler(number)
+            else:
+                yield index
+
+    def position(self) -> dict[str, Any]:
+        """The part of a state that is about an iteration which goes on."""
+        return {
+            "begun": True,
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "ahead": sorted(self.ahead),
+            "next_worker": self.next_worker,
+            "late_seed": self.late_seed,
+            "base_seed": self.base_seed,
+            "generators": self.generators,
+            "sampler": self.sampler,
+            "workers": self.workers,
+        }
