@@ -307,9 +307,18 @@ def _is_server(command: str) -> bool:
 
 
 def measuring(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """All processes of a demo, once server, proxy and two workers run."""
+    """All processes of a demo, once its workers read from the server."""
     found = family(process)
-    return found if servers(process) and len(found) >= 4 else []
+    started = servers(process)
+    workers = [child for child in found if child not in started]
+    return found if started and len(workers) >= 2 and all(map(_is_connected, workers)) else []
+
+
+def _is_connected(process: psutil.Process) -> bool:
+    try:
+        return any(connection.raddr for connection in process.net_connections())
+    except psutil.Error:
+        return False
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
