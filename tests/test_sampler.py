@@ -1,0 +1,374 @@
+"""DistributedSampler: torch's order, exact cover, epochs that advance, a position for any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+import types
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.utils.data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from fastload import DistributedSampler
+from fastload.errors import ArgumentError
+
+LENGTHS = (0, 1, 2, 7, 10, 31, 97)
+WORLDS = (1, 2, 3, 4, 7)
+_RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def ranks(length: int, world: int, **options: object) -> list[DistributedSampler]:
+    return [DistributedSampler(range(length), world, rank, **options) for rank in range(world)]  # type: ignore[arg-type]
+
+
+def order(length: int, seed: int, epoch: int) -> list[int]:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+# --- as torch's
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_order_is_torchs(shuffle: bool, drop_last: bool) -> None:
+    for length, world in itertools.product(LENGTHS[1:], WORLDS):
+        for rank in range(world):
+            theirs = torch.utils.data.DistributedSampler(range(length), world, rank, shuffle, 3, drop_last)
+            ours = DistributedSampler(range(length), world, rank, shuffle, 3, drop_last)
+            assert isinstance(ours, torch.utils.data.DistributedSampler)
+            assert (len(ours), ours.total_size) == (len(theirs), theirs.total_size)
+            for epoch in (0, 5, 5, 2):
+                theirs.set_epoch(epoch)
+                ours.set_epoch(epoch)
+                assert list(ours) == list(theirs)
+                assert list(ours) == list(theirs), "set_epoch was called: the same epoch again"
+
+
+# --- cover
+
+
+@given(length=st.integers(0, 200), world=st.integers(1, 9), shuffle=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_eval_covers_exactly(length: int, world: int, shuffle: bool, seed: int) -> None:
+    samplers = ranks(length, world, shuffle=shuffle, seed=seed, mode="eval")
+    parts = [list(sampler) for sampler in samplers]
+    assert [len(part) for part in parts] == [len(sampler) for sampler in samplers]
+    assert sorted(itertools.chain(*parts)) == list(range(length))
+    assert len({len(part) for part in parts}) <= 2
+    assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
+
+
+@given(length=st.integers(1, 200), world=st.integers(1, 9), drop_last=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_train_gives_equal_steps(length: int, world: int, drop_last: bool) -> None:
+    parts = [list(sampler) for sampler in ranks(length, world, drop_last=drop_last)]
+    counts = Counter(itertools.chain(*parts))
+    assert len({len(part) for part in parts}) == 1
+    if drop_last:
+        assert set(counts.values()) <= {1} and length - len(counts) < world
+    else:
+        assert set(counts) == set(range(length))
+        assert counts.total() - length < world
+
+
+def test_padding_is_what_eval_leaves_out() -> None:
+    """The twin of exact cover: torch's rule counts samples twice."""
+    counts = Counter(itertools.chain(*ranks(7, 3)))
+    assert set(counts) == set(range(7)) and counts.total() == 9
+
+
+# --- epochs
+
+
+def test_epochs_advance_by_themselves() -> None:
+    sampler = DistributedSampler(range(20), 1, 0)
+    assert [list(sampler) for _ in range(4)] == [order(20, 0, epoch) for epoch in range(4)]
+
+
+def test_an_epoch_that_is_left_early_counts() -> None:
+    sampler = DistributedSampler(range(20), 1, 0)
+    assert list(itertools.islice(sampler, 3)) == order(20, 0, 0)[:3]
+    assert list(sampler) == order(20, 0, 1)
+
+
+def test_an_iterator_that_gave_nothing_does_not_count() -> None:
+    sampler = DistributedSampler(range(20), 1, 0)
+    iter(sampler)
+    iter(sampler)
+    assert list(sampler) == order(20, 0, 0)
+
+
+def test_set_epoch_takes_over() -> None:
+    sampler = DistributedSampler(range(20), 1, 0)
+    assert list(sampler) == order(20, 0, 0)
+    for epoch in (0, 0, 7):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == order(20, 0, epoch)
+        assert list(sampler) == order(20, 0, epoch)
+        assert sampler.epoch == epoch
+
+
+def test_two_iterators_at_once() -> None:
+    sampler = DistributedSampler(range(20), 1, 0)
+    first, second = iter(sampler), iter(sampler)
+    pairs = list(zip(first, second, strict=True))
+    assert [a for a, _ in pairs] == order(20, 0, 0)
+    assert [b for _, b in pairs] == order(20, 0, 1)
+    assert list(sampler) == order(20, 0, 2)
+
+
+# --- state
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("after", WORLDS)
+@pytest.mark.parametrize("before", WORLDS)
+def test_another_number_of_ranks_goes_on(before: int, after: int, mode: str) -> None:
+    length = 41
+    for steps in (0, 1, length // before // 2, length // before):
+        first = ranks(length, before, mode=mode, seed=5)
+        seen = [list(itertools.islice(iterators, steps)) for iterators in map(iter, first)]
+        states = [sampler.state_dict() for sampler in first]
+        if steps:
+            assert all(state == states[0] for state in states), "the same dict on every rank"
+        second = ranks(length, after, mode=mode, seed=5)
+        for sampler in second:
+            sampler.load_state_dict(json.loads(json.dumps(states[0])))
+            assert sampler.state_dict() == states[0]
+        rest = [list(sampler) for sampler in second]
+        counts = Counter(itertools.chain(*seen, *rest))
+        assert set(counts) == set(range(length)), "nothing is lost"
+        padding = counts.total() - length
+        assert padding == (0 if mode == "eval" else -(length - steps * before) % after)
+        if mode == "train":
+            assert len({len(part) for part in rest}) == 1
+        if before == after:
+            whole = [list(sampler) for sampler in ranks(length, before, mode=mode, seed=5)]
+            assert [a + b for a, b in zip(seen, rest, strict=True)] == whole
+        following = [list(sampler) for sampler in second]
+        fresh = ranks(length, after, mode=mode, seed=5)
+        for sampler in fresh:
+            sampler.set_epoch(1)
+        assert following == [list(sampler) for sampler in fresh], "then the next epoch"
+
+
+def test_state_at_the_end() -> None:
+    sampler = DistributedSampler(range(5), 2, 0)
+    iterator = iter(sampler)
+    for _ in range(3):
+        next(iterator)
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["consumed"]) == (0, 5)
+    assert next(iterator, None) is None
+    assert (sampler.state_dict()["epoch"], sampler.state_dict()["consumed"]) == (1, 0)
+
+
+def test_set_epoch_after_loading() -> None:
+    saved = DistributedSampler(range(20), 1, 0)
+    saved.set_epoch(3)
+    list(itertools.islice(saved, 12))
+    state = saved.state_dict()
+    for epoch, expected in [(3, order(20, 0, 3)[12:]), (None, order(20, 0, 3)[12:])]:
+        sampler = DistributedSampler(range(20), 1, 0)
+        sampler.load_state_dict(state)
+        if epoch is not None:
+            sampler.set_epoch(epoch)
+        assert list(sampler) == expected
+        assert list(sampler) == order(20, 0, 3), "set_epoch is in charge, as it was in the run that was saved"
+    sampler.load_state_dict(state)
+    with pytest.warns(UserWarning, match="drops the position"):
+        sampler.set_epoch(4)
+    assert list(sampler) == order(20, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"length": 21}, {"shuffle": False}, {"version": 2}, {"extra": 0}, {"epoch": ...}],
+    ids=lambda change: next(iter(change)),
+)
+def test_states_of_something_else(change: dict[str, object]) -> None:
+    state = DistributedSampler(range(20), 1, 0).state_dict() | change
+    state = {name: value for name, value in state.items() if value is not ...}
+    with pytest.raises(ArgumentError, match=next(iter(change))):
+        DistributedSampler(range(20), 1, 0).load_state_dict(state)
+
+
+def test_a_state_of_the_wrong_type() -> None:
+    with pytest.raises(ArgumentError, match="found list"):
+        DistributedSampler(range(20), 1, 0).load_state_dict([])  # type: ignore[arg-type]
+
+
+class Run(RuleBasedStateMachine):
+    """Ranks in step that are stopped, saved and restored with other numbers, against the order as a list."""
+
+    length = 23
+
+    @initialize(world=st.sampled_from(WORLDS), seed=st.integers(0, 9), shuffle=st.booleans())
+    def start(self, world: int, seed: int, shuffle: bool) -> None:
+        self.options = {"seed": seed, "shuffle": shuffle, "mode": "eval"}
+        self.epoch = 0
+        self.seen: list[int] = []
+        self.own_epochs = True
+        self.samplers = ranks(self.length, world, **self.options)
+        self.iterators: list[Iterator[int]] | None = None
+
+    def expected(self) -> list[int]:
+        seed = int(self.options["seed"])  # type: ignore[call-overload]
+        return order(self.length, seed, self.epoch) if self.options["shuffle"] else list(range(self.length))
+
+    @rule(steps=st.integers(1, 6))
+    def draw(self, steps: int) -> None:
+        if self.iterators is None:
+            self.iterators = [iter(sampler) for sampler in self.samplers]
+        for _ in range(steps):
+            left = self.length - len(self.seen)
+            drawn = [next(iterator, None) for iterator in self.iterators[: min(left, len(self.iterators))]]
+            self.seen += [index for index in drawn if index is not None]
+            assert self.seen == self.expected()[: len(self.seen)]
+
+    @precondition(lambda self: self.iterators is not None)
+    @rule()
+    def finish(self) -> None:
+        assert self.iterators is not None
+        rest = list(itertools.chain(*self.iterators))
+        assert sorted(self.seen + rest) == list(range(self.length))
+        self._next_epoch()
+
+    @precondition(lambda self: self.iterators is not None and self.seen)
+    @rule()
+    def leave(self) -> None:
+        assert self.iterators is not None
+        for iterator in self.iterators:
+            next(iterator, None)  # every rank has begun
+        self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.iterators, self.seen = None, []
+        self.epoch += self.own_epochs
+
+    @precondition(lambda self: self.iterators is None and not self.seen)
+    @rule(epoch=st.integers(0, 5))
+    def set_epoch(self, epoch: int) -> None:
+        for sampler in self.samplers:
+            sampler.set_epoch(epoch)
+        self.epoch, self.own_epochs = epoch, False
+
+    @rule(world=st.sampled_from(WORLDS))
+    def restore(self, world: int) -> None:
+        if self.iterators is None:
+            for sampler in self.samplers:
+                sampler.start_epoch()
+        state = json.loads(json.dumps(self.samplers[0].state_dict()))
+        self.samplers = ranks(self.length, world, **self.options)
+        for sampler in self.samplers:
+            sampler.load_state_dict(state)
+        self.iterators = None
+
+
+Run.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestRun = Run.TestCase
+
+
+def test_a_million_samples_are_no_list() -> None:
+    sampler = DistributedSampler(range(1_000_000), 1, 0)
+    tracemalloc.start()
+    try:
+        assert len(list(itertools.islice(sampler, 10_000))) == 10_000
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2e6  # a list of a million ints would have 8 MB and more
+
+
+# --- who we are
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "2", "WORLD_SIZE": "4"},
+        {"HOROVOD_RANK": "2", "HOROVOD_SIZE": "4"},
+        {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"SLURM_PROCID": "2", "SLURM_NTASKS": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "RANK": "2", "WORLD_SIZE": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"},
+    ],
+    ids=lambda variables: "+".join(variables),
+)
+def test_launchers(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    sampler = DistributedSampler(range(10))
+    assert (sampler.rank, sampler.num_replicas) == (2, 4)
+    alone = DistributedSampler(range(10), num_replicas=1, rank=0)
+    assert (alone.rank, alone.num_replicas) == (0, 1)
+
+
+def test_ray_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = types.SimpleNamespace(get_world_rank=lambda: 2, get_world_size=lambda: 4)
+    train = types.ModuleType("ray.train")
+    train.get_context = lambda: context  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    assert (DistributedSampler(range(10)).rank, DistributedSampler(range(10)).num_replicas) == (2, 4)
+
+
+def test_no_launcher() -> None:
+    sampler = DistributedSampler(range(10))
+    assert (sampler.rank, sampler.num_replicas) == (0, 1)
+
+
+def test_torch_distributed() -> None:
+    code = """
+import tempfile, torch.distributed as dist
+from fastload import DistributedSampler
+with tempfile.NamedTemporaryFile() as file:
+    dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+    sampler = DistributedSampler(range(10))
+    print(sampler.rank, sampler.num_replicas)
+    dist.destroy_process_group()
+"""
+    variables = os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["0", "1"], done.stderr
+
+
+def test_an_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ArgumentError, match=r"RANK='first'.*pass rank and num_replicas"):
+        DistributedSampler(range(10))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_replicas": 2, "rank": 2}, r"Invalid rank 2, rank should be in the interval \[0, 1\]"),
+        ({"num_replicas": 2, "rank": -1}, "Invalid rank -1"),
+        ({"num_replicas": 0, "rank": 0}, "num_replicas must be at least 1, found 0"),
+        ({"mode": "test"}, "mode must be one of .*'test'"),
+        ({"mode": "eval", "drop_last": True}, "drop_last=True contradicts mode='eval'"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        DistributedSampler(range(10), **options)  # type: ignore[arg-type]
