@@ -432,6 +432,43 @@ def test_cut_at_every_twentieth(path: str) -> None:
                 decode_image(data[: len(data) * percent // 100])
 
 
+@pytest.mark.parametrize("name", ["420", "progressive", "cmyk", "with EXIF and ICC", "restarts by block"])
+def test_a_cut_file_is_refused_by_every_crop_and_by_shrink(path: str, name: str) -> None:
+    """Also where nothing of what is missing is wanted. What stands behind the end is nobody's business."""
+    data = JPEGS[name]
+    top = RandomResizedCrop(8, scale=(0.01, 0.02), ratio=(1, 1))
+    out = np.empty((30, *top.sample_shape), np.uint8)
+    for cut in (data[:-2], data[:-1], data[: len(data) * 9 // 10], data[:-2] + bytes(5000)):
+        assert [k for k, _ in top.fill(out, [cut] * 30, range(30))] == list(range(30))
+        for call in (lambda d: shrink(d, 1000, 90), lambda d: decode_resized(d, 1000), decode_pil):
+            with pytest.raises(DecodeError, match="end"):
+                call(cut)
+        assert shrink(cut, 1000, 90, strict=False) == cut
+    for whole in (data, data + bytes(5000), data + data[:3000], data + b"\xff"):
+        assert shrink(whole, 1000, 90) == whole
+        np.testing.assert_array_equal(decode_image(whole), decode_image(data))
+        assert top.fill(out, [whole] * 30, range(30)) == []
+
+
+def test_the_end_of_a_thumbnail_is_not_the_end(path: str) -> None:
+    """A JPEG in the EXIF segment of a cut one."""
+    thumbnail = pillow_jpeg(scene(16, 16))
+    segment = b"\xff\xe1" + (len(thumbnail) + 8).to_bytes(2, "big") + b"Exif\0\0" + thumbnail
+    whole = PHOTO[:2] + segment + PHOTO[2:]
+    assert decode_image(whole).shape == (119, 161, 3)
+    for cut in (whole[:-2], whole[: len(whole) // 2]):
+        with pytest.raises(DecodeError, match="end"):
+            shrink(cut, 1000, 90)
+
+
+def test_without_the_look_for_the_end_a_cut_file_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard's absence: `shrink` would hand a cut file on as it is."""
+    monkeypatch.setattr(native, "kernel", None)
+    monkeypatch.setattr(twin, "_has_end", lambda data: True)
+    cut = PHOTO[: len(PHOTO) // 2]
+    assert shrink(cut, 1000, 90) == cut
+
+
 def test_padding_before_the_end_is_harmless(path: str) -> None:
     """Some cameras write it, and Pillow reads it; the same bytes between two scans are damage."""
     for name in ("420", "progressive", "gray"):

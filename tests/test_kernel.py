@@ -37,7 +37,7 @@ def simd(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def decode(data: bytes, denominator: int = 1, strict: bool = True) -> Pixels:
-    width, height = kernel.jpeg_size(data, LIMIT)
+    width, height = kernel.jpeg_size(data, LIMIT, strict)
     out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
     kernel.decode(data, out, denominator, LIMIT, strict)
     return out
@@ -259,16 +259,25 @@ def test_all_warnings_are_errors_unless_told() -> None:
     assert not np.array_equal(partial, whole)
 
 
-def test_rows_below_the_crop_are_not_needed() -> None:
-    """The upper part of a cut image is whole, and is served; the lower is refused."""
+def test_a_cut_file_is_refused_wherever_the_crop_lies() -> None:
+    """Rows below a crop are not read; yet no crop of a cut file is served, or epochs would differ in it."""
     data = pillow_jpeg(scene(320, 320), quality=90)
-    cut, box = data[: len(data) * 3 // 4], (0.0, 0.0, 320.0, 100.0)
-    np.testing.assert_array_equal(crop(cut, box, (64, 64)), crop(data, box, (64, 64)))
-    out = np.empty((1, 64, 64, 3), np.uint8)
-    item = (0, cut, 0.0, 220.0, 320.0, 320.0, False)
-    [(row, reason)] = kernel.crop_resize(out, [item], True, True, LIMIT, True)
-    assert row == 0 and "end" in reason
-    assert kernel.crop_resize(out, [item], True, True, LIMIT, False) == []
+    cut, above, below = data[: len(data) * 3 // 4], (0.0, 0.0, 320.0, 100.0), (0.0, 220.0, 320.0, 320.0)
+
+    def reasons(source: bytes, box: tuple[float, ...], strict: bool) -> list[str]:
+        out = np.empty((1, 64, 64, 3), np.uint8)
+        items = [(0, source, *box, False)]
+        return [reason for _, reason in kernel.crop_resize(out, items, True, True, LIMIT, strict)]
+
+    for box in (above, below):
+        [reason] = reasons(cut, box, True)
+        assert "no end marker" in reason
+        assert reasons(cut, box, False) == []
+    # Without the guard (an end marker where the cut was) the judgement depends on the crop.
+    marked = cut + b"\xff\xd9"
+    assert reasons(marked, above, True) == []
+    assert len(reasons(marked, below, True)) == 1
+    np.testing.assert_array_equal(crop(marked, above, (64, 64)), crop(data, above, (64, 64)))
 
 
 def test_tables_of_the_image_before_are_not_used() -> None:
@@ -288,12 +297,12 @@ def test_tables_of_the_image_before_are_not_used() -> None:
 def test_max_pixels_is_checked_before_allocation() -> None:
     huge = with_size(VARIANTS["420"], 65_500, 65_500)
     for call in (
-        lambda: kernel.jpeg_size(huge, 2 * 89_478_485),
+        lambda: kernel.jpeg_size(huge, 2 * 89_478_485, True),
         lambda: kernel.decode(huge, np.empty((1, 1, 3), np.uint8), 1, 2 * 89_478_485, True),
     ):
         with pytest.raises(ValueError, match="65500 x 65500 pixels are more than max_pixels"):
             call()
-    assert kernel.jpeg_size(huge, 65_500**2) == (65_500, 65_500)  # the same header without the guard
+    assert kernel.jpeg_size(huge, 65_500**2, True) == (65_500, 65_500)  # the same header without the guard
 
 
 def test_scans_are_limited() -> None:

@@ -2,8 +2,8 @@
 
 JPEG goes through the kernel or its twin; every other format through Pillow, on an allow-list. Every image's
 size is compared with `max_pixels` before its pixels are allocated. `strict` is the switch for damaged JPEGs:
-True (the default) makes corrupt or missing data an error; False serves what could be decoded, as a viewer
-would.
+True (the default) makes corrupt or missing data an error, and refuses a file without its end whatever part
+of it is wanted; False serves what could be decoded, as a viewer would.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def decode_image(data: Source, *, max_pixels: int = MAX_PIXELS, strict: bool = T
     Raises:
         DecodeError: not an image of a known format, damaged, or too large.
     """
-    source, width, height = open_image(data, max_pixels)
+    source, width, height = open_image(data, max_pixels, strict)
     return _whole(source, width, height, max_pixels, strict)
 
 
@@ -80,7 +80,7 @@ def decode_pil(
         raise ArgumentError(
             "transforms on PIL images need Pillow: pip install 'fastload[simd]' or 'fastload[pillow]'"
         ) from None
-    source, width, height = open_image(data, max_pixels)
+    source, width, height = open_image(data, max_pixels, strict)
     if not _is_pixels(source):
         denominator = 1
         while min_size is not None and denominator < 8 and min(width, height) >= 2 * denominator * min_size:
@@ -98,7 +98,7 @@ def decode_resized(
 
     The longer side is rounded down, as torchvision's Resize does; the filter is antialiased bilinear.
     """
-    source, width, height = open_image(data, max_pixels)
+    source, width, height = open_image(data, max_pixels, strict)
     if min(width, height) <= short_side:
         return _whole(source, width, height, max_pixels, strict)
     new_width, new_height = resized_size(width, height, short_side)
@@ -115,9 +115,9 @@ def shrink(
     """Re-encode an image as a JPEG (4:2:0) whose shorter side is `short_side`.
 
     A JPEG that is not larger than that comes back as it is: encoding it again would cost quality and gain
-    little. Its pixels are then not looked at.
+    little. It is then looked at no further than to see that it was not cut.
     """
-    source, width, height = open_image(data, max_pixels)
+    source, width, height = open_image(data, max_pixels, strict)
     if not _is_pixels(source) and min(width, height) <= short_side:
         return bytes(source)
     pixels = decode_resized(source, short_side, max_pixels=max_pixels, strict=strict)
@@ -132,7 +132,7 @@ def resized_size(width: int, height: int, short_side: int) -> tuple[int, int]:
     return int(short_side * width / height), short_side
 
 
-def open_image(image: Source, max_pixels: int) -> tuple[Source, int, int]:
+def open_image(image: Source, max_pixels: int, strict: bool) -> tuple[Source, int, int]:
     """(source, width, height) of an image: a JPEG stays encoded, everything else is decoded to HWC uint8.
 
     Raises:
@@ -144,7 +144,7 @@ def open_image(image: Source, max_pixels: int) -> tuple[Source, int, int]:
     data = _as_bytes(image)
     if _sniff(data) == "JPEG":
         try:
-            width, height = native.active().jpeg_size(data, max_pixels)
+            width, height = native.active().jpeg_size(data, max_pixels, strict)
         except ValueError as error:
             raise DecodeError(str(error)) from error
         return data, width, height

@@ -3,7 +3,8 @@
  * Of a crop only what it needs is decoded: at the smallest DCT scale that leaves enough pixels, only its columns
  * (jpeg_crop_scanline), without the work behind the Huffman codes for the rows above (jpeg_skip_scanlines), and
  * nothing at all of the rows below. A damaged stream ends in `false` and a message; by default that includes what
- * libjpeg calls warnings (bad codes, a premature end), because then pixels are missing or made up.
+ * libjpeg calls warnings (bad codes, a premature end), because then pixels are missing or made up. And a file that was
+ * cut is refused whole, wherever the crop lies: a sample must not come and go with the crops that an epoch draws.
  */
 #ifndef FASTLOAD_JPEG_H
 #define FASTLOAD_JPEG_H
@@ -72,6 +73,15 @@ static void on_progress(j_common_ptr jpeg) {
 
 /* ---------------------------------------------------------------- header */
 
+/* Whether an end marker follows the header, which has just been read. Entropy-coded data cannot hold one by chance, so
+ * a file without it was cut. Bytes behind it (a camera's second picture, zeros) are nobody's business. */
+static bool has_end(const struct jpeg_source_mgr *source) {
+    const uint8_t *from = source->next_input_byte;
+    for (size_t i = source->bytes_in_buffer; i >= 2; i--)
+        if (from[i - 1] == JPEG_EOI && from[i - 2] == 0xFF) return true;
+    return false;
+}
+
 /* Reads the header. A new decompressor for each image, though one could be kept: it would keep the tables of the image
  * before, and decode an image that lacks its own with them. Making one costs 0.1 % of a decode. */
 static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Limits *limits) {
@@ -84,6 +94,7 @@ static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Lim
                  (unsigned)height, (unsigned long long)limits->max_pixels);
         longjmp(d->escape, 1);
     }
+    if (limits->strict && !has_end(d->jpeg.src)) decoder_fail(d, "premature end: the file was cut, it has no end marker");
     d->warnings_are_errors = limits->strict;
     switch (d->jpeg.jpeg_color_space) {
         case JCS_GRAYSCALE:

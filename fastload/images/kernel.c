@@ -162,11 +162,12 @@ end:
 static PyObject *jpeg_size(PyObject *self, PyObject *args) {
     PyObject *data;
     unsigned long long max_pixels;
+    int strict = false;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OK", &data, &max_pixels)) return NULL;
+    if (!PyArg_ParseTuple(args, "OK|p", &data, &max_pixels, &strict)) return NULL;
     Py_buffer view;
     if (get_file(data, &view) < 0) return NULL;
-    const Limits limits = {max_pixels, false};
+    const Limits limits = {max_pixels, strict};
     char message[MESSAGE_SIZE];
     int width, height;
     /* With the GIL: a header takes less time than giving it up. */
@@ -220,7 +221,7 @@ static PyObject *set_simd(PyObject *self, PyObject *on) {
 }
 
 static PyMethodDef methods[] = {
-    {"jpeg_size", jpeg_size, METH_VARARGS, "jpeg_size(data, max_pixels) -> (width, height)"},
+    {"jpeg_size", jpeg_size, METH_VARARGS, "jpeg_size(data, max_pixels, strict) -> (width, height)"},
     {"decode", decode, METH_VARARGS, "decode(data, out, denominator, max_pixels, strict)"},
     {"crop_resize", crop_resize, METH_VARARGS,
      "crop_resize(out, items, channels_last, clamp, max_pixels, strict) -> [(row, reason)]"},

@@ -145,7 +145,7 @@ class Crop(ABC):
         return torch.from_numpy(out[0])
 
     def _item(self, k: int, image: Source, rng: Rng) -> Item:
-        source, width, height = open_image(image, self.max_pixels)
+        source, width, height = open_image(image, self.max_pixels, self.strict)
         box, flip = self._place(width, height, rng)
         return (k, source, *box, flip)
 

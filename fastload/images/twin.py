@@ -26,12 +26,27 @@ __all__ = ["crop_resize", "decode", "jpeg_size"]
 Pixels = NDArray[np.uint8]
 
 
-def jpeg_size(data: Any, max_pixels: int) -> tuple[int, int]:
-    """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`."""
+def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
+    """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`, or was cut."""
     height, width, _ = _header(data)
     if height * width > max_pixels:
         raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
+    if strict and not _has_end(memoryview(data)):
+        raise ValueError("premature end: the file was cut, it has no end marker")
     return width, height
+
+
+def _has_end(data: memoryview) -> bool:
+    """Whether an end marker follows the header. Bytes behind it are nobody's business."""
+    if data[-2:] == b"\xff\xd9":
+        return True
+    at = 2
+    while data[at : at + 2] != b"\xff\xda":  # segment by segment: a thumbnail in one has an end of its own
+        if at + 4 > len(data):
+            return False
+        fill = data[at + 1] == 0xFF
+        at += 1 if fill else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return data.tobytes().rfind(b"\xff\xd9", at) > 0
 
 
 def _header(data: Any) -> tuple[int, int, str]:
@@ -45,7 +60,7 @@ def _header(data: Any) -> tuple[int, int, str]:
 
 def decode(data: Any, out: Pixels, denominator: int, max_pixels: int, strict: bool) -> None:
     """Decode a JPEG at 1/`denominator` of its size into `out` (H, W, 3)."""
-    jpeg_size(data, max_pixels)
+    jpeg_size(data, max_pixels, strict)
     out[:] = _decode(data, strict, out.shape[0], out.shape[1])
 
 
@@ -59,7 +74,7 @@ def crop_resize(
         try:
             pixels = source
             if not isinstance(source, np.ndarray) or source.ndim != 3:
-                jpeg_size(source, max_pixels)
+                jpeg_size(source, max_pixels, strict)
                 pixels = _decode(source, strict)
             resized = _resize(pixels, (x0, y0, x1, y1), size, clamp, max_pixels)
         except (ValueError, MemoryError) as error:
