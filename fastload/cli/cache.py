@@ -57,7 +57,8 @@ def check(
         output.console.print(f"{directory}: {verdict}")
         for name, value in report.as_dict().items():
             if name != "ok":
-                output.console.print(f"  {name.replace('_', ' '):<16} {value}", markup=False)
+                text = f"{value:,}" if isinstance(value, int) else ", ".join(value) or "none"
+                output.console.print(f"  {name.replace('_', ' '):<18} {text}", markup=False)
         output.document(report.as_dict())
         if not report.ok:
             raise typer.Exit(1)
