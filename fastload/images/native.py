@@ -28,8 +28,8 @@ class Kernel(Protocol):
     """What the kernel and its twin both do. They raise ValueError for bytes that they cannot decode."""
 
     def jpeg_size(self, data: Source, max_pixels: int, strict: bool) -> tuple[int, int]:
-        """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`, or under `strict`
-        was cut."""
+        """(width, height) from a JPEG header; ValueError when it has more than `max_pixels`, or (strict) was
+        cut."""
 
     def decode(self, data: Source, out: Pixels, denominator: int, max_pixels: int, strict: bool) -> None:
         """Decode a JPEG at 1/`denominator` (1, 2, 4, 8) of its size, rounded up, into `out` (H, W, 3)."""
