@@ -45,10 +45,15 @@ class Lender:
     """While entered, the process-wide generators continue from `states`; after it, from where they were.
 
     What is drawn inside moves `states` on, so that the next entry continues where this one ended.
+
+    Args:
+        states: see `read_globals`.
+        stays: leave the process-wide generators where they are at the end.
     """
 
-    def __init__(self, states: Mapping[str, Any]) -> None:
+    def __init__(self, states: Mapping[str, Any], *, stays: bool = False) -> None:
         self.states = dict(states)
+        self._stays = stays
         self._kept: dict[str, Any] = {}
 
     def __enter__(self) -> None:
@@ -57,7 +62,8 @@ class Lender:
 
     def __exit__(self, *_: object) -> None:
         self.states = read_globals(self.states)
-        write_globals(self._kept)
+        if not self._stays:
+            write_globals(self._kept)
 
 
 def _pack(numbers: np.ndarray[Any, Any]) -> str:

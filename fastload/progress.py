@@ -148,6 +148,7 @@ class Progress:
         self.ahead: set[int] = set()  # batches handed out beyond it, which in_order=False allows
         self.next_worker = 0
         self.finished = False
+        self.drawn = False  # the sampler has begun to draw
         self._due: dict[int, int] = {}  # ticket -> batch
         self._drawn = 0
         self._states: dict[int, dict[str, Any]] = {}  # batch -> sampler's state after it was drawn
@@ -163,6 +164,7 @@ class Progress:
 
     def watch(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         """The same, with note of what is drawn. The n-th that is drawn has ticket n, from 0."""
+        self.drawn = True
         for ticket, index in enumerate(index_batches):
             while self._drawn in self.ahead:
                 self._drawn += 1
@@ -240,6 +242,7 @@ class Progress:
             "epoch": self.epoch,
             "batches": self.batches,
             "ahead": sorted(self.ahead),
+            "drawn": self.drawn,
             "next_worker": self.next_worker,
             "late_seed": self.late_seed,
             "base_seed": self.base_seed,

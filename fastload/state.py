@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -81,8 +82,10 @@ class LoaderState:
         self._workers = workers
         if loader.num_workers == 0 and workers is not None:
             load_dataset(loader.dataset, workers[0])  # not while generators are lent: it may set them
-        lender = Lender({name: saved["generators"][name] for name in order.globals})
         restored = saved["global"] == digest(read_globals(order.globals))
+        # Where the sampler had not begun to draw, its first draw is yet to come for the generators as well.
+        states = {name: saved["generators"][name] for name in order.globals}
+        lender = Lender(states, stays=restored and not saved["drawn"])
         self._lender = None if restored else lender
         if saved["base_seed"] is None:
             order.write_generators(saved["generators"], own_only=True)
@@ -132,6 +135,7 @@ class LoaderState:
             # The sampler draws with its first batch, which has to happen while the generators are lent.
             first = list(itertools.islice(iterator._sampler_iter, 1))
             iterator._sampler_iter = itertools.chain(first, iterator._sampler_iter)
+            progress.drawn = True
         iterator._sampler_iter = progress.watch(iterator._sampler_iter)
 
     def _draws_one_seed(self, loader: Any) -> bool:
@@ -147,9 +151,8 @@ class LoaderState:
             position = self._progress.position()
         else:
             position = self._between(loader, order)
-        if all(worker == _untouched(None) for worker in position["workers"]) or (
-            not _is_iterable(loader) and all(worker["state"] is None for worker in position["workers"])
-        ):
+        stateless = all(worker["state"] is None for worker in position["workers"])
+        if stateless and not (_is_iterable(loader) and position["batches"]):
             position["workers"] = None
         position["one_seed"] = self._draws_one_seed(loader)
         position["global"] = None if self._lender is not None else digest(read_globals(order.globals))
@@ -167,6 +170,7 @@ class LoaderState:
             "epoch": self.epoch,
             "batches": 0,
             "ahead": [],
+            "drawn": False,
             "next_worker": 0,
             "late_seed": False,
             # None: the next iteration draws one.
@@ -240,8 +244,9 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
             names += ["batch_size", "sampler_length", "num_replicas"] if saved["begun"] else []
     elif any(worker["state"] is None and worker["batches"] for worker in workers):
         names += ["batch_size"]
-    alike = own["dataset"] == "map-style" and all(worker == workers[0] for worker in workers)
-    if workers and not alike:
+    # As bytes, since users' states may hold tensors, which have no single answer to `==`.
+    alike = len({pickle.dumps(worker["state"]) for worker in workers}) == 1
+    if workers and not (alike and own["dataset"] == "map-style"):
         names += ["num_workers"]
     for name in names:
         if saved[name] != own[name]:
@@ -256,11 +261,9 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
         )
 
 
-_POSITION = {"begun", "epoch", "batches", "ahead", "next_worker", "late_seed", "base_seed", "generators"} | {
-    "sampler",
-    "workers",
-    "one_seed",
-    "global",
+_POSITION = {
+    *("begun", "epoch", "batches", "ahead", "drawn", "next_worker", "late_seed", "base_seed", "one_seed"),
+    *("generators", "global", "sampler", "workers"),
 }
 _SAME_ORDER = "the order of the samples would be another one"
 _ADVICE = {
