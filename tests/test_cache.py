@@ -677,13 +677,15 @@ def test_clear_and_foreign_files(open_cache: Callable[..., Cache], tmp_path: Pat
         path / "v1" / "segments" / "host-1-zz.seg": b"mine",
         path / "v1" / "index" / "backup.mdb": b"mine",
     }
+    foreign |= {path / "manifests" / "list.txt": b"mine"}
     for file, data in foreign.items():
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(data)
-    expected = ["notes.txt", "photos", "v0", "v1/index/backup.mdb", "v1/readme"]
+    (path / "manifests" / "0123.manifest").write_bytes(b"listing")
+    expected = ["manifests/list.txt", "notes.txt", "photos", "v0", "v1/index/backup.mdb", "v1/readme"]
     expected += ["v1/segments/holiday.seg", "v1/segments/host-1-zz.seg"]
     assert cache.check().foreign_files == expected and cache.check().ok
-    assert cache.clear() == 20 * record_size(3000)
+    assert cache.clear() == 20 * record_size(3000) + len(b"listing")
     assert segments(path) == [path / "v1" / "segments" / n for n in ("holiday.seg", "host-1-zz.seg")]
     assert cache.info()["entries"] == 0
     content = fill(cache, 5)  # and it goes on

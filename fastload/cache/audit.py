@@ -7,9 +7,10 @@ import dataclasses
 import fcntl
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from fastload.cache.directory import FOLDER, MARKER, Directory
+from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
 
@@ -150,7 +151,16 @@ def clear(directory: Directory) -> int:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory.segments_fd)
             freed += size
+    for manifest in _manifests(directory):
+        with contextlib.suppress(FileNotFoundError):
+            freed += manifest.stat(follow_symlinks=False).st_size
+            manifest.unlink()
     return freed
+
+
+def _manifests(directory: Directory) -> list[Path]:
+    """Listings that datasets keep beside the segments, in `Cache.manifests`."""
+    return sorted((directory.path.parent / MANIFESTS).glob("*.manifest"))
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
@@ -163,7 +173,9 @@ def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
 
 def _foreign(directory: Directory) -> list[str]:
     parent, root = directory.path.parent, directory.path
-    found = [path for path in parent.iterdir() if path.name != FOLDER]
+    found = [path for path in parent.iterdir() if path.name not in (FOLDER, MANIFESTS)]
+    if (parent / MANIFESTS).is_dir():
+        found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
     found += [path for path in root.iterdir() if path.name not in _ROOT_FILES]
     found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
     ours = set(directory.segment_names())

@@ -17,7 +17,7 @@ import lmdb
 
 from fastload.cache import audit
 from fastload.cache.audit import Report
-from fastload.cache.directory import DAMAGED, FOLDER, Directory, refuse_unsafe
+from fastload.cache.directory import DAMAGED, FOLDER, MANIFESTS, Directory, refuse_unsafe
 from fastload.cache.record import (
     FORMAT,
     KEY_SIZE,
@@ -139,6 +139,11 @@ class Cache:
         """Counters of this process, "cache.*" as in `fastload.stats`."""
         self._notice_fork()
         return self._counters
+
+    @property
+    def manifests(self) -> Path:
+        """The folder in which datasets keep their listings. `clear` deletes these too."""
+        return Path(self.path) / MANIFESTS
 
     # -- reading
 
@@ -331,7 +336,7 @@ class Cache:
             return audit.check(directory, fix, progress)
 
     def clear(self) -> int:
-        """Delete every record, in all modes, and return the bytes freed. Safe while others read and write;
+        """Delete every record, in all modes, and the listings kept beside them; return the bytes freed. Safe while others read and write;
         they go on with an empty cache. Files that fastload did not write stay.
 
         Raises:

@@ -40,10 +40,11 @@ from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
 
-__all__ = ["DAMAGED", "FOLDER", "MARKER", "Directory", "identity", "open_root", "refuse_unsafe"]
+__all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root", "refuse_unsafe"]
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"
+MANIFESTS = "manifests"  # beside it, of any format: the listings that datasets keep
 LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
 CLOSE_DEADLINE = 10.0
 REINDEX_BATCH = 1000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class ObjectDataset(Dataset[Any]):
         self._store = open_store(url, **(storage_options or {}))
         self._manifest = Manifest.open(
             self._store,
-            directory=None if self.cache is None else Path(self.cache.path) / "manifests",
+            directory=None if self.cache is None else self.cache.manifests,
             refresh=refresh,
             images_only=self._images_only,
             labels=self._labels,
@@ -130,12 +129,13 @@ class ObjectDataset(Dataset[Any]):
     def flush_cache(self) -> None:
         if self.cache is not None:
             self.cache.flush()
+            self.counters.merge(self.cache.counters.drain())
 
     def close_cache(self) -> None:
         self.close()
 
     def close(self) -> None:
-        """End this process's reader threads, write out the cache, and close it. The next access opens it anew."""
+        """End this process's reader threads, write out and close the cache. The next access opens it anew."""
         if self._window is not None and self._window[0] == os.getpid():
             self._window[1].close()
             self._window = None
