@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastload.cache import Cache
+    from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.objects import ObjectDataset
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader import DataLoader
+    from fastload.normalize import Normalize
     from fastload.sampler import DistributedSampler
     from fastload.store import open_store
 
@@ -25,8 +27,10 @@ _HOME = {
     "DataLoader": "fastload.loader",
     "DistributedSampler": "fastload.sampler",
     "ImageFolder": "fastload.datasets.image_folder",
+    "Normalize": "fastload.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
+    "cached": "fastload.datasets.cached",
     "open_store": "fastload.store",
 }
 
@@ -36,9 +40,11 @@ __all__ = [
     "DataLoader",
     "DistributedSampler",
     "ImageFolder",
+    "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",
     "__version__",
+    "cached",
     "open_store",
 ]
 

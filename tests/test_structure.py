@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "rows": {"stats"},
     "collate": {"rows", "errors", "stats"},
     "datasets": {"fetch", "images", "manifest", "store", "cache", "rows", "errors", "stats"},
+    "normalize": {"errors"},
     "slots": {"channel", "errors"},
     "workers": {"channel", "collate", "failure", "progress", "slots", "stats", "errors"},
     "generators": set(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache
 from fastload.datasets.layout import dump, load
@@ -27,18 +27,21 @@ def cached(dataset: Dataset[Any], cache: Cache, *, fingerprint: str | None = Non
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
         cache: any `Cache`; its mode only says where entries belong.
-        fingerprint: names the samples: same fingerprint and index, same sample. Default: the dataset's
-            class, its source code, its length, and those of its attributes that are plain values.
+        fingerprint: text that names the samples: same fingerprint and index, same sample. Default: the
+            dataset's class, its source code, its length, and those of its attributes that are plain values.
 
     Raises:
         ArgumentError: a dataset without length, a cache that is none; at a sample that cannot be stored.
     """
     if not isinstance(cache, Cache):
         raise ArgumentError(f"cache must be a fastload.Cache, found {cache!r}")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, IterableDataset):
         raise ArgumentError(
             f"dataset must be map-style (__getitem__ and __len__), found {type(dataset).__name__}"
         )
+    if not isinstance(fingerprint, str | None):
+        raise ArgumentError(f"fingerprint must be a str or None, found {fingerprint!r}")
     return CachedDataset(dataset, cache, fingerprint if fingerprint is not None else _fingerprint(dataset))
 
 
@@ -54,6 +57,10 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
+        n = len(self)
+        if not -n <= index < n:
+            raise IndexError(f"index {index} is out of range for {n} samples")
+        index %= n
         key = self.cache.key("cached", self.fingerprint, str(index))
         record = self.cache.read(key)
         if record is not None:

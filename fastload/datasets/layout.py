@@ -67,8 +67,8 @@ def _write(out: bytearray, value: Any, path: str, depth: int) -> None:
     if write is None or depth > _MAX_DEPTH:
         raise ArgumentError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which the cache cannot keep: "
-            "let the dataset return None, bool, int, float, str, bytes, numpy arrays, torch tensors, or lists, "
-            "tuples and dicts of these"
+            "let the dataset return None, bool, int, float, str, bytes, numpy arrays, torch tensors, or "
+            "lists, tuples and dicts of these"
         )
     write(out, value, path, depth)
 

@@ -45,7 +45,8 @@ class Prefix:
         self._quality = cache.quality if cache is not None else 0
         if self.mode == "shrunk" and decode is not None:
             raise ArgumentError(
-                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: use mode 'raw' or 'decoded'"
+                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: "
+                "use mode 'raw' or 'decoded'"
             )
         self.key = () if self.mode == "raw" else (_VERSION, "" if decode is None else code_of(decode))
 

@@ -36,17 +36,17 @@ def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
     return width, height
 
 
-def _has_end(data: memoryview) -> bool:
+def _has_end(view: memoryview) -> bool:
     """Whether an end marker follows the header. Bytes behind it are nobody's business."""
-    if data[-2:] == b"\xff\xd9":
+    if bytes(view[-2:]) == b"\xff\xd9":
         return True
-    at = 2
+    data, at = bytes(view), 2
     while data[at : at + 2] != b"\xff\xda":  # segment by segment: a thumbnail in one has an end of its own
         if at + 4 > len(data):
             return False
         fill = data[at + 1] == 0xFF
         at += 1 if fill else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return data.tobytes().rfind(b"\xff\xd9", at) > 0
+    return data.rfind(b"\xff\xd9", at) > 0
 
 
 def _header(data: Any) -> tuple[int, int, str]:
