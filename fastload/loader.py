@@ -217,6 +217,8 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 self._maker.prefetch(index)
             self._coming.append(index)
         if not self._coming:
+            if self._maker is not None:
+                self._maker.flush_cache()  # a dataset that is not read ahead shows its last batch only now
             raise StopIteration
         return self._coming.popleft()
 
