@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -25,6 +26,7 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 from fastload import store
 from fastload.collate import BatchMaker
 from fastload.errors import ArgumentError
+from fastload.generators import kept_globals
 from fastload.progress import Progress, dataset_state, resume_fetcher
 from fastload.rows import as_rows
 from fastload.state import LoaderState
@@ -180,14 +182,14 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
     """`num_workers=0`: the same path in this process, with the same fetch window."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        self._coming: deque[Any] = deque()
+        self._maker: BatchMaker | None = None
+        self._ahead = 0
         self._progress = loader._state.begin(loader, late_seed=True)
         super().__init__(loader)
         loader._state.started(loader, self, self._progress)
         self._loader = loader
         self._counters, self._bad = loader._counters, loader._bad
-        self._coming: deque[Any] = deque()
-        self._maker: BatchMaker | None = None
-        self._ahead = 0
         if self._dataset_kind == torch_dataloader._DatasetKind.Map:
             self._dataset_fetcher = self._maker = BatchMaker(
                 self._dataset,
@@ -240,7 +242,9 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
             return super()._next_data()
         index = self._next_index()
         start = time.perf_counter()
-        data = self._maker(index)
+        # A seed sets the generators for each sample, and here they are the trainer's.
+        with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
+            data = self._maker(index)
         if self._ahead and not self._coming:
             self._maker.flush_cache()
         if self._pin_memory:
@@ -276,7 +280,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         readable = as_rows(self._dataset) is not None
         self._ahead = _batches_ahead(loader, loader.prefetch_factor) if readable else loader.prefetch_factor
         self._sent = 0  # sequence number of the next index batch
-        self._arrived: dict[int, tuple[int, Result, list[int]]] = {}
+        self._arrived: dict[int, tuple[int, Result]] = {}
         self._owner: dict[int, int] = {}  # batches that are due: sequence number -> worker
         self._pool = WorkerPool(_setup(self, loader), _context(loader))
         self._pin_memory_thread = None
@@ -296,14 +300,14 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._discard(*self._arrived.pop(seq))
         self._owner.clear()
         self._first = self._sent
-        self._pool.start_epoch(self._sent, _seed(loader, self), self._progress.epoch)
+        self._pool.start_epoch(self._sent, _seed(loader, self), self._progress.epoch, self._shared_seed)
         self._turn = deque(range(self._num_workers))
         self._turn.rotate(-self._progress.next_worker)
         for _ in range(self._ahead * self._num_workers):
             self._submit()
         if previous is not None and previous.ran_on:
             # These workers' datasets went on after the break: only they know where this epoch begins.
-            while set(self._owner.values()) - {worker_id for worker_id, _, _ in self._arrived.values()}:
+            while set(self._owner.values()) - {worker_id for worker_id, _ in self._arrived.values()}:
                 self._receive()
 
     def _next_data(self) -> Any:
@@ -319,13 +323,13 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 if not self._in_order:
                     seq = self._due()
                     assert seq is not None
-            worker_id, result, fds = self._arrived.pop(seq)
+            worker_id, result = self._arrived.pop(seq)
             del self._owner[seq]
             if result.exhausted:
                 self._progress.ended(worker_id, result.after)
                 self._retire(worker_id)
                 continue
-            return self._deliver(worker_id, result, fds)
+            return self._deliver(worker_id, result)
 
     def _due(self) -> int | None:
         """The sequence number to hand over next, or None at the end of the epoch."""
@@ -333,12 +337,12 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             return next(iter(self._arrived))
         return next(iter(self._owner), None)
 
-    def _deliver(self, worker_id: int, result: Result, fds: list[int]) -> Any:
+    def _deliver(self, worker_id: int, result: Result) -> Any:
         assert self._pool is not None
         self._counters.add("wait.batches")
         self._pool.consume(worker_id)
         try:
-            data = self._pool.unpack(worker_id, result.packed, fds) if result.packed is not None else None
+            data = self._pool.unpack(worker_id, result.packed) if result.packed is not None else None
         finally:
             if not self._submit(worker_id):
                 self._pool.finish(worker_id)
@@ -383,21 +387,21 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             raise
         finally:
             self._counters.add("wait.seconds", time.perf_counter() - start)
-        for worker_id, result, fds in received:
+        for worker_id, result in received:
             self._counters.merge(result.counters)
             self._bad.extend(result.bad)
             if result.seq in self._owner:
                 self._progress.began(worker_id, result.before)
-                self._arrived[result.seq] = (worker_id, result, fds)
+                self._arrived[result.seq] = (worker_id, result)
             else:
-                self._discard(worker_id, result, fds)
+                self._discard(worker_id, result)
 
-    def _discard(self, worker_id: int, result: Result, fds: list[int]) -> None:
+    def _discard(self, worker_id: int, result: Result) -> None:
         """A batch that nobody waits for any more; its slots go back."""
         assert self._pool is not None
         self._pool.consume(worker_id)
         if result.packed is not None:
-            self._pool.unpack(worker_id, result.packed, fds)
+            self._pool.unpack(worker_id, result.packed)
 
     def _retire(self, worker_id: int) -> None:
         """This worker's part of an iterable dataset is at its end."""

@@ -332,6 +332,11 @@ class _Pickler(ForkingPickler):
             self._placed[id(obj)] = known = (obj, (number, *self._place(obj)))
         return known[1]
 
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is np.ndarray and not obj.flags.writeable:
+            return obj.__reduce__()  # a buffer would arrive read-only, which torch's pickle does not do to it
+        return NotImplemented
+
     def _place(self, obj: torch.Tensor | torch.UntypedStorage) -> tuple[Any, ...]:
         if isinstance(obj, torch.Tensor):
             return *self._pool._place(obj.detach()), obj.dtype, obj.requires_grad
@@ -365,12 +370,15 @@ class SlotMap:
         self.released: deque[int] = deque()
         self._memory: dict[int, Bytes] = {}
 
-    def unpack(self, packed: PackedBatch, fds: Sequence[int]) -> Any:
-        """The batch, its tensors lying in the slots (or in memory of their own, for small batches)."""
+    def attach(self, packed: PackedBatch, fds: Sequence[int]) -> None:
+        """Map the slots that are new with this batch; their descriptors are closed."""
         for (slot_id, nbytes), fd in zip(packed.new, fds, strict=True):
             self._memory[slot_id] = _map(fd, nbytes)
         for slot_id in packed.retired:
             self._memory.pop(slot_id, None)
+
+    def unpack(self, packed: PackedBatch) -> Any:
+        """The batch, its tensors lying in the slots (or in memory of their own, for small batches)."""
         leases = [self._lease(slot_id) for slot_id in packed.slots]
         if packed.inline is not None:
             leases = [np.frombuffer(bytearray(packed.inline), np.uint8)] if packed.inline else []

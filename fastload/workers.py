@@ -351,8 +351,9 @@ class WorkerPool:
         """Tell a worker what was consumed and released, and that this epoch has no more index batches."""
         self._tell(self._workers[worker_id], -1, None)
 
-    def unpack(self, worker_id: int, packed: PackedBatch, fds: list[int]) -> Any:
-        return self._workers[worker_id].slots.unpack(packed, fds)
+    def unpack(self, worker_id: int, packed: PackedBatch) -> Any:
+        """The batch that a worker has packed."""
+        return self._workers[worker_id].slots.unpack(packed)
 
     def _tell(self, worker: _Handle, seq: int, index: Any) -> None:
         released = []
@@ -365,8 +366,8 @@ class WorkerPool:
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
 
-    def receive(self, timeout: float) -> list[tuple[int, Result, list[int]]]:
-        """Wait for results: (worker, result, descriptors), at least one.
+    def receive(self, timeout: float) -> list[tuple[int, Result]]:
+        """Wait for results: (worker, result), at least one.
 
         Raises:
             WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
@@ -385,7 +386,7 @@ class WorkerPool:
             if left == 0:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
 
-    def _poll(self, seconds: float) -> list[tuple[int, Result, list[int]]]:
+    def _poll(self, seconds: float) -> list[tuple[int, Result]]:
         poll = select.poll()
         by_fd = {}
         for worker_id, worker in enumerate(self._workers):
@@ -400,7 +401,10 @@ class WorkerPool:
                     worker.channel.flush(wait=False)
                 while (received := worker.channel.receive(wait=False)) is not None:
                     worker.answered = True
-                    results.append((by_fd[fd], received[0], received[1]))
+                    result, fds = received
+                    if result.packed is not None:
+                        worker.slots.attach(result.packed, fds)
+                    results.append((by_fd[fd], result))
             except (EOFError, BrokenPipeError):
                 dead = worker
         if dead is not None and not results:
