@@ -7,13 +7,22 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["Lender", "digest", "read_generator", "read_globals", "write_generator", "write_globals"]
+__all__ = [
+    "Lender",
+    "digest",
+    "kept_globals",
+    "read_generator",
+    "read_globals",
+    "write_generator",
+    "write_globals",
+]
 
 
 def read_generator(generator: torch.Generator) -> str:
@@ -64,6 +73,18 @@ class Lender:
         self.states = read_globals(self.states)
         if not self._stays:
             write_globals(self._kept)
+
+
+@contextmanager
+def kept_globals() -> Iterator[None]:
+    """What is drawn or seeded inside leaves the process-wide generators where they were."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 def _pack(numbers: np.ndarray[Any, Any]) -> str:
