@@ -239,7 +239,7 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
 
     def _read_next(self) -> Any:
         if self._maker is None:
-            return super()._next_data()
+            return super()._next_data()  # type: ignore[no-untyped-call]
         index = self._next_index()
         start = time.perf_counter()
         # A seed sets the generators for each sample, and here they are the trainer's.

@@ -100,7 +100,12 @@ class Order:
 
     def sampler_state(self) -> dict[str, Any]:
         state = copy.deepcopy(self.stateful.state_dict()) if self.stateful is not None else None
-        return {"epoch": self.epoch, "state": state}
+        return {"epoch": self.epoch, "state": state, "over": False}
+
+    def is_cut_off(self, index: Any) -> bool:
+        """True for a last batch that is not full: its sampler has ended, and stands before the next epoch."""
+        inner = self.stateful is not None and self.stateful is not self.index_sampler
+        return self.followed and inner and len(index) < self.index_sampler.batch_size
 
     def load_sampler_state(self, saved: Mapping[str, Any]) -> None:
         elsewhere = self._with_epoch is not None and not isinstance(self._with_epoch, DistributedSampler)
@@ -168,15 +173,15 @@ class Progress:
         for ticket, index in enumerate(index_batches):
             while self._drawn in self.ahead:
                 self._drawn += 1
-            self._note_sampler(self._drawn)
+            self._note_sampler(self._drawn, over=self._order.is_cut_off(index))
             self._due[ticket] = self._drawn
             self._drawn += 1
             yield index
         self._note_sampler(-1)
 
-    def _note_sampler(self, batch: int) -> None:
+    def _note_sampler(self, batch: int, *, over: bool = False) -> None:
         if self._order.followed:
-            self._states[batch] = self._order.sampler_state()
+            self._states[batch] = self._order.sampler_state() | {"over": over}
 
     def began(self, worker_id: int = 0, state: Any = None) -> None:
         """The state of the dataset before anything was read from it in this epoch."""
@@ -220,7 +225,7 @@ class Progress:
         order.write_generators(self.generators)
         if not isinstance(order.stateful, DistributedSampler):
             order.load_sampler_state(self.sampler)  # once more: torch has called iter(sampler) since
-        index_batches = iter(order.index_sampler)
+        index_batches = iter(() if self.sampler["over"] else order.index_sampler)
         if self.late_seed:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
         return index_batches if self._iterable else self._pass_over(index_batches)

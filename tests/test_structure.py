@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "failure": {"errors"},
     "progress": {"generators", "sampler"},
     "state": {"errors", "generators", "progress"},
-    "loader": {"store", "collate", "rows", "workers", "progress", "sampler", "state", "stats", "errors"},
+    "loader": {"store", "collate", "generators", "rows", "workers", "progress", "sampler", "state", "stats", "errors"},
     "cli": {"errors", "stats", "images", "cache", "store", "manifest"},
 }
 

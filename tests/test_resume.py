@@ -1,0 +1,699 @@
+"""A loader that resumes gives what the unbroken run would have given, id for id and draw for draw."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+
+import fastload
+from fastload import DistributedSampler
+from fastload.errors import ArgumentError
+from fastload.progress import Progress
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+N = 37
+
+
+class Ids(Dataset[int]):
+    def __init__(self, n: int = N) -> None:
+        self.n = n
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Noise(Ids):
+    """A sample is its id and a draw from each generator."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random(), np.random.rand()
+
+
+def as_is(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def loader(dataset: Any = None, **options: Any) -> fastload.DataLoader[Any]:
+    options = {"batch_size": 5, "collate_fn": as_is} | options
+    if "batch_sampler" in options:
+        del options["batch_size"]
+    return fastload.DataLoader(Ids() if dataset is None else dataset, **options)
+
+
+def through_json(state: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(state))  # type: ignore[no-any-return]
+
+
+Make = Callable[..., fastload.DataLoader[Any]]
+EPOCHS = 4
+
+
+def unbroken(make: Make, **options: Any) -> list[list[Any]]:
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    run = make(**options)
+    return [list(run) for _ in range(EPOCHS)]
+
+
+def broken(make: Make, at: int | None, before: dict[str, Any], after: dict[str, Any]) -> list[list[Any]]:
+    """Epoch 0; of epoch 1 `at` batches (None: not begun); then another loader, in what could be a new process."""
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    first = make(**before)
+    epochs = [list(first)]
+    seen: list[Any] = []
+    if at is not None:
+        iterator = iter(first)
+        seen = list(itertools.islice(iterator, at))
+        if len(seen) < at:
+            epochs.append(seen)  # the end was reached
+    state = through_json(first.state_dict())
+    torch.manual_seed(1234)
+    random.seed(1234)
+    np.random.seed(1234)
+    here = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    second = make(**after)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    if len(epochs) == 1:
+        epochs.append(seen + list(second))
+    while len(epochs) < EPOCHS:
+        epochs.append(list(second))
+    assert torch.equal(torch.get_rng_state(), here[0]), "the process's generators are not ours to move"
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == here[1:]
+    return epochs
+
+
+class Reversed(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(N - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return N
+
+
+class Shuffled(Reversed):
+    """Draws from Python's and numpy's generators, and as soon as iter() is called."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(N))
+        random.shuffle(order)
+        np.random.shuffle(order)
+        return iter(order)
+
+
+class Counting(Sampler[int]):
+    """torchdata's protocol: a position, and an order that only the state knows."""
+
+    def __init__(self) -> None:
+        self.passes = self.i = 0
+        self.resume: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.i, self.resume = self.resume or 0, None
+        while self.i < N:
+            self.i += 1
+            yield (self.i * 5 + self.passes) % N
+        self.passes, self.i = self.passes + 1, 0
+
+    def __len__(self) -> int:
+        return N
+
+    def state_dict(self) -> dict[str, int]:
+        return {"i": self.i, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resume, self.passes, self.i = state["i"], state["passes"], state["i"]
+
+
+class Ahead(BatchSampler):
+    """A user's batch sampler that takes two batches at a time from a sampler with a state."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        while pair := list(itertools.islice(indices, 10)):
+            yield pair[:5]
+            if pair[5:]:
+                yield pair[5:]
+
+
+class OwnEpoch(Reversed):
+    """As torch's DistributedSampler: no state, but an epoch that somebody has to set."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(N, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def seeded(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# Made anew for each loader, as a new process would.
+ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "shuffle": lambda: {"shuffle": True},
+    "drop_last": lambda: {"shuffle": True, "drop_last": True},
+    "no batches": lambda: {"shuffle": True, "batch_size": None, "collate_fn": int},
+    "generator": lambda: {"shuffle": True, "generator": seeded()},
+    "replacement": lambda: {"sampler": RandomSampler(Ids(), True, 50, generator=seeded())},
+    "weighted": lambda: {"sampler": torch.utils.data.WeightedRandomSampler(list(range(1, N + 1)), 40)},
+    "subset": lambda: {"sampler": torch.utils.data.SubsetRandomSampler(range(0, N, 2))},
+    "two generators": lambda: {"sampler": RandomSampler(Ids(), generator=seeded(5)), "generator": seeded()},
+    "batch_sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(Ids()), 4, True)},
+    "list of batches": lambda: {"batch_sampler": [[1, 2], [3], [4, 5, 6], [7], [8], [9, 0]]},
+    "custom": lambda: {"sampler": Reversed()},
+    "custom, random": lambda: {"sampler": Shuffled()},
+    "custom, state": lambda: {"sampler": Counting()},
+    "distributed": lambda: {"sampler": DistributedSampler(range(N), 2, 1)},
+    "distributed, no batches": lambda: {
+        "sampler": DistributedSampler(range(N), 2, 1),
+        "batch_size": None,
+        "collate_fn": int,
+    },
+    "custom batches": lambda: {"batch_sampler": Ahead(DistributedSampler(range(N), 1, 0), 5, False)},
+}
+
+
+def with_order(name: str) -> Make:
+    return lambda **options: loader(**(ORDERS[name]() | options))
+
+
+def points(epoch: list[Any]) -> list[int | None]:
+    """Not begun, before the first batch, in the middle, after the last batch, at the end."""
+    return [None, 0, 1, len(epoch) // 2, len(epoch), len(epoch) + 1]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_any_order_at_any_point(name: str) -> None:
+    expected = unbroken(with_order(name))
+    for at in points(expected[1]):
+        assert broken(with_order(name), at, {}, {}) == expected, f"saved at {at}"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_another_number_of_workers(before: int, after: int, persistent: bool) -> None:
+    make = with_order("shuffle")
+    options = [{"num_workers": n, "persistent_workers": persistent and n > 0} for n in (before, after)]
+    expected = unbroken(make, **options[0])
+    where = points(expected[1])
+    for at in [where[(before + after) % 2 * 2], where[3], where[4 + (before + after) % 2]]:
+        assert broken(make, at, options[0], options[1]) == expected, f"saved at {at}"
+
+
+@pytest.mark.parametrize("name", ["generator", "custom, random", "custom, state", "custom batches"])
+def test_other_orders_with_workers(name: str) -> None:
+    expected = unbroken(with_order(name), num_workers=2)
+    for at in (0, 3):
+        assert broken(with_order(name), at, {"num_workers": 2}, {"num_workers": 1}) == expected
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (0, 2), (2, 0), (2, 3)], ids=str)
+def test_randomness_of_samples(workers: tuple[int, int]) -> None:
+    def make(**options: Any) -> fastload.DataLoader[Any]:
+        return loader(Noise(), shuffle=True, seed=11, **options)
+
+    expected = unbroken(make, num_workers=workers[0])
+    assert len({sample[1] for epoch in expected for batch in epoch for sample in batch}) == EPOCHS * N
+    for at in (None, 3):
+        assert broken(make, at, {"num_workers": workers[0]}, {"num_workers": workers[1]}) == expected
+
+
+def test_a_script_that_restores_torchs_generator() -> None:
+    """Its own draws between batches are part of the run, and later orders depend on them."""
+
+    def train(run: Any, batches: int | None = None) -> list[Any]:
+        return [(batch, torch.rand(()).item()) for batch in itertools.islice(run, batches)]
+
+    torch.manual_seed(7)
+    run = loader(shuffle=True)
+    expected = [train(run) for _ in range(3)]
+    torch.manual_seed(7)
+    first = loader(shuffle=True)
+    begun = train(first, 3)
+    state, generator = through_json(first.state_dict()), torch.get_rng_state()
+    torch.manual_seed(1)
+    second = loader(shuffle=True)
+    second.load_state_dict(state)
+    torch.set_rng_state(generator)
+    assert [begun + train(second), train(second), train(second)] == expected
+
+
+def test_several_saves_in_one_epoch() -> None:
+    torch.manual_seed(0)
+    run = loader(shuffle=True)
+    states, batches = [], []
+    for batch in run:
+        batches.append(batch)
+        states.append(copy.deepcopy(run.state_dict()))
+    kept = copy.deepcopy(states)
+    for done, state in enumerate(states, start=1):
+        resumed = loader(shuffle=True)
+        resumed.load_state_dict(state)
+        assert list(resumed) == batches[done:]
+    assert states == kept
+
+
+def test_saving_what_was_resumed() -> None:
+    """A break after every batch, each in what could be a new process."""
+    make = with_order("shuffle")
+    expected = unbroken(make)
+    torch.manual_seed(7)
+    run, seen = make(), []
+    for at in range(len(expected[0])):
+        seen.append(next(iter(run)))
+        state = through_json(run.state_dict())
+        torch.manual_seed(at)
+        run = make()
+        run.load_state_dict(state)
+    assert seen == expected[0]
+    assert list(run) == []
+    assert [list(run) for _ in range(EPOCHS - 1)] == expected[1:]
+
+
+def test_what_was_handed_out_is_not_read_again() -> None:
+    run = loader(shuffle=True)
+    list(itertools.islice(run, 4))
+    resumed = loader(shuffle=True)
+    resumed.load_state_dict(run.state_dict())
+    rest = list(resumed)
+    assert sorted(resumed.dataset.read) == sorted(itertools.chain(*rest))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetched_batches_are_not_seen(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a twin that counts what is drawn instead of what is handed out."""
+
+    def seen_in_both() -> Counter[int]:
+        run = loader(shuffle=True, num_workers=workers, prefetch_factor=3 if workers else None)
+        iterator = iter(run)
+        seen = list(itertools.islice(iterator, 2))
+        state = run.state_dict()
+        del iterator
+        resumed = loader(shuffle=True)
+        resumed.load_state_dict(state)
+        return Counter(itertools.chain(*seen, *resumed))
+
+    assert seen_in_both() == Counter(range(N))
+
+    def position(self: Progress) -> dict[str, Any]:
+        return original(self) | {"batches": self._drawn}
+
+    original = Progress.position
+    monkeypatch.setattr(Progress, "position", position)
+    assert (seen_in_both() == Counter(range(N))) == (workers == 0)
+
+
+class Sleeper(Ids):
+    """Sample 0 comes late."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 0:
+            time.sleep(0.3)
+        return index
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_out_of_order(followed: bool) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        sampler = DistributedSampler(range(N), 1, 0, shuffle=False) if followed else None
+        return loader(Sleeper(), in_order=False, num_workers=2, sampler=sampler)
+
+    run = make()
+    iterator = iter(run)
+    seen = list(itertools.islice(iterator, 4))
+    state = through_json(run.state_dict())
+    del iterator
+    assert (state["batches"], state["ahead"]) == (0, sorted(batch[0] // 5 for batch in seen))
+    for count in (1, 2, None):
+        run = make()
+        run.load_state_dict(state)
+        iterator = iter(run)
+        seen += list(itertools.islice(iterator, count))
+        state = through_json(run.state_dict())
+        del iterator
+    assert sorted(itertools.chain(*seen)) == list(range(N))
+
+
+# --- another number of ranks
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_another_number_of_ranks(before: int, after: int) -> None:
+    def world(size: int, batch_size: int) -> list[fastload.DataLoader[Any]]:
+        samplers = [DistributedSampler(range(N), size, rank, mode="eval") for rank in range(size)]
+        return [loader(sampler=sampler, batch_size=batch_size) for sampler in samplers]
+
+    steps = N // (4 * before)
+    for at in (0, steps // 2, steps, None):
+        first = world(before, 4)
+        parts = [list(itertools.islice(run, at)) for run in first]
+        state = through_json(first[0].state_dict())
+        second = world(after, 3)
+        for run in second:
+            run.load_state_dict(state)
+        rest = [] if at is None else [list(run) for run in second]
+        assert sorted(itertools.chain(*itertools.chain(*parts, *rest))) == list(range(N))
+        following = [list(run) for run in second]
+        assert sorted(itertools.chain(*itertools.chain(*following))) == list(range(N))
+        expected = DistributedSampler(range(N), after, 0, mode="eval")
+        expected.set_epoch(1)
+        assert list(itertools.chain(*following[0])) == list(expected)
+
+
+def test_ranks_of_torchs_sampler_cannot_change() -> None:
+    def make(ranks: int) -> fastload.DataLoader[Any]:
+        return loader(sampler=torch.utils.data.DistributedSampler(range(N), ranks, 0))  # type: ignore[arg-type]
+
+    run = make(2)
+    list(itertools.islice(run, 2))
+    with pytest.raises(ArgumentError, match=r"sampler_length 4.*has 3.*fastload.DistributedSampler"):
+        make(3).load_state_dict(run.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["torch", "fastload"])
+def test_set_epoch(kind: str) -> None:
+    def make() -> tuple[Any, fastload.DataLoader[Any]]:
+        cls: Any = torch.utils.data.DistributedSampler if kind == "torch" else DistributedSampler
+        sampler = cls(range(N), 2, 0)
+        return sampler, loader(sampler=sampler)
+
+    sampler, run = make()
+    expected = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected.append(list(run))
+    sampler, run = make()
+    sampler.set_epoch(1)
+    seen = list(itertools.islice(run, 2))
+    state = through_json(run.state_dict())
+    for calls in ([], [1]):
+        sampler, run = make()
+        run.load_state_dict(state)
+        for epoch in calls:
+            sampler.set_epoch(epoch)
+        assert seen + list(run) == expected[1]
+        sampler.set_epoch(2)
+        assert list(run) == expected[2]
+    sampler, run = make()
+    run.load_state_dict(state)
+    if kind == "torch":
+        sampler.set_epoch(2)
+    else:
+        with pytest.warns(UserWarning, match="drops the position"):
+            sampler.set_epoch(2)
+    assert list(run) == expected[2], "another epoch starts at its beginning"
+
+
+def test_a_sampler_of_ones_own_with_an_epoch() -> None:
+    sampler = OwnEpoch()
+    sampler.set_epoch(4)
+    run = loader(sampler=sampler)
+    expected = list(run)
+    seen = list(itertools.islice(run, 3))
+    resumed = loader(sampler=OwnEpoch())
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert seen + list(resumed) == expected
+
+
+# --- datasets with a state of their own
+
+
+class Stream(IterableDataset[Any]):
+    """Each worker has its part; the state is in the dataset, and counts passes."""
+
+    def __init__(self, sizes: tuple[int, ...] = (20, 0, 11)) -> None:
+        self.sizes = sizes
+        self.i = self.passes = 0
+        self.resume: int | None = None
+
+    def part(self) -> range:
+        info = get_worker_info()
+        if info is None:
+            return range(sum(self.sizes))
+        start = sum(self.sizes[: info.id])
+        return range(start, start + self.sizes[info.id])
+
+    def __iter__(self) -> Iterator[Any]:
+        self.i, self.resume = self.resume or 0, None
+        for index in self.part()[self.i :]:
+            self.i += 1
+            yield index, self.passes
+        self.i, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"i": self.i, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.resume, self.passes, self.i = state["i"], state["passes"], state["i"]
+
+
+class Cursor:
+    def __init__(self, part: range) -> None:
+        self.part, self.i = part, 0
+
+    def __iter__(self) -> Cursor:
+        return self
+
+    def __next__(self) -> tuple[int, float]:
+        if self.i == len(self.part):
+            raise StopIteration
+        self.i += 1
+        return self.part[self.i - 1], torch.rand(()).item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"i": self.i, "generator": torch.get_rng_state().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.i = state["i"]
+        torch.set_rng_state(torch.tensor(state["generator"], dtype=torch.uint8))
+
+
+class Cursors(Stream):
+    """The state is in the iterator, and has the worker's random generator."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Cursor(self.part())  # type: ignore[return-value]
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+class Plain(Stream):
+    """No state at all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(index, 0) for index in self.part()])
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("batch_size", [4, None])
+@pytest.mark.parametrize("kind", [Stream, Cursors, Plain])
+def test_iterable(kind: type[Stream], batch_size: int | None, workers: int) -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(kind(), batch_size=batch_size, num_workers=workers)
+
+    torch.manual_seed(7)
+    run = make()
+    batches, states = [], []
+    iterator = iter(run)
+    states.append(copy.deepcopy(run.state_dict()))
+    for batch in iterator:
+        batches.append(batch)
+        states.append(copy.deepcopy(run.state_dict()))
+    following = list(run)
+    if batch_size is None and workers:
+        states = states[:2] + states[-2:]  # a start of three processes each
+    for state in states[:: 3 if workers else 1] + states[-1:]:
+        torch.manual_seed(1)
+        resumed = make()
+        resumed.load_state_dict(through_json(state))
+        assert list(resumed) == batches[state["batches"] :]
+        if kind is not Cursors:
+            assert list(resumed) == following
+
+
+def test_iterable_with_persistent_workers() -> None:
+    def make() -> fastload.DataLoader[Any]:
+        return loader(Stream((20, 11)), num_workers=2, persistent_workers=True)
+
+    run = make()
+    epochs = [list(run) for _ in range(3)]
+    assert {passes for batch in epochs[2] for _, passes in batch} == {2}
+    for at in (None, 0, 3):
+        run = make()
+        list(run)
+        iterator = iter(run) if at is not None else None
+        seen = list(itertools.islice(iterator, at)) if iterator is not None else []
+        state = through_json(run.state_dict())
+        del run, iterator
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert seen + list(resumed) == epochs[1], f"saved at {at}"
+        assert list(resumed) == epochs[2]
+
+
+def test_persistent_workers_that_ran_on_after_a_break() -> None:
+    """They had read ahead when the user left, which moved their generators: only they know how far."""
+
+    def make() -> fastload.DataLoader[Any]:
+        return loader(Cursors((20, 11)), num_workers=2, persistent_workers=True)
+
+    run = make()
+    assert len(list(itertools.islice(run, 1))) == 1
+    iterator = iter(run)
+    state = through_json(run.state_dict())
+    expected = list(iterator)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert list(resumed) == expected
+
+
+class Remembering(Ids):
+    """Map-style, with a state that every sample changes."""
+
+    total = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.total += index
+        return index, self.total
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_map_style_with_a_state(workers: int) -> None:
+    run = loader(Remembering(), num_workers=workers)
+    expected = list(run)
+    run = loader(Remembering(), num_workers=workers)
+    iterator = iter(run)
+    seen = list(itertools.islice(iterator, 3))
+    state = through_json(run.state_dict())
+    del iterator
+    resumed = loader(Remembering(), num_workers=workers)
+    resumed.load_state_dict(state)
+    assert seen + list(resumed) == expected
+    if workers:
+        with pytest.raises(ArgumentError, match=r"num_workers 2.*has 3.*as many workers"):
+            loader(Remembering(), num_workers=3).load_state_dict(state)
+
+
+# --- the state itself
+
+
+def test_small_and_plain_for_a_million_samples() -> None:
+    run = loader(Ids(1_000_000), shuffle=True, batch_size=256)
+    list(itertools.islice(run, 3))
+    assert len(json.dumps(run.state_dict())) < 5000
+    for name in ORDERS:
+        run = with_order(name)()
+        next(iter(run))
+        state = run.state_dict()
+        assert len(json.dumps(state)) < 16_000
+        assert state == through_json(state), "no tuples, no keys that are not strings"
+
+
+def test_a_loader_still_pickles() -> None:
+    run = loader(shuffle=True)
+    list(itertools.islice(run, 3))
+    other = pickle.loads(pickle.dumps(run))
+    assert other.state_dict() == run.state_dict()
+
+
+def test_the_iteration_after_the_resumed_one_is_whole() -> None:
+    run = loader()
+    whole = list(run)
+    list(itertools.islice(run, 3))
+    run.load_state_dict(run.state_dict())
+    assert list(run) == whole[3:]
+    assert list(run) == whole
+
+
+def test_a_resume_that_fails_can_be_tried_again() -> None:
+    run = loader(num_workers=1)
+    list(itertools.islice(run, 3))
+    resumed = loader(num_workers=1, multiprocessing_context="fork")
+    resumed.load_state_dict(run.state_dict())
+    resumed.prefetch_factor = None
+    with pytest.raises(AssertionError):
+        iter(resumed)
+    resumed.prefetch_factor = 2
+    assert list(resumed) == list(loader())[3:]
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "message"),
+    [
+        ({}, {"dataset": Ids(38)}, r"length 37, this loader has 38"),
+        ({}, {"dataset": Plain()}, r"dataset 'map-style', this loader has 'iterable'"),
+        ({}, {"batch_size": 6}, r"batch_size 5, this loader has 6"),
+        ({}, {"shuffle": True}, r"'SequentialSampler'\], this loader has \['BatchSampler', 'RandomSampler'"),
+        ({"seed": 1}, {"seed": 2}, r"seed 1, this loader has 2"),
+        (
+            {"generator": seeded()},
+            {},
+            r"generators \['loader', 'torch'\], this loader draws from \['torch'\]",
+        ),
+        (
+            {"dataset": Stream(), "num_workers": 3},
+            {"dataset": Stream(), "num_workers": 2},
+            r"num_workers 3.*has 2",
+        ),
+        ({"dataset": Plain()}, {"dataset": Plain(), "batch_size": 6}, r"batch_size 5, this loader has 6"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_states_that_do_not_fit(saved: dict[str, Any], other: dict[str, Any], message: str) -> None:
+    run = loader(**saved)
+    list(itertools.islice(run, 2))
+    resumed = loader(**other)
+    with pytest.raises(ArgumentError, match=message):
+        resumed.load_state_dict(run.state_dict())
+    assert resumed.state_dict()["batches"] == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([], "must be a dict, found list"),
+        ({}, "version None"),
+        ({"version": 99}, "version 99"),
+        ({"version": 1}, "lacks .*batches"),
+    ],
+    ids=str,
+)
+def test_no_states_at_all(state: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        loader().load_state_dict(state)
