@@ -132,32 +132,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that began last is: what was handed out, not what is prefetched.
 
-        Exact at any point: before the first batch, between batches, after the last one (resumed, that epoch has
-        none left), and once the iteration is over (resumed, the next epoch begins). A few kilobytes for any
-        number of samples, and JSON, as long as the states of the user's own sampler and dataset are.
+        Exact at any point: before the first batch, between batches, after the last one (resumed, that epoch
+        has none left), and once the iteration is over (resumed, the next epoch begins). A few kilobytes for
+        any number of samples, and JSON, as long as the states of the user's own sampler and dataset are.
 
-        * An order that comes from torch's samplers, or from a sampler that draws from the generators of torch,
-          Python or numpy, is made again from their states, and what was handed out is passed over unread. A
-          sampler that keeps randomness of its own has to offer `state_dict()` and `load_state_dict()`.
-        * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in each
-          worker, and iterators over iterable datasets too). An iterable dataset without is moved to its place by
-          drawing and dropping samples.
+        * An order that comes from torch's samplers, or from a sampler that draws from the generators of
+          torch, Python or numpy, is made again from their states, and what was handed out is passed over
+          unread. A sampler with randomness of its own has to offer `state_dict()` and `load_state_dict()`.
+        * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in
+          each worker, and iterators over iterable datasets too). An iterable dataset without them is moved to
+          its place by drawing and dropping samples.
+        * A batch whose error was raised to the user counts as handed out, as it does for the iterator.
         """
         return self._state.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next iteration goes on where `state_dict` was taken; those after it as if there had been no break.
+        """The next iteration goes on where `state_dict` was taken; those after it as if nothing had been.
 
-        The number of workers may be another one, unless the dataset keeps a state in each. The number of ranks
-        and the batch size may be others if the order comes from `fastload.DistributedSampler`.
+        The number of workers may be another one, unless the dataset keeps a state in each. The number of
+        ranks and the batch size may be others if the order comes from `fastload.DistributedSampler`.
+        Persistent workers are ended, and new ones started.
 
-        Generators given to the loader or its sampler are moved to their place. The process-wide ones are not: a
-        loader that resumes draws from copies of them. If they are where they were at `state_dict()`, because the
-        script has restored them, epochs after the resumed one draw from them again.
+        Generators given to the loader or its sampler are moved to their place. The process-wide ones are not:
+        a loader that resumes draws from copies of them. If they are where they were at `state_dict()`,
+        because the script has restored them, epochs after the resumed one draw from them again.
 
         Raises:
-            ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch size,
-                seed, generator or (where that matters) number of workers.
+            ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch
+                size, seed, generator or (where that matters) number of workers.
         """
         self._state.load_state_dict(self, state_dict)
         self._iterator = None

@@ -77,7 +77,8 @@ class Order:
         # torch's BatchSampler takes no more from its sampler than it gives out. One of the user's own may, so
         # there the sampler's state is used as it was when the epoch began, and the batches are passed over.
         self.followed = self.stateful is not None and (
-            self.stateful is self.index_sampler or type(self.index_sampler).__iter__ is BatchSampler.__iter__
+            self.stateful is self.index_sampler
+            or getattr(type(self.index_sampler), "__iter__", None) is BatchSampler.__iter__
         )
         self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
         self.replicas = next((part.num_replicas for part in parts if hasattr(part, "num_replicas")), None)

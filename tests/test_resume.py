@@ -10,10 +10,12 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
@@ -75,7 +77,7 @@ def unbroken(make: Make, **options: Any) -> list[list[Any]]:
 
 
 def broken(make: Make, at: int | None, before: dict[str, Any], after: dict[str, Any]) -> list[list[Any]]:
-    """Epoch 0; of epoch 1 `at` batches (None: not begun); then another loader, in what could be a new process."""
+    """Epoch 0; of epoch 1 `at` batches (None: not begun); then a loader in what could be a new process."""
     torch.manual_seed(7)
     random.seed(7)
     np.random.seed(7)
@@ -359,6 +361,54 @@ def test_out_of_order(followed: bool) -> None:
         state = through_json(run.state_dict())
         del iterator
     assert sorted(itertools.chain(*seen)) == list(range(N))
+
+
+class Bad(Ids):
+    def __getitem__(self, index: int) -> int:
+        if index == 12:
+            raise ValueError("sample 12 is bad")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_that_raised_is_behind_us(workers: int) -> None:
+    run = loader(Bad(), num_workers=workers)
+    iterator = iter(run)
+    seen = list(itertools.islice(iterator, 2))
+    with pytest.raises(ValueError, match="sample 12"):
+        next(iterator)
+    resumed = loader(Bad())
+    resumed.load_state_dict(through_json(run.state_dict()))
+    assert sorted(itertools.chain(*seen, *resumed)) == [*range(10), *range(15, N)]
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 1), (1, 0)], ids=str)
+def test_rows_that_are_read_ahead(workers: tuple[int, int], tmp_path: Path) -> None:
+    """Images with random crops: hundreds of samples are announced before the first batch is handed out."""
+    pixels = np.random.default_rng(0).integers(0, 255, (N, 24, 24, 3), np.uint8)
+    (tmp_path / "class").mkdir()
+    for number, image in enumerate(pixels):
+        (tmp_path / "class" / f"{number:03}.jpg").write_bytes(simplejpeg.encode_jpeg(image))
+
+    def make(**options: Any) -> fastload.DataLoader[Any]:
+        dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16))
+        return fastload.DataLoader(dataset, batch_size=5, shuffle=True, **options)
+
+    def digests(run: Any) -> list[tuple[int, int]]:
+        return [(len(images), hash(images.numpy().tobytes())) for images, _ in run]
+
+    torch.manual_seed(7)
+    run = make(num_workers=workers[0])
+    expected = [digests(run) for _ in range(3)]
+    torch.manual_seed(7)
+    run = make(num_workers=workers[0])
+    epochs = [digests(run)]
+    seen = digests(itertools.islice(run, 3))
+    state = through_json(run.state_dict())
+    torch.manual_seed(1)
+    resumed = make(num_workers=workers[1])
+    resumed.load_state_dict(state)
+    assert [*epochs, seen + digests(resumed), digests(resumed)] == expected
 
 
 # --- another number of ranks
