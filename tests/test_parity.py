@@ -1,0 +1,589 @@
+"""One body over torch's DataLoader and ours: the same batches, errors, warnings and random draws."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import inspect
+import itertools
+import multiprocessing
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate
+
+import fastload
+from tests.loaderdata import (
+    At,
+    Bulk,
+    Numbers,
+    Point,
+    Record,
+    RecordingSampler,
+    Stream,
+    Subclass,
+    identity,
+    randomness,
+)
+
+Body = Callable[[Any], Any]
+WORKERS = [0, 2]
+
+
+def same(body: Body) -> Any:
+    """Run `body` with both classes; check that it returned, raised and warned the same; return what."""
+    theirs, ours = outcome(body, torch.utils.data.DataLoader), outcome(body, fastload.DataLoader)
+    assert_equal(ours, theirs)
+    return ours[0]
+
+
+def outcome(body: Body, loader_class: Any) -> tuple[Any, list[str]]:
+    torch.manual_seed(7)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            value = body(loader_class)
+        except Exception as error:
+            value = told(error)
+            if loader_class is torch.utils.data.DataLoader:
+                for worker in multiprocessing.active_children():
+                    worker.terminate()  # torch's iterator often waits 10 s for them when an error ends it
+    gc.collect()
+    texts = [f"{w.category.__name__}: {_without_addresses(str(w.message))}" for w in caught]
+    return value, [text for text in texts if "Triggered internally" not in text]  # those come once a process
+
+
+def told(error: Exception) -> tuple[type[Exception], str]:
+    """Type and text, without what may differ: the frames of a worker's traceback, and the sample's number."""
+    text, _, traceback = str(error).partition("Original Traceback")
+    last = re.sub(r"\(sample .*\)$", "", traceback.strip()).strip().rpartition("\n")[2]
+    return type(error), _without_addresses(text + last)
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(ours, torch.Tensor):
+        assert (ours.dtype, ours.shape, ours.layout) == (theirs.dtype, theirs.shape, theirs.layout)
+        assert (ours.requires_grad, ours.is_leaf) == (theirs.requires_grad, theirs.is_leaf)
+        assert (ours._base is None) == (theirs._base is None)
+        a, b = ours.detach(), theirs.detach()
+        assert torch.equal(a.to_dense(), b.to_dense())
+    elif isinstance(ours, np.ndarray):
+        assert ours.dtype == theirs.dtype and ours.flags.writeable == theirs.flags.writeable
+        np.testing.assert_array_equal(ours, theirs)
+    elif isinstance(ours, Mapping):
+        assert list(ours) == list(theirs)
+        for key in ours:
+            assert_equal(ours[key], theirs[key])
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_equal(a, b)
+    elif dataclasses.is_dataclass(ours):
+        assert_equal(vars(ours), vars(theirs))
+    else:
+        assert ours == theirs
+
+
+# --- the constructor ---------------------------------------------------------------------------------------
+
+
+def test_signature() -> None:
+    theirs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    ours = inspect.signature(fastload.DataLoader.__init__).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    for name, parameter in theirs.items():
+        assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
+    assert all(ours[name].kind is inspect.Parameter.KEYWORD_ONLY for name in list(ours)[len(theirs) :])
+
+
+def test_is_a_generic_subclass() -> None:
+    class Mine(fastload.DataLoader[int]):
+        pass
+
+    assert issubclass(Mine, torch.utils.data.DataLoader)
+    assert list(Mine(Numbers(2), batch_size=None)) == [0, 1]
+
+
+def test_positional_arguments() -> None:
+    numbers, generator = Numbers(7), torch.Generator()
+
+    def body(Loader: Any) -> Any:
+        loader = Loader(
+            numbers, 2, False, None, None, 1, identity, False, True, 0, None, "fork", generator.manual_seed(3)
+        )
+        context = loader.multiprocessing_context.get_start_method()
+        return list(loader), loader.drop_last, loader.generator is generator, loader.num_workers, context
+
+    assert same(body)[0] == [[0, 1], [2, 3], [4, 5]]
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"num_workers": -1},
+    {"timeout": -1},
+    {"prefetch_factor": 2},
+    {"num_workers": 1, "prefetch_factor": -1},
+    {"persistent_workers": True},
+    {"sampler": [1], "shuffle": True},
+    {"batch_sampler": [[1]], "batch_size": 2},
+    {"batch_sampler": [[1]], "shuffle": True},
+    {"batch_sampler": [[1]], "sampler": [1]},
+    {"batch_sampler": [[1]], "drop_last": True},
+    {"batch_size": None, "drop_last": True},
+    {"batch_size": 0},
+    {"batch_size": -3},
+    {"batch_size": 2.5},
+    {"batch_size": True},
+    {"multiprocessing_context": "fork"},
+    {"num_workers": 1, "multiprocessing_context": "thread"},
+    {"num_workers": 1, "multiprocessing_context": 5},
+    {"unknown": 1},
+    {"shuffle": "yes", "sampler": [0]},
+]
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=repr)
+def test_refused_arguments(arguments: dict[str, Any]) -> None:
+    raised = same(lambda Loader: Loader(Numbers(4), **arguments))
+    assert isinstance(raised, tuple) and issubclass(raised[0], Exception)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"shuffle": True}, {"sampler": [0]}, {"batch_sampler": [[0]]}, {"batch_size": None, "drop_last": True}],
+    ids=repr,
+)
+def test_refused_for_an_iterable_dataset(arguments: dict[str, Any]) -> None:
+    same(lambda Loader: Loader(Stream([1]), **arguments))
+
+
+def test_refused_at_iteration() -> None:
+    same(lambda Loader: list(Loader(Numbers(4), timeout=3)))
+    same(lambda Loader: len(Loader(Stream([1]))))
+    same(lambda Loader: list(Loader(Numbers(0), shuffle=True)))
+    with pytest.raises(AssertionError, match=r"^prefetch_factor must be greater than 0 for Multi"):
+        iter(fastload.DataLoader(Numbers(4), num_workers=1, prefetch_factor=0))  # torch's says no more
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"]
+)
+def test_attributes_that_must_not_be_set_again(name: str) -> None:
+    raised = same(lambda Loader: setattr(Loader(Numbers(4)), name, 1))
+    assert raised[0] is ValueError
+
+
+def test_attributes_that_may_be_set_again() -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Numbers(6), batch_size=2)
+        loader.num_workers, loader.prefetch_factor = 2, 2
+        loader.collate_fn = identity
+        return list(loader)
+
+    assert same(body) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_what_frameworks_look_at() -> None:
+    def body(Loader: Any) -> Any:
+        batched = Loader(Numbers(6), batch_size=2, num_workers=2, persistent_workers=True)
+        single = Loader(Numbers(6), batch_size=None)
+        iterator = iter(batched)
+        assert batched._index_sampler is batched.batch_sampler and single._index_sampler is single.sampler
+        assert batched._iterator is iterator and iter(iterator) is iterator
+        alive = [process.is_alive() and process.daemon and process.pid > 0 for process in iterator._workers]
+        with pytest.raises(NotImplementedError):
+            pickle.dumps(iterator)
+        return (
+            (batched._auto_collation, single._auto_collation, batched.multiprocessing_context),
+            (alive, len(iterator), len(batched), iterator._num_workers, iterator._persistent_workers),
+            isinstance(iterator, torch.utils.data.dataloader._BaseDataLoaderIter),
+        )
+
+    same(body)
+
+
+def test_pickled_and_copied_loaders() -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Numbers(6), batch_size=2, num_workers=2)
+        return list(pickle.loads(pickle.dumps(loader))), list(copy.copy(loader)), list(copy.deepcopy(loader))
+
+    same(body)
+
+
+# --- batches -----------------------------------------------------------------------------------------------
+
+COLLATED: dict[str, Callable[[int], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "complex number": lambda i: complex(i, 1),
+    "str": str,
+    "bytes": lambda i: b"%d" % i,
+    "None": lambda i: None,
+    "0-dim": lambda i: torch.tensor(i),
+    "tensor": lambda i: torch.full((2, 3), i),
+    "large tensor": lambda i: torch.full((3, 64, 64), i, dtype=torch.float32),
+    "bool tensor": lambda i: torch.tensor([i > 2, True]),
+    "bfloat16": lambda i: torch.full((3,), i, dtype=torch.bfloat16),
+    "half": lambda i: torch.full((3,), i, dtype=torch.float16),
+    "float8": lambda i: torch.full((3,), i).to(torch.float8_e4m3fn),
+    "complex": lambda i: torch.full((3,), i + 2j),
+    "uint16": lambda i: torch.full((3,), i, dtype=torch.uint16),
+    "empty": lambda i: torch.empty(0, 3),
+    "transposed": lambda i: torch.full((2, 3), i).t(),
+    "expanded": lambda i: torch.tensor([i]).expand(5),
+    "ragged": lambda i: torch.zeros(i + 1),
+    "two dtypes": lambda i: torch.zeros(2, dtype=torch.float32 if i % 2 == 0 else torch.int64),
+    "tensor or number": lambda i: torch.zeros(()) if i % 2 == 0 else 1.0,
+    "requires grad": lambda i: torch.zeros(2, requires_grad=True),
+    "sparse": lambda i: torch.eye(3).to_sparse(),
+    "subclass": lambda i: torch.zeros(2).as_subclass(Subclass),
+    "array": lambda i: np.full((2, 2), i),
+    "array uint8": lambda i: np.full((2, 2), i, np.uint8),
+    "array of strings": lambda i: np.array(["a"]),
+    "array of objects": lambda i: np.array([None]),
+    "number": lambda i: np.float32(i),
+    "0-dim array": lambda i: np.array(i),
+    "tuple": lambda i: (i, str(i), torch.zeros(2)),
+    "list": lambda i: [i, [torch.tensor(i)]],
+    "dict": lambda i: {"a": i, "b": {"c": torch.zeros(1), "d": "x"}},
+    "dict of None": lambda i: {"a": None},
+    "named tuple": lambda i: Point(torch.zeros(1), i),
+    "dataclass": lambda i: Record("r", torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("kind", COLLATED)
+def test_default_collate(kind: str, workers: int) -> None:
+    same(lambda Loader: list(Loader(Numbers(6, COLLATED[kind]), batch_size=4, num_workers=workers)))
+
+
+def _twice(i: int) -> Any:
+    tensor = torch.full((4000,), i)
+    return {"a": tensor, "b": [tensor, tensor], "c": Point(tensor, None)}
+
+
+AS_IT_IS: dict[str, Callable[[int], Any]] = {
+    "None": lambda i: None,
+    "str": lambda i: "ä" * i,
+    "bytes": lambda i: bytes(100_000),
+    "set": lambda i: {i, "x"},
+    "named tuple": lambda i: Point(i, torch.zeros(5000)),
+    "dataclass": lambda i: Record("r", torch.arange(5000), {"n": None}),
+    "nested": lambda i: {"a": [{"b": (torch.arange(i), [])}], 3: frozenset({1})},
+    "torch types": lambda i: (torch.float32, torch.Size([1, i]), torch.device("cpu")),
+    "sparse": lambda i: torch.eye(100).to_sparse(),
+    "csr": lambda i: torch.eye(100).to_sparse_csr(),
+    "requires grad": lambda i: torch.zeros(5000, requires_grad=True),
+    "parameter": lambda i: torch.nn.Parameter(torch.zeros(5000)),
+    "buffer": lambda i: torch.nn.Buffer(torch.zeros(5)),
+    "subclass": lambda i: torch.arange(5000).as_subclass(Subclass),
+    "channels last": lambda i: torch.randn(2, 3, 40, 40).to(memory_format=torch.channels_last),
+    "expanded": lambda i: torch.arange(5000).expand(3, 5000),
+    "gaps": lambda i: torch.arange(20_000)[:: i + 1],
+    "overlapping": lambda i: torch.arange(9.0).as_strided((2, 2, 2), (1, 1, 5)),
+    "offset": lambda i: torch.arange(10_000)[5000:],
+    "conjugate": lambda i: torch.full((3000,), 1 + 2j).conj(),
+    "negated": lambda i: torch.full((3000,), 1 + 2j).conj().imag,
+    "bool": lambda i: torch.arange(5000) > i,
+    "bfloat16": lambda i: torch.arange(5000).to(torch.bfloat16),
+    "complex128": lambda i: torch.arange(3000).to(torch.complex128),
+    "0-dim": lambda i: torch.tensor(i),
+    "empty": lambda i: (torch.empty(0), torch.empty(0), torch.empty(3, 0, dtype=torch.int8)),
+    "twice": _twice,
+    "array": lambda i: np.arange(5000),
+    "read-only arrays": lambda i: [_read_only(np.arange(n)) for n in (3, 5000)],
+    "0-dim array": lambda i: np.array(1.5),
+    "array with gaps": lambda i: np.arange(5000)[::3],
+    "fortran array": lambda i: np.asfortranarray(np.arange(6000).reshape(60, 100)),
+    "array of objects": lambda i: np.array([None, {"a": 1}], dtype=object),
+    "record array": lambda i: np.zeros(3, dtype=[("a", "i4"), ("b", "f8")]),
+    "dates": lambda i: np.array(["2024-01-01"], dtype="datetime64[D]"),
+    "many": lambda i: [torch.full((40_000,), n) for n in range(40)],
+}
+
+
+def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("kind", AS_IT_IS)
+def test_any_structure(kind: str) -> None:
+    def body(Loader: Any) -> Any:
+        torch.manual_seed(1)
+        loader = Loader(Numbers(3, AS_IT_IS[kind]), batch_size=2, num_workers=1, collate_fn=identity)
+        return list(loader)
+
+    same(body)
+
+
+def test_what_was_one_object_stays_one() -> None:
+    loader = fastload.DataLoader(Numbers(1, _twice), batch_size=None, num_workers=1, collate_fn=identity)
+    (batch,) = loader
+    assert batch["a"] is batch["b"][0] is batch["b"][1] is batch["c"].x
+    empty = Numbers(1, AS_IT_IS["empty"])
+    ((first, second, _),) = fastload.DataLoader(empty, batch_size=None, num_workers=1, collate_fn=identity)
+    assert first is not second
+
+
+def test_strides_travel() -> None:
+    for kind in ("channels last", "expanded"):
+        for Loader in (torch.utils.data.DataLoader, fastload.DataLoader):
+            (batch,) = Loader(Numbers(1, AS_IT_IS[kind]), batch_size=None, num_workers=1, collate_fn=identity)
+            assert batch.stride() == AS_IT_IS[kind](0).stride()
+
+
+def _collate_and_more(samples: list[Any]) -> Any:
+    batch = default_collate(samples)
+    return {"whole": batch, "part": batch[:, 1:], "sum": batch.sum(0), "also": default_collate([1, 2])}
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_default_collate_inside_collate_fn(size: int) -> None:
+    dataset = Numbers(5, lambda i: torch.arange(size) + i)
+    same(lambda Loader: list(Loader(dataset, batch_size=2, num_workers=2, collate_fn=_collate_and_more)))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 3},
+        {"batch_size": 3, "drop_last": True},
+        {"batch_size": None},
+        {"batch_size": 3, "shuffle": True},
+        {"sampler": [5, 0, 5], "batch_size": 2},
+        {"batch_sampler": BatchSampler(SequentialSampler(range(10)), 4, False)},
+        {"batch_sampler": [[1, 2], (3,), range(2), torch.tensor([4, 5])]},
+        {"batch_size": None, "sampler": [[1, 2], [3]], "collate_fn": identity},
+        {"sampler": torch.tensor([3, 1, 2]), "batch_size": 2},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("dataset", [Numbers(10), Bulk(10)], ids=["items", "getitems"])
+def test_samplers(dataset: Any, arguments: dict[str, Any], workers: int) -> None:
+    if arguments.get("sampler") == [[1, 2], [3]] and type(dataset) is Numbers:
+        dataset = Numbers(10, identity)
+
+    def body(Loader: Any) -> Any:
+        loader = Loader(dataset, num_workers=workers, **arguments)
+        return list(loader), list(loader), len(loader)
+
+    same(body)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "arguments", [{"batch_size": 2}, {"batch_size": None}, {"batch_size": 3, "drop_last": True}]
+)
+@pytest.mark.parametrize("lengths", [[5, 5], [0, 4], [7, 2], [0, 0]], ids=repr)
+def test_iterable_datasets(lengths: list[int], arguments: dict[str, Any], workers: int) -> None:
+    same(lambda Loader: list(Loader(Stream(lengths), num_workers=workers, **arguments)))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_length_warning_of_iterable_datasets(workers: int) -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Stream([5, 5], reported=4), batch_size=None, num_workers=workers)
+        return len(loader), list(loader)
+
+    same(body)
+
+
+# --- randomness --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_order_and_draws(workers: int, own_generator: bool, persistent: bool) -> None:
+    def body(Loader: Any) -> Any:
+        generator = torch.Generator().manual_seed(5) if own_generator else None
+        loader = Loader(
+            Numbers(20),
+            batch_size=3,
+            shuffle=True,
+            num_workers=workers,
+            generator=generator,
+            persistent_workers=persistent and workers > 0,
+        )
+        epochs = [list(loader) for _ in range(3)]
+        return epochs, torch.get_rng_state(), generator.get_state() if generator is not None else None
+
+    same(body)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_seeds_of_workers(persistent: bool) -> None:
+    dataset = Numbers(6, randomness)
+
+    def body(Loader: Any) -> Any:
+        loader = Loader(
+            dataset, batch_size=1, collate_fn=identity, num_workers=2, persistent_workers=persistent
+        )
+        return list(loader), list(loader)
+
+    same(body)
+
+
+def test_worker_init_fn() -> None:
+    seen = Numbers(4, lambda i: seen.mark)  # type: ignore[attr-defined]
+
+    def init(worker_id: int) -> None:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None and info.dataset is seen and info.id == worker_id
+        info.dataset.mark = (worker_id, torch.initial_seed() == info.seed)  # type: ignore[attr-defined]
+
+    same(lambda Loader: list(Loader(seen, num_workers=2, worker_init_fn=init, collate_fn=identity)))
+
+
+def test_error_in_worker_init_fn() -> None:
+    def init(worker_id: int) -> None:
+        raise ValueError("no init")
+
+    same(lambda Loader: next(iter(Loader(Numbers(4), num_workers=1, worker_init_fn=init))))
+
+
+# --- what happens in the loop ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    "error", [ValueError("bad"), KeyError("key"), NotImplementedError(), OSError("os")], ids=repr
+)
+def test_an_error_and_then_the_rest(error: Exception, workers: int) -> None:
+    def raise_at_three(i: int) -> int:
+        if i == 3:
+            raise error
+        return i
+
+    def body(Loader: Any) -> Any:
+        iterator = iter(Loader(Numbers(8, raise_at_three), batch_size=2, num_workers=workers))
+        told_or_given: list[Any] = []
+        while True:
+            try:
+                told_or_given.append(next(iterator))
+            except StopIteration:
+                return told_or_given
+            except Exception as caught:
+                told_or_given.append(told(caught))
+
+    assert len(same(body)) == 4
+
+
+@pytest.mark.parametrize("ahead", [None, 1, 3])
+def test_how_far_ahead_indices_are_drawn(ahead: int | None) -> None:
+    def body(Loader: Any) -> Any:
+        sampler = RecordingSampler(20)
+        loader = Loader(Numbers(20), sampler=sampler, batch_size=1, num_workers=2, prefetch_factor=ahead)
+        drawn = []
+        for _ in itertools.islice(loader, 4):
+            drawn.append(sampler.drawn)
+        return drawn
+
+    same(body)
+
+
+def test_out_of_order() -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Numbers(30), batch_size=3, num_workers=2, in_order=False)
+        return sorted(batch.tolist() for batch in loader), loader.in_order
+
+    same(body)
+
+
+def test_persistent_workers_keep_their_dataset() -> None:
+    def body(Loader: Any) -> Any:
+        loader = Loader(Numbers(8), batch_size=2, num_workers=2, persistent_workers=True)
+        first = iter(loader)
+        pids = [process.pid for process in first._workers]
+        next(first)  # and leave the rest
+        again = iter(loader)
+        return again is first, [process.pid for process in again._workers] == pids, list(again), list(loader)
+
+    same(body)
+
+
+def test_timeout() -> None:
+    dataset = Numbers(4, At(1, "sleep", 1.0))
+    raised = same(lambda Loader: list(Loader(dataset, num_workers=1, timeout=0.2)))
+    assert raised == (RuntimeError, "DataLoader timed out after 0.2 seconds")
+
+
+def test_too_many_workers_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 1)
+    same(lambda Loader: list(Loader(Numbers(2), num_workers=2)))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_pin_memory_without_an_accelerator(workers: int) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    same(lambda Loader: list(Loader(Numbers(2), num_workers=workers, pin_memory=True)))
+    same(lambda Loader: list(Loader(Numbers(2), pin_memory=True, pin_memory_device="cuda")))
+
+
+def test_unpicklable_dataset_under_spawn() -> None:
+    def body(Loader: Any) -> Any:
+        return list(Loader(Numbers(2, lambda i: i), num_workers=1, multiprocessing_context="spawn"))
+
+    assert issubclass(same(body)[0], AttributeError | pickle.PicklingError)
+
+
+@pytest.mark.parametrize("context", ["forkserver", multiprocessing.get_context("spawn")], ids=str)
+def test_start_methods(context: Any) -> None:
+    dataset = Numbers(4, randomness)
+
+    def body(Loader: Any) -> Any:
+        loader = Loader(dataset, collate_fn=identity, num_workers=1, multiprocessing_context=context)
+        return list(loader), loader.multiprocessing_context.get_start_method()
+
+    same(body)
+
+
+def test_data_pipes() -> None:
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    def body(Loader: Any) -> Any:
+        pipe = IterableWrapper(list(range(12))).shuffle().sharding_filter()
+        loader = Loader(pipe, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True)
+        return [list(loader) for _ in range(2)]
+
+    same(body)
+
+
+# --- that the comparison would notice ----------------------------------------------------------------------
+
+
+class _Wrong(torch.utils.data.DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda Loader: list(Loader(Numbers(4))),
+        lambda Loader: [batch.double() if Loader is _Wrong else batch for batch in Loader(Numbers(1))],
+        lambda Loader: warnings.warn("mine", stacklevel=1) if Loader is _Wrong else None,
+        lambda Loader: 1 / (Loader is not _Wrong),
+    ],
+)
+def test_a_difference_is_noticed(body: Body, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastload, "DataLoader", _Wrong)
+    with pytest.raises(AssertionError):
+        same(body)
