@@ -75,9 +75,15 @@ class ArgumentError(FastloadError, ValueError):
 
 
 class StoreError(FastloadError, OSError):
-    """The object store failed, and retrying did not help or could not."""
+    """The object store failed, and retrying did not help or could not.
+
+    Attributes:
+        retry: how asking again may help: "never"; "later"; "slower" (the store asked for fewer requests);
+            "renewed" (with new credentials); "reachable" (once the server is there at all).
+    """
 
     stage = "get"
+    retry = "never"
 
 
 class NotFoundError(StoreError, FileNotFoundError):
@@ -95,9 +101,13 @@ class ObjectChangedError(StoreError):
 class ShortReadError(StoreError):
     """A body ended before the length that the listing or the response promised."""
 
+    retry = "later"
+
 
 class StoreTimeoutError(StoreError, TimeoutError):
     """The store made no progress within the deadline."""
+
+    retry = "later"
 
 
 class CacheError(FastloadError, OSError):

@@ -55,10 +55,10 @@ class Listed(Store):
         for first in range(0, len(self.keys), self.page):
             yield [ObjectInfo(key, len(key), f"v-{key}") for key in self.keys[first : first + self.page]]
 
-    def head(self, key: str) -> ObjectInfo:
+    def _head(self, key: str) -> ObjectInfo:
         raise NotImplementedError
 
-    read = read_range = head  # type: ignore[assignment]
+    _read = _read_range = _head  # type: ignore[assignment]
 
 
 @pytest.fixture

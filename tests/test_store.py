@@ -27,11 +27,10 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
-from fastload.store import ObjectInfo, Store, base, native, open_store, options
+from fastload.store import ObjectInfo, Store, base, native, open_store, options, retry
 from fastload.store import s3fs as s3fs_store
 
-# botocore's own retries, below s3fs's, are cut short: tests wait for many errors.
-CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs", "config_kwargs": {"retries": {"max_attempts": 1}}}]
+CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
 CLIENT_NAMES = ["obstore", "s3fs"]
 KEY = "403 a.jpg"  # must not be taken for a status
 BODY = bytes(range(256)) * 800  # 204,800 bytes
@@ -58,25 +57,18 @@ def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, not minutes, until reads give up."""
-    monkeypatch.setattr(
-        native,
-        "_LASTING",
-        {
-            "client": {"connect_timeout": "1s", "read_timeout": "1s", "timeout": "10s"},
-            "retry": {
-                "max_retries": 3,
-                "retry_timeout": timedelta(seconds=5),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=5),
-                    "max_backoff": timedelta(seconds=1),
-                    "base": 2,
-                },
-            },
-        },
-    )
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=3, first=0.01, longest=0.5))
+    client = {"connect_timeout": "1s", "read_timeout": "1s", "timeout": "10s"}
+    few = {"max_retries": 3, "retry_timeout": timedelta(seconds=5)}
+    few["backoff"] = {
+        "init_backoff": timedelta(milliseconds=5),
+        "max_backoff": timedelta(seconds=1),
+        "base": 2,
+    }
+    monkeypatch.setattr(native, "_LISTER", {"client": client, "retry": few})
+    monkeypatch.setattr(native, "_READER", {**native._READER, "client": client})
     s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
-    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 3)
 
 
 # --- What is there is what is read -----------------------------------------------------------------------
@@ -675,13 +667,13 @@ def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.Monke
     from concurrent.futures import ThreadPoolExecutor
 
     built: list[int] = []
-    build = native.NativeStore._build
+    build = native.NativeStore._client
 
-    def counted(store: native.NativeStore) -> Any:
+    def counted(store: native.NativeStore, patience: Any) -> Any:
         built.append(os.getpid())
-        return build(store)
+        return build(store, patience)
 
-    monkeypatch.setattr(native.NativeStore, "_build", counted)
+    monkeypatch.setattr(native.NativeStore, "_client", counted)
     store = open_store("s3://bucket", **faults.options)
     with ThreadPoolExecutor(16) as pool:
         bodies = list(pool.map(lambda _: bytes(store.read(KEY)), range(64)))

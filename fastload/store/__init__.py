@@ -10,9 +10,9 @@ import os
 from typing import Any
 
 from fastload.errors import ArgumentError
-from fastload.store.base import ObjectInfo, Store, native_client_used
+from fastload.store.base import ObjectInfo, Reading, Store, native_client_used
 
-__all__ = ["ObjectInfo", "Store", "native_client_used", "open_store"]
+__all__ = ["ObjectInfo", "Reading", "Store", "native_client_used", "open_store"]
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
@@ -23,12 +23,30 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             URL of any other protocol that fsspec knows. Keys are relative to it.
         storage_options: s3fs's names (key, secret, token, anon, profile, endpoint_url, region,
             client_kwargs) or obstore's; `client="s3fs"` reads `s3://` by s3fs. Other protocols take what
-            their file system takes.
+            their file system takes. For all: `max_requests`, how many a loader may have in flight from this
+            node, all ranks and workers together (default: as many as help, 1,024 at most); `hedge=True`, for
+            its second requests where one is late.
 
     Raises:
         ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
     """
-    url = os.fspath(url)
+    reading = _reading(storage_options)
+    store = _open(os.fspath(url), storage_options)
+    store.reading = reading
+    return store
+
+
+def _reading(options: dict[str, Any]) -> Reading:
+    """Take what a loader is to know out of `options`."""
+    most, hedge = options.pop("max_requests", None), options.pop("hedge", False)
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ArgumentError(f"storage option max_requests must be a whole number >= 1, found {most!r}")
+    if not isinstance(hedge, bool):
+        raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
+    return Reading(most, hedge)
+
+
+def _open(url: str, storage_options: dict[str, Any]) -> Store:
     protocol, separator, rest = url.partition("://")
     protocol = protocol.lower()
     if "::" in url.partition("/")[0]:

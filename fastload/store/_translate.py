@@ -46,9 +46,26 @@ _UNREACHABLE = re.compile(
     r"Cannot connect|Name or service|resolve",
     re.IGNORECASE,
 )
+# Answers that asking again may change, and the ones that ask for fewer requests.
+_LATER = re.compile(
+    r"\b(408|5\d\d)\b|InternalError|ServiceUnavailable|RequestTimeout\b|response body|connection|incomplete|"
+    r"reset|broken pipe|payload|disconnected|checksum|unexpected (EOF|end)|BadDigest",
+    re.IGNORECASE,
+)
+_SLOWER = re.compile(
+    r"\b(429|503)\b|SlowDown|reduce your request rate|TooManyRequests|Throttl", re.IGNORECASE
+)
+_REFUSED_CREDENTIALS = re.compile(
+    r"ExpiredToken|InvalidToken|TokenRefreshRequired|\bInvalidAccessKeyId|\b401\b|Unauthenticated|RequestExpired",
+    re.IGNORECASE,
+)
 _NAMES = re.compile(r"[a-z][a-z0-9+.-]*://\S+|'[^']*'", re.IGNORECASE)
 _QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
 _USER = re.compile(r"://[^/\s@]+@")
+# S3 repeats the session token in its answer that the token has expired.
+_TOKEN = re.compile(
+    r"<(Token-\d+|AWSAccessKeyId|StringToSign[^>]*|CanonicalRequest[^>]*)>.*?(</\1>|$)", re.DOTALL
+)
 
 
 def public_url(url: str) -> str:
@@ -108,7 +125,7 @@ class Place:
                 "the object changed since it was listed; list the prefix again", stage=stage, key=key
             )
         if denied or (not missing and (_DENIED.search(text) or _METADATA.search(said))):
-            return self._denied(said, stage, key)
+            return self._denied(said, text, stage, key)
         if missing or _MISSING.search(text):
             return self._missing(text, stage, key)
         if isinstance(error, ModuleNotFoundError):
@@ -124,11 +141,14 @@ class Place:
             )
         where = f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
         if _UNREACHABLE.search(text) or (isinstance(error, OSError) and error.errno in (101, 111, 113)):
-            return StoreError(
-                f"no answer{where} for {self.url!r}: check the endpoint_url, its port, and the network. "
-                f"The client said: {said}",
-                stage=stage,
-                key=key,
+            return _retryable(
+                StoreError(
+                    f"no answer{where} for {self.url!r}: check the endpoint_url, its port, and the network. "
+                    f"The client said: {said}",
+                    stage=stage,
+                    key=key,
+                ),
+                "reachable",
             )
         if isinstance(error, (TimeoutError, asyncio.TimeoutError)) or _TIMEOUT.search(text):
             return StoreTimeoutError(
@@ -137,20 +157,23 @@ class Place:
                 stage=stage,
                 key=key,
             )
-        return StoreError(f"{self.url!r} failed{where}: {said}", stage=stage, key=key)
+        failed = StoreError(f"{self.url!r} failed{where}: {said}", stage=stage, key=key)
+        return _retryable(failed, _when(error, text))
 
     def redact(self, text: str) -> str:
         """Return one bounded line of `text` without secrets and query strings."""
         for secret in self.secrets:
             text = text.replace(secret, "<secret>")
+        text = _TOKEN.sub(r"<\1><secret>", text)
         text = _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
         return text if len(text) <= 400 else text[:400] + " ..."
 
-    def _denied(self, said: str, stage: str, key: str | None) -> AccessDeniedError:
+    def _denied(self, said: str, text: str, stage: str, key: str | None) -> StoreError:
         tried = f" Credentials tried: {self.tried}." if self.tried else ""
-        return AccessDeniedError(
+        denied = AccessDeniedError(
             f"{self.url!r} refused access.{tried} The store said: {said}", stage=stage, key=key
         )
+        return _retryable(denied, "renewed" if _REFUSED_CREDENTIALS.search(text) else "never")
 
     def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
         if key is not None and "NoSuchBucket" not in text:
@@ -165,6 +188,19 @@ class Place:
             stage=stage,
             key=key,
         )
+
+
+def _retryable(error: StoreError, retry: str) -> StoreError:
+    if retry != "never":
+        error.retry = retry
+    return error
+
+
+def _when(error: BaseException, text: str) -> str:
+    """How asking again may help after an answer that is none of the known refusals."""
+    if _SLOWER.search(text):
+        return "slower"
+    return "later" if isinstance(error, ConnectionError) or _LATER.search(text) else "never"
 
 
 def _code(error: BaseException | None) -> str:

@@ -7,7 +7,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, TypeVar, Union
 
 from fastload.errors import (
     ArgumentError,
@@ -16,8 +16,12 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
+from fastload.store import retry
+from fastload.store.retry import Wait
 
-__all__ = ["Buffer", "ObjectInfo", "Page", "Store", "native_client_used"]
+__all__ = ["Buffer", "ObjectInfo", "Page", "Reading", "Store", "native_client_used"]
+
+T = TypeVar("T")
 
 # What a read returns: `bytes`, or a client's own read-only buffer (no copy is made of it). Both have
 # `len()` and the buffer protocol. Python 3.10 has no name for the latter.
@@ -36,6 +40,18 @@ class ObjectInfo(NamedTuple):
     version: str
 
 
+class Reading(NamedTuple):
+    """How a loader is to read a store. Part of `storage_options`, whatever the protocol.
+
+    Args:
+        max_requests: in flight from this node, all ranks and workers together; None: found by measuring.
+        hedge: ask a second time for what takes longer than 95 % of the reads do, in 3 % of the reads at most.
+    """
+
+    max_requests: int | None = None
+    hedge: bool = False
+
+
 Page = list[ObjectInfo]  # a name of its own, since `list` is a method below
 
 
@@ -45,15 +61,19 @@ class Store(ABC):
     Attributes:
         url: the URL as it was given, without user information and query.
         identity: names the place (protocol, endpoint, bucket, prefix); equal for equal places, no secrets.
+        reading: how a loader is to read it.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
     `AccessDeniedError`, `ObjectChangedError`, `ShortReadError`, `StoreTimeoutError` or plain `StoreError`,
-    each naming the key. All methods may be called from several threads at once.
+    each naming the key. What may go away by itself is tried again for three minutes; the error then says how
+    often and how long. All methods may be called from several threads at once.
     """
 
     def __init__(self, url: str, identity: str) -> None:
         self.url = url
         self.identity = identity
+        self.reading = Reading()
+        self._reached = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -71,17 +91,50 @@ class Store(ABC):
         endpoint that does not answer. A prefix without objects yields nothing.
         """
 
-    @abstractmethod
-    def head(self, key: str) -> ObjectInfo:
-        """Return size and version of one object."""
+    def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
+        """Return size and version of one object. `wait` as in `read`."""
+        return self._retried(lambda: self._head(key), wait)
+
+    def read(
+        self, key: str, version: str | None = None, size: int | None = None, *, wait: Wait = retry.sleep
+    ) -> Buffer:
+        """Return one object's bytes; with `version` only of that version, with `size` only that many.
+
+        `wait(error, seconds)` is called before the request is made again; it may raise to end that.
+        """
+        return self._retried(lambda: self._read(key, version, size), wait)
+
+    def read_range(
+        self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = retry.sleep
+    ) -> Buffer:
+        """Return the bytes [start, stop) of one object, all of which must exist. `wait` as in `read`."""
+        check_range(key, start, stop)
+        if start == stop:
+            return b""
+        return self._retried(lambda: self._read_range(key, start, stop, version), wait)
+
+    # One attempt each.
 
     @abstractmethod
-    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
-        """Return one object's bytes; with `version` only of that version, with `size` only that many."""
+    def _head(self, key: str) -> ObjectInfo: ...
 
     @abstractmethod
-    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        """Return the bytes [start, stop) of one object, all of which must exist."""
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer: ...
+
+    @abstractmethod
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer: ...
+
+    def _renew(self, since: float) -> bool:
+        """Get new credentials unless they are newer than `since`; False where there can be none."""
+        return False
+
+    def _retried(self, attempt: Callable[[], T], wait: Wait = retry.sleep) -> T:
+        result = retry.retried(attempt, self._attempts, wait)
+        self._reached = True
+        return result
+
+    def _attempts(self, start: float) -> retry.Attempts:
+        return retry.Attempts(start, retry.READ, self._renew, self._reached)
 
     # The asynchronous forms. A store without an asynchronous client serves them from threads.
 
@@ -119,10 +172,15 @@ class PerProcess:
             if self._pid != os.getpid():
                 # A client inherited through fork is kept alive on purpose: dropping it would make it talk to
                 # threads that exist in the parent only.
-                _inherited.append(self._client)
+                if abs(self._pid) != os.getpid():
+                    _inherited.append(self._client)
                 self._client = self._build()
                 self._pid = os.getpid()
             return self._client
+
+    def renew(self) -> None:
+        """Build a new client on the next use; requests under way keep the old one."""
+        self._pid = -os.getpid()
 
 
 def _new_lock() -> None:
@@ -171,19 +229,37 @@ def check_version(key: str, found: str, wanted: str | None) -> None:
         )
 
 
-def check_length(key: str, found: int, wanted: int | None) -> None:
-    """Raise `ShortReadError` for fewer bytes than wanted (None: any), `ObjectChangedError` for more."""
+def check_length(key: str, body: Buffer, wanted: int | None) -> None:
+    """Raise `ShortReadError` for fewer bytes than wanted (None: any), `ObjectChangedError` for more.
+
+    An error document in place of the object is a short read whatever its length: asking again helps.
+    """
+    found = len(body)
     if wanted is None or found == wanted:
         return
+    if is_error_document(body):
+        raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
     if found < wanted:
         raise ShortReadError(f"the store sent {found:,} bytes where {wanted:,} were expected", key=key)
     raise ObjectChangedError(f"the object has {found:,} bytes, listed were {wanted:,}; list again", key=key)
+
+
+def is_error_document(body: Buffer) -> bool:
+    """Whether a body is the XML in which S3 reports an error, now and then under status 200."""
+    head = bytes(memoryview(body)[:200]).lstrip()
+    return head.startswith((b"<?xml", b"<Error")) and b"<Error" in head
 
 
 def check_range(key: str, start: int, stop: int) -> None:
     """Raise `ArgumentError` for a range that no object has."""
     if not 0 <= start <= stop:
         raise ArgumentError(f"range [{start}, {stop}) is not one: 0 <= start <= stop must hold", key=key)
+
+
+def check_end(key: str, stop: int, size: int) -> None:
+    """Raise `NotFoundError` for a range that reaches past the end of an object of `size` bytes."""
+    if stop > size:
+        raise NotFoundError(f"the range's end {stop:,} is past the object's, {size:,} bytes", key=key)
 
 
 def check_key(key: str, *, why: str) -> None:

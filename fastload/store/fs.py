@@ -15,9 +15,9 @@ from fastload.store.base import (
     Page,
     PerProcess,
     Store,
+    check_end,
     check_key,
     check_length,
-    check_range,
     check_version,
     note_native_client,
 )
@@ -50,7 +50,7 @@ class FsspecStore(Store):
         self._fs = PerProcess(self._build)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._protocol, self._options)
+        return type(self), (self._url, self._protocol, self._options), {"reading": self.reading}
 
     @property
     def native(self) -> bool:
@@ -71,30 +71,31 @@ class FsspecStore(Store):
             if page:
                 yield page
 
-    def head(self, key: str) -> ObjectInfo:
+    def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._place.errors("get", key):
-            return self._head(key, path)
+            return self._stat(key, path)
 
-    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
-        return self._read(key, {}, version, size)
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
+        return self._cat(key, {}, version, size)
 
-    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        check_range(key, start, stop)
-        return self._read(key, {"start": start, "end": stop}, version, stop - start)
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
+        return self._cat(key, {"start": start, "end": stop}, version, stop - start)
 
-    def _read(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
+    def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
         with self._place.errors("get", key):
             if version is not None:
-                check_version(key, self._head(key, path).version, version)
+                check_version(key, self._stat(key, path).version, version)
             body: bytes = self._fs().cat_file(path, **span)
             if version is not None:
-                check_version(key, self._head(key, path).version, version)
-            check_length(key, len(body), size)
+                check_version(key, self._stat(key, path).version, version)
+            if span and size is not None and len(body) < size:
+                check_end(key, span["end"], self._stat(key, path).size)
+            check_length(key, body, size)
             return body
 
-    def _head(self, key: str, path: str) -> ObjectInfo:
+    def _stat(self, key: str, path: str) -> ObjectInfo:
         fs = self._fs()
         fs.invalidate_cache()  # a listing kept by the file system would answer with the old version
         return _info(key, fs.info(path))

@@ -14,9 +14,9 @@ from fastload.store.base import (
     ObjectInfo,
     Page,
     Store,
+    check_end,
     check_key,
     check_length,
-    check_range,
     check_version,
 )
 
@@ -36,7 +36,7 @@ class LocalStore(Store):
         super().__init__(url, f"file||{self._root}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalStore, (self.url, self._root)
+        return LocalStore, (self.url, self._root), {"reading": self.reading}
 
     def list(self) -> Iterator[Page]:
         with self._place.errors("list"):
@@ -71,31 +71,27 @@ class LocalStore(Store):
         for name in directories:
             yield from self._walk(name, parents | {identity})
 
-    def head(self, key: str) -> ObjectInfo:
+    def _head(self, key: str) -> ObjectInfo:
         with self._place.errors("get", key):
             return _info(key, os.stat(self._path(key)))  # noqa: PTH116
 
-    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
         with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
             before = _info(key, os.fstat(file.fileno()))
             check_version(key, before.version, version)
             body = file.readall()
             _check_unchanged(before, _info(key, os.fstat(file.fileno())))
-            check_length(key, len(body), before.size if size is None else size)
+            check_length(key, body, before.size if size is None else size)
             return body
 
-    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        check_range(key, start, stop)
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
             before = _info(key, os.fstat(file.fileno()))
             check_version(key, before.version, version)
-            if stop > before.size:
-                raise NotFoundError(
-                    f"bytes [{start}, {stop}) reach past the file's end ({before.size:,})", key=key
-                )
+            check_end(key, stop, before.size)
             body = _pread(file.fileno(), start, stop)
             _check_unchanged(before, _info(key, os.fstat(file.fileno())))
-            check_length(key, len(body), stop - start)
+            check_length(key, body, stop - start)
             return body
 
     def _path(self, key: str) -> str:

@@ -6,14 +6,17 @@ obstore's fsspec adapter is not used: it costs three times the CPU per object.
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fastload.errors import ArgumentError, NotFoundError
+from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
+from fastload.store import retry
 from fastload.store._translate import Place, public_url
 from fastload.store.base import (
     Buffer,
@@ -21,10 +24,12 @@ from fastload.store.base import (
     Page,
     PerProcess,
     Store,
+    check_end,
     check_key,
     check_length,
     check_range,
     check_version,
+    is_error_document,
     note_native_client,
 )
 
@@ -51,16 +56,19 @@ _CONTACT = {
     "client": {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "4s"},
     "retry": {"max_retries": 4, "retry_timeout": timedelta(seconds=4)},
 }
-# Reads outlast a server's bad minutes: time bounds the retries, not their number, for obstore's backoff grows
-# slowly (12 retries take 5 s). A stalled body ends by lack of progress, not by its total time.
-_LASTING = {
-    "client": {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "10m"},
+# A stalled body ends by lack of progress, not by its total time.
+_PATIENT = {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "24h"}
+# Listings outlast a server's bad minutes by obstore's own retries. Time bounds them, not their number, for
+# its backoff grows slowly (12 retries take 5 s).
+_LISTER = {
+    "client": _PATIENT,
     "retry": {
         "max_retries": 1000,
         "retry_timeout": timedelta(minutes=3),
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15), "base": 3},
     },
 }
+_READER = {"client": _PATIENT, "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
 _FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
 # A prefix that no object has; listing it answers at once where the real listing may take its time.
 _CONTACT_PREFIX = ".fastload-contact"
@@ -71,11 +79,6 @@ class _Address(NamedTuple):
     bucket: str  # bucket or container; for http the base URL
     prefix: str  # without slashes at its ends
     account: str  # az only, and only where the URL names it
-
-
-class _Clients(NamedTuple):
-    contact: Any
-    lasting: Any
 
 
 class NativeStore(Store):
@@ -92,21 +95,27 @@ class NativeStore(Store):
         self._address = _address(url)
         self._connection = _connection(self._address, options)
         kind, bucket, prefix, account = self._address
-        shown = public_url(url)
-        self._place = Place(
-            url=shown,
-            bucket=shown if kind == "http" else f"bucket {bucket!r}",
-            endpoint=self._connection.endpoint,
-            tried=self._connection.tried,
-            secrets=self._connection.secrets,
-        )
+        self._place = self._described(self._connection)
         where = self._connection.endpoint or account
         identity = public_url(bucket) if kind == "http" else f"{kind}|{where.rstrip('/')}|{bucket}|{prefix}"
-        super().__init__(shown, identity)
-        self._clients = PerProcess(self._build)
+        super().__init__(public_url(url), identity)
+        # Readers are the only ones that most processes need, and building a client takes milliseconds.
+        self._reader = PerProcess(lambda: self._client(_READER))
+        self._lister = PerProcess(lambda: self._client(_LISTER))
+        self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeStore, (self._url, self._options)
+        return NativeStore, (self._url, self._options), {"reading": self.reading}
+
+    def _described(self, connection: known_options.Connection) -> Place:
+        shown = public_url(self._url)
+        return Place(
+            url=shown,
+            bucket=shown if self._address.kind == "http" else f"bucket {self._address.bucket!r}",
+            endpoint=connection.endpoint,
+            tried=connection.tried,
+            secrets=connection.secrets,
+        )
 
     def list(self) -> Iterator[Page]:
         import obstore
@@ -116,10 +125,9 @@ class NativeStore(Store):
                 f"{self.url!r}: http servers have no listing; name the keys yourself, or open the bucket as s3://"
             )
         with self._place.errors("list"):
-            clients = self._clients()
-            for _ in obstore.list(clients.contact, _CONTACT_PREFIX):
+            for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
                 pass
-            pages = _pages(clients.lasting)
+            pages = _pages(self._lister())
         while True:
             with self._place.errors("list"):
                 page = next(pages, None)
@@ -129,41 +137,35 @@ class NativeStore(Store):
                 found = self._without_markers(infos)
             yield found
 
-    def head(self, key: str) -> ObjectInfo:
+    def _head(self, key: str) -> ObjectInfo:
         import obstore
 
         with self._errors(key):
-            meta = obstore.head(self._clients().contact, key)
+            meta = obstore.head(self._reader(), key)
             return ObjectInfo(key, meta["size"], _version(meta))
 
-    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
         import obstore
 
         with self._errors(key):
-            result = obstore.get(self._clients().lasting, key, options=_conditions(version))
-            check_version(key, _version(result.meta), version)
-            body = result.bytes()
-            check_length(key, len(body), result.meta["size"] if size is None else size)
-            return body
+            result = obstore.get(self._reader(), key, options=_conditions(version))
+            return _whole(result.bytes(), key, result, version, size)
 
     async def read_async(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
+        async def attempt() -> Buffer:
+            import obstore
+
+            with self._errors(key):
+                result = await obstore.get_async(self._reader(), key, options=_conditions(version))
+                return _whole(await result.bytes_async(), key, result, version, size)
+
+        return await retry.retried_async(attempt, self._attempts)
+
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         import obstore
 
         with self._errors(key):
-            result = await obstore.get_async(self._clients().lasting, key, options=_conditions(version))
-            check_version(key, _version(result.meta), version)
-            body = await result.bytes_async()
-            check_length(key, len(body), result.meta["size"] if size is None else size)
-            return body
-
-    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        import obstore
-
-        check_range(key, start, stop)
-        if start == stop:
-            return b""
-        with self._errors(key):
-            client = self._clients().lasting
+            client = self._reader()
             try:
                 result = obstore.get(client, key, options=_conditions(version, (start, stop)))
             except obstore.exceptions.GenericError as error:
@@ -174,20 +176,38 @@ class NativeStore(Store):
             return _cut(result.bytes(), key, start, stop, result, version)
 
     async def read_range_async(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        import obstore
+        async def attempt() -> Buffer:
+            import obstore
+
+            with self._errors(key):
+                client = self._reader()
+                try:
+                    result = await obstore.get_async(client, key, options=_conditions(version, (start, stop)))
+                except obstore.exceptions.GenericError as error:
+                    if not _range_ignored(error):
+                        raise
+                    result = await obstore.get_async(client, key, options=_conditions(version))
+                return _cut(await result.bytes_async(), key, start, stop, result, version)
 
         check_range(key, start, stop)
         if start == stop:
             return b""
-        with self._errors(key):
-            client = self._clients().lasting
+        return await retry.retried_async(attempt, self._attempts)
+
+    def _renew(self, since: float) -> bool:
+        with self._renewing:
+            if self._renewed > since:
+                return True
             try:
-                result = await obstore.get_async(client, key, options=_conditions(version, (start, stop)))
-            except obstore.exceptions.GenericError as error:
-                if not _range_ignored(error):
-                    raise
-                result = await obstore.get_async(client, key, options=_conditions(version))
-            return _cut(await result.bytes_async(), key, start, stop, result, version)
+                connection = _connection(self._address, self._options)
+            except ArgumentError:
+                return False
+            if connection.credentials is not None and connection.credentials == self._connection.credentials:
+                return False
+            self._connection, self._renewed = connection, time.monotonic()
+            self._place = self._described(connection)
+            self._reader.renew()
+            return True
 
     def _errors(self, key: str) -> Any:
         why = "obstore would read another one for it. For s3:// pass client='s3fs', or rename it"
@@ -207,7 +227,7 @@ class NativeStore(Store):
 
         def exists(key: str) -> bool:
             try:
-                obstore.head(self._clients().lasting, key)
+                obstore.head(self._lister(), key)
             except FileNotFoundError:
                 return False
             return True
@@ -216,12 +236,8 @@ class NativeStore(Store):
             markers = {key for key, found in zip(empty, pool.map(exists, empty), strict=True) if not found}
         return [info for info in page if info.key not in markers]
 
-    def _build(self) -> _Clients:
-        note_native_client(obstore=True)
-        with self._place.errors("list"):
-            return _Clients(self._client(_CONTACT), self._client(_LASTING))
-
     def _client(self, patience: Mapping[str, Any]) -> Any:
+        note_native_client(obstore=True)
         from obstore import store as stores
 
         connection = self._connection
@@ -331,6 +347,15 @@ def _pages(client: Any) -> Iterator[Any]:
         yield fresh
 
 
+def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size: int | None) -> Buffer:
+    """A checked answer to a read of the whole object."""
+    if not result.meta["e_tag"] and is_error_document(body):
+        raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
+    check_version(key, _version(result.meta), version)
+    check_length(key, body, result.meta["size"] if size is None else size)
+    return body
+
+
 def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
     """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
     conditions: dict[str, Any] = {}
@@ -363,9 +388,7 @@ def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, versi
     first = result.range[0]
     if first < start:
         body = memoryview(body)[start - first : stop - first]
-    if len(body) < stop - start and stop > result.meta["size"]:
-        raise NotFoundError(
-            f"bytes [{start}, {stop}) reach past the object's end ({result.meta['size']:,} bytes)", key=key
-        )
-    check_length(key, len(body), stop - start)
+    if len(body) < stop - start:
+        check_end(key, stop, result.meta["size"])
+    check_length(key, body, stop - start)
     return body

@@ -1,17 +1,19 @@
 """`s3://` with `client="s3fs"`: the full alternative to obstore, with conditional reads and any key.
 
-The requests go through s3fs's session, credentials and retries, but not through its file-system methods:
+The requests go through s3fs's session and credentials, but not through its file-system methods:
 those parse keys, send no If-Match and splice ranges without one.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fsspec.asyn import sync
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
 from fastload.store._translate import Place, public_url
 from fastload.store.base import (
@@ -20,9 +22,10 @@ from fastload.store.base import (
     Page,
     PerProcess,
     Store,
+    check_end,
     check_length,
-    check_range,
     check_version,
+    is_error_document,
     note_native_client,
 )
 
@@ -53,19 +56,19 @@ class S3fsStore(Store):
         )
         super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
         self._fs = PerProcess(self._build)
+        self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return S3fsStore, (self._url, self._options)
+        return S3fsStore, (self._url, self._options), {"reading": self.reading}
 
     def list(self) -> Iterator[Page]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
+        # An answer at once or not at all: the pages themselves may take their time.
+        contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
         with self._place.errors("list"):
-            # An answer at once or not at all: the pages themselves may take their time.
-            contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
             self._call("list_objects_v2", contact, _CONTACT_SECONDS)
         while True:
-            with self._place.errors("list"):
-                answer = self._call("list_objects_v2", request)
+            answer = self._retried(lambda: self._page(request))
             entries = answer.get("Contents", ())
             found = [entry for entry in entries if entry["Size"] or not entry["Key"].endswith("/")]
             yield [self._info(entry["Key"][len(self._prefix) :], entry["Size"], entry) for entry in found]
@@ -73,28 +76,45 @@ class S3fsStore(Store):
                 return
             request["ContinuationToken"] = answer["NextContinuationToken"]
 
-    def head(self, key: str) -> ObjectInfo:
+    def _page(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        with self._place.errors("list"):
+            return self._call("list_objects_v2", request)
+
+    def _head(self, key: str) -> ObjectInfo:
         with self._place.errors("get", key):
             answer = self._call("head_object", self._object(key, None), _CONTACT_SECONDS)
             return self._info(key, answer["ContentLength"], answer)
 
-    def read(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
-        return self._read(key, self._object(key, version), version, size)
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
+        return self._get(key, self._object(key, version), version, size)
 
-    def read_range(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        check_range(key, start, stop)
-        if start == stop:
-            return b""
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         request = {**self._object(key, version), "Range": f"bytes={start}-{stop - 1}"}
-        return self._read(key, request, version, stop - start)
+        return self._get(key, request, version, stop - start)
 
-    def _read(self, key: str, request: dict[str, Any], version: str | None, size: int | None) -> Buffer:
+    def _get(self, key: str, request: dict[str, Any], version: str | None, size: int | None) -> Buffer:
         with self._place.errors("get", key):
             fs = self._fs()
-            answer, body = sync(fs.loop, _retried_get, fs, request)
+            answer, body = sync(fs.loop, _get, fs, request)
+            if "ETag" not in answer and is_error_document(body):
+                raise ShortReadError(
+                    "the store answered 200 with an XML error in place of the object", key=key
+                )
             check_version(key, self._info(key, len(body), answer).version, version)
-            check_length(key, len(body), answer["ContentLength"] if size is None else size)
+            if "ContentRange" in answer and size is not None and len(body) < size:
+                stop = int(request["Range"].rpartition("-")[2]) + 1
+                check_end(key, stop, int(answer["ContentRange"].rpartition("/")[2]))
+            check_length(key, body, answer["ContentLength"] if size is None else size)
             return body
+
+    def _renew(self, since: float) -> bool:
+        if not {"key", "secret", "token", "anon"}.isdisjoint(self._arguments):
+            return False
+        with self._renewing:
+            if self._renewed <= since:
+                self._renewed = time.monotonic()
+                self._fs.renew()
+            return True
 
     def _object(self, key: str, version: str | None) -> dict[str, Any]:
         request = {"Bucket": self._bucket, "Key": self._prefix + key}
@@ -112,15 +132,11 @@ class S3fsStore(Store):
         note_native_client(obstore=False)
         import s3fs  # type: ignore[import-not-found,unused-ignore]
 
-        return s3fs.S3FileSystem(skip_instance_cache=True, **self._arguments)
-
-
-async def _retried_get(fs: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
-    """A GET and its body, begun again when the body breaks off; `_call_s3` retries up to the headers only."""
-    from s3fs.core import _error_wrapper
-
-    result: tuple[dict[str, Any], bytes] = await _error_wrapper(_get, args=(fs, request), retries=fs.retries)
-    return result
+        # Retries are the store's, see `retry`: neither s3fs's nor botocore's below them.
+        config = {"retries": {"max_attempts": 0}, **self._arguments.get("config_kwargs", {})}
+        fs = s3fs.S3FileSystem(skip_instance_cache=True, **{**self._arguments, "config_kwargs": config})
+        fs.retries = 1
+        return fs
 
 
 async def _get(fs: Any, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
