@@ -114,7 +114,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             consumed = chunk - self.rank
             for index in (places if order is None else order[places]).tolist():
                 consumed += replicas
-                self._position = (epoch, min(consumed, length))
+                self._position = (epoch, consumed)
                 yield index
         if self._position[0] == epoch and self._start is None:
             self.start_epoch()
@@ -156,7 +156,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             "shuffle": self.shuffle,
             "length": len(self.dataset),  # type: ignore[arg-type]
             "epoch": epoch,
-            "consumed": consumed,
+            "consumed": min(consumed, len(self.dataset)),  # type: ignore[arg-type]
             "advances": self._advances,
         }
 
