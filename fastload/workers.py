@@ -35,6 +35,7 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
+from fastload.allocator import keep_freed_memory
 from fastload.channel import Channel
 from fastload.collate import BatchMaker, collate_into
 from fastload.errors import WorkerError
@@ -110,6 +111,7 @@ def _worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: 
     _leave_with(trainer)
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.set_num_threads(1)
+    keep_freed_memory()
     worker = _Worker(setup, worker_id, channel)
     try:
         worker.run()

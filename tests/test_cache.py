@@ -464,7 +464,7 @@ def test_eio_on_read_is_a_miss(open_cache: Callable[..., Cache], monkeypatch: py
     def broken(*_: object) -> bytes:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(os, "preadv", broken)
     with pytest.warns(RuntimeWarning, match="Input/output error"):
         assert cache.read(key) is None
     assert cache.read(key) is None  # warned once
@@ -874,7 +874,7 @@ def test_errors_turned_on_do_not_escape(
     """Under -W error, the one warning goes to the log instead of into the training loop."""
     cache = open_cache()
     ((key, _),) = fill(cache, 1).items()
-    monkeypatch.setattr(os, "pread", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))
+    monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.read(key) is None

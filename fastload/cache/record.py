@@ -83,14 +83,14 @@ def pack_header(segment_id: bytes, key: bytes, length: int, payload_sum: int) ->
     return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def verify(data: bytes, segment_id: bytes, key: bytes, entry: Entry) -> memoryview:
+def verify(data: memoryview, segment_id: bytes, key: bytes, entry: Entry) -> memoryview:
     """The payload inside `data` (header and payload, as read), or CorruptRecordError.
 
     The header is compared with the one this entry must have: one comparison checks every field.
     """
     if data[:HEADER_SIZE] != pack_header(segment_id, key, entry.length, entry.checksum):
         raise CorruptRecordError("header differs from what the index promises")
-    payload = memoryview(data)[HEADER_SIZE:]
+    payload = data[HEADER_SIZE:]
     if len(payload) != entry.length or checksum(payload) != entry.checksum:
         raise CorruptRecordError("payload differs from its checksum")
     return payload
