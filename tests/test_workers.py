@@ -1,0 +1,622 @@
+"""Where torch's DataLoader hangs, loses samples or hides the cause; and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from fastload import DataLoader
+from fastload.errors import WorkerError
+from fastload.slots import SlotMap, SlotPool
+from fastload.workers import WorkerPool
+from tests.loaderdata import (
+    At,
+    FormatsItself,
+    HoldsLambda,
+    Numbers,
+    TwoArguments,
+    identity,
+    numbered,
+    picture,
+)
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+ROOT = Path(__file__).parent.parent
+
+
+def script(body: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a Python script in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(body), *arguments],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **options,
+    )
+
+
+def run(body: str, **options: Any) -> str:
+    process = script(body, **options)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert err == ""
+    return out
+
+
+def ended_within(processes: list[psutil.Process], seconds: float) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+# --- samples and errors ------------------------------------------------------------------------------------
+
+
+def test_an_unpicklable_sample_raises() -> None:
+    loader = DataLoader(Numbers(4, lambda i: lambda: i), num_workers=1, collate_fn=identity)
+    start = time.monotonic()
+    with pytest.raises(Exception, match=r"(?s)pickle.*DataLoader worker process 0|DataLoader.*pickle"):
+        next(iter(loader))
+    assert time.monotonic() - start < 10
+    not_a_leaf = Numbers(4, lambda i: torch.zeros(3, requires_grad=True) * 2)
+    with pytest.raises(RuntimeError, match="non-leaf"):
+        next(iter(DataLoader(not_a_leaf, num_workers=1, collate_fn=identity)))
+
+
+def test_conjugate_tensors_are_stacked() -> None:
+    dataset = Numbers(2, lambda i: torch.full((3,), i + 2j).conj())
+    (batch,) = DataLoader(dataset, batch_size=2, num_workers=1)
+    assert batch[:, 0].tolist() == [-2j, 1 - 2j]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_is_an_error(workers: int) -> None:
+    def stop(index: Any) -> Any:
+        raise StopIteration
+
+    for options in ({}, {"batch_size": None}):
+        with pytest.raises(RuntimeError, match="raised StopIteration for sample 0"):
+            list(DataLoader(Numbers(4, stop), num_workers=workers, **options))
+    with pytest.raises(RuntimeError, match="raised StopIteration for batch"):
+        list(DataLoader(Numbers(4), num_workers=workers, collate_fn=stop))
+
+
+ERRORS: list[tuple[Exception, type[Exception]]] = [
+    (ValueError("plain"), ValueError),
+    (KeyError("key"), KeyError),
+    (KeyError(5), KeyError),
+    (OSError(2, "gone", "file.jpg"), FileNotFoundError),
+    (UnicodeDecodeError("ascii", b"\xff", 0, 1, "bad"), UnicodeDecodeError),
+    (TwoArguments(4, "two"), TwoArguments),
+    (FormatsItself(4, "text"), RuntimeError),  # its constructor cannot be called with what it keeps
+    (HoldsLambda("hook"), HoldsLambda),
+]
+
+
+@pytest.mark.parametrize(("error", "expected"), ERRORS, ids=lambda value: repr(value))
+def test_the_original_exception(error: Exception, expected: type[Exception]) -> None:
+    dataset = Numbers(4, At(3, "raise", error))
+    with pytest.raises(expected) as caught:
+        list(DataLoader(dataset, num_workers=1))
+    assert type(caught.value) is expected
+    text = f"{caught.value}\n{caught.value.__cause__}"
+    assert "in DataLoader worker process 0" in text and "Original Traceback" in text
+    assert "_raise" in text and "(sample 3)" in text
+    if isinstance(error, TwoArguments):
+        assert vars(caught.value) == vars(error) and caught.value.args == error.args
+
+
+class Local:
+    """Can be sent, but not received: its module is not to be had there."""
+
+    def __reduce__(self) -> Any:
+        return _explode, (os.getpid(),)
+
+
+def _explode(home: int) -> Any:
+    if os.getpid() != home:
+        raise RuntimeError("cannot be rebuilt here")
+    return Local()
+
+
+def test_a_batch_that_cannot_be_received_loses_no_other() -> None:
+    dataset = Numbers(6, lambda i: Local() if i == 2 else i)
+    iterator = iter(DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=identity))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(RuntimeError, match="cannot be rebuilt here"):
+        next(iterator)
+    assert list(iterator) == [3, 4, 5]
+
+
+# --- death -------------------------------------------------------------------------------------------------
+
+DEATHS = [
+    (At(3, "kill"), r"pid (\d+)\) is killed by signal: Killed \(SIGKILL\)"),
+    (At(3, "segfault"), r"pid (\d+)\) is killed by signal: Segmentation fault \(SIGSEGV\)"),
+    (At(3, "exit", 3), r"pid\(s\) (\d+)\) exited unexpectedly \(exit code 3\)"),
+    (At(3, "_exit", 0), r"pid\(s\) (\d+)\) exited unexpectedly \(exit code 0\)"),
+]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("deed", "text"), DEATHS, ids=lambda value: getattr(value, "deed", ""))
+def test_a_dead_worker_is_reported(deed: At, text: str, in_order: bool) -> None:
+    iterator = iter(DataLoader(Numbers(40, deed), num_workers=2, in_order=in_order))
+    pids = [process.pid for process in iterator._workers]
+    with pytest.raises(WorkerError, match=text) as caught:
+        list(iterator)
+    assert int(re.search(text, str(caught.value)).group(1)) == pids[1]  # type: ignore[union-attr]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(WorkerError, match="ended by an earlier error"):
+        next(iterator)
+
+
+def _sleepy() -> Any:
+    return iter(DataLoader(Numbers(8, At(1, "sleep", 60)), num_workers=2, prefetch_factor=1))
+
+
+def _time_to_report(iterator: Any) -> float:
+    """Seconds from the death of a worker that is waited for to its report."""
+    assert next(iterator) is not None
+    victim = iterator._workers[1]
+    killed_at = []
+
+    def kill() -> None:
+        os.kill(victim.pid, signal.SIGKILL)
+        killed_at.append(time.monotonic())
+
+    timer = threading.Timer(0.1, kill)
+    timer.start()
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        next(iterator)
+    reported_at = time.monotonic()
+    timer.join()
+    return reported_at - killed_at[0]
+
+
+def test_a_death_is_reported_at_once() -> None:
+    assert _time_to_report(_sleepy()) < 1
+
+
+def test_a_death_is_reported_without_end_of_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some other process holds the worker's end of the socket: then the look at the processes finds it."""
+    from fastload.channel import Channel
+
+    kept: list[Any] = []
+    pair = Channel.pair.__func__  # type: ignore[attr-defined]
+
+    def leaky(cls: Any) -> Any:
+        ours, theirs = pair(cls)
+        kept.append(theirs._socket.dup())
+        return ours, theirs
+
+    monkeypatch.setattr(Channel, "pair", classmethod(leaky))
+    try:
+        assert _time_to_report(_sleepy()) < 2
+    finally:
+        for sock in kept:
+            sock.close()
+
+
+def test_twin_without_both_guards_a_death_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerPool, "_obituary", lambda self, worker: TimeoutError("guard"))
+    with pytest.raises(TimeoutError, match="guard"):
+        list(DataLoader(Numbers(8, At(3, "kill")), num_workers=2))
+
+
+def test_persistent_workers_start_again_after_a_death() -> None:
+    loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    os.kill(iterator._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        list(iterator)
+    assert [int(batch) for batch in loader] == list(range(8))
+
+
+def test_timeout_and_then_again() -> None:
+    loader = DataLoader(Numbers(4, At(1, "sleep", 60)), num_workers=1, timeout=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastload.workers._SHUTDOWN_GRACE", 0.1)
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
+            list(loader)
+        assert time.monotonic() - start < 5
+
+
+_ENDLESS = """
+    import os, signal, sys, time
+    import torch
+    from fastload import DataLoader
+    from tests.loaderdata import At, Numbers
+
+    loader = DataLoader(Numbers(10**6, At(40, "sleep", 600)), num_workers=2,
+                        multiprocessing_context=sys.argv[1] if len(sys.argv) > 1 else None)
+    if __name__ == "__main__":
+        iterator = iter(loader)
+        next(iterator)
+        print(*[process.pid for process in iterator._workers], flush=True)
+        for batch in iterator:
+            pass
+"""
+
+
+def _workers_of(trainer: subprocess.Popen[str]) -> list[psutil.Process]:
+    assert trainer.stdout is not None
+    return [psutil.Process(int(pid)) for pid in trainer.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_workers_end_with_their_trainer(context: str, signal_number: int, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"  # forkserver needs a file
+    path.write_text(textwrap.dedent(_ENDLESS))
+    trainer = subprocess.Popen(
+        [sys.executable, path, context],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    workers = _workers_of(trainer)
+    start = time.monotonic()
+    trainer.send_signal(signal_number)
+    assert ended_within(workers, 10)
+    assert time.monotonic() - start < 4  # measured: 0.02
+    trainer.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c(times: int) -> None:
+    """From a terminal: the whole process group gets it."""
+    master, slave = pty.openpty()
+    trainer = script(_ENDLESS, stdin=slave)
+    workers = _workers_of(trainer)
+    start = time.monotonic()
+    for _ in range(times):
+        os.killpg(trainer.pid, signal.SIGINT)
+    _, err = trainer.communicate(timeout=30)
+    assert (
+        time.monotonic() - start < 12
+    )  # measured: 5.3, the grace of a worker that sleeps; 0.4 with a second
+    assert trainer.returncode == -signal.SIGINT
+    assert err.count("Traceback") == 1 and err.rstrip().endswith("KeyboardInterrupt")
+    assert ended_within(workers, 5)
+    os.close(master)
+    os.close(slave)
+
+
+# --- memory ------------------------------------------------------------------------------------------------
+
+
+def test_every_batch_held_and_then_freed() -> None:
+    loader = DataLoader(Numbers(5000, numbered), batch_size=1, num_workers=2, persistent_workers=True)
+    before = _shared_bytes()
+    batches = list(loader)
+    assert len(batches) == 5000 and all(int(batch[0, -1]) == i for i, batch in enumerate(batches))
+    assert _shared_bytes() - before > 400_000_000
+    del batches
+    for batch in loader:  # the messages of another epoch take the memory back to the workers
+        del batch
+    assert _shared_bytes() - before < 60_000_000
+
+
+def _shared_bytes() -> int:
+    text = Path("/proc/meminfo").read_text()
+    return int(re.search(r"Shmem:\s+(\d+)", text).group(1)) * 1024  # type: ignore[union-attr]
+
+
+def test_slots_are_used_again() -> None:
+    loader = DataLoader(Numbers(300, picture), batch_size=4, num_workers=1)
+    addresses = {batch.data_ptr() for batch in loader}
+    assert len(addresses) <= 6
+
+
+def test_a_slow_consumer_keeps_memory_bounded() -> None:
+    iterator = iter(DataLoader(Numbers(200, picture), batch_size=4, num_workers=2, prefetch_factor=2))
+    for _ in range(3):
+        next(iterator)
+    pool = iterator._pool
+    for _ in range(50):  # as long as workers still send, they would show it
+        pool._poll(0.01)
+    made = sum(worker.consumed for worker in pool._workers) + 4
+    mapped = sum(len(worker.slots._memory) for worker in pool._workers)
+    assert mapped <= made + 2
+
+
+class _Keeps:
+    """A collate_fn that keeps its first batch."""
+
+    kept: Any = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = default_collate(samples)
+        if self.kept is None:
+            self.kept = batch
+        return batch, self.kept.sum()
+
+
+@pytest.mark.parametrize("size", [100, 50_000])
+def test_a_tensor_that_the_worker_keeps_is_not_overwritten(size: int) -> None:
+    dataset = Numbers(40, lambda i: torch.full((size,), float(i)))
+    for i, (batch, of_first) in enumerate(DataLoader(dataset, num_workers=1, collate_fn=_Keeps())):
+        assert float(batch[0, 0]) == i and float(of_first) == 0
+
+
+def test_twin_without_that_guard_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Careless(SlotPool):
+        def _take(self, nbytes: int) -> Any:
+            for slot in self._free:
+                slot.alive = lambda: None
+            return super()._take(nbytes)
+
+    monkeypatch.setattr("fastload.workers.SlotPool", Careless)
+    dataset = Numbers(40, lambda i: torch.full((50_000,), float(i)))
+    sums = [float(of_first) for _, of_first in DataLoader(dataset, num_workers=1, collate_fn=_Keeps())]
+    assert any(sums)
+
+
+def test_slots_of_a_batch_that_outgrows_them() -> None:
+    dataset = Numbers(30, lambda i: [torch.full((20_000 * (1 + i % 7),), n) for n in range(1 + i % 5)])
+    for i, batch in enumerate(DataLoader(dataset, batch_size=None, num_workers=1, collate_fn=identity)):
+        assert [int(tensor[-1]) for tensor in batch] == list(range(1 + i % 5))
+
+
+def test_many_large_tensors_take_few_descriptors() -> None:
+    pool, slots = SlotPool(keep=4), SlotMap()
+    packed, fds = pool.pack([torch.ones(300_000) for _ in range(200)])
+    assert len(fds) < 12
+    slots.attach(packed, fds)
+    assert len(slots.unpack(packed)) == 200
+
+
+def test_megabytes_of_python_objects() -> None:
+    dataset = Numbers(4, lambda i: (bytes([i]) * 20_000_000, "ä" * 1_000_000))
+    for i, (data, text) in enumerate(
+        DataLoader(dataset, batch_size=None, num_workers=2, collate_fn=identity)
+    ):
+        assert data == bytes([i]) * 20_000_000 and len(text) == 1_000_000
+
+
+def test_a_hundred_thousand_indices_a_batch() -> None:
+    batches = list(DataLoader(Numbers(200_000), batch_size=100_000, num_workers=2))
+    assert torch.equal(torch.cat(batches), torch.arange(200_000))
+
+
+@pytest.mark.root
+def test_small_dev_shm() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a mount of its own")
+    body = """
+        import torch
+        from fastload import DataLoader
+        from tests.loaderdata import Numbers
+
+        def large(i):
+            return torch.nn.Parameter(torch.full((4_000_000,), float(i))), torch.ones(4_000_000).to_sparse()
+
+        loader = DataLoader(Numbers(8, large), batch_size=4, num_workers=2, collate_fn=list)
+        print(sum(int(a[0]) + b.sum().item() for batch in loader for a, b in batch))
+    """
+    mounted = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    process = subprocess.run(
+        [
+            "unshare",
+            "-m",
+            "sh",
+            "-c",
+            mounted,
+            "sh",
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            textwrap.dedent(body),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "unshare" in process.stderr or "mount" in process.stderr:
+        pytest.skip(f"no mounts here: {process.stderr.strip()}")
+    assert (process.stderr, float(process.stdout)) == ("", 28 + 8 * 4_000_000)
+
+
+# --- lifetimes ---------------------------------------------------------------------------------------------
+
+
+def _nested(index: int) -> list[int]:
+    return [int(batch) + index for batch in DataLoader(Numbers(3))]
+
+
+def test_loaders_inside_loaders() -> None:
+    inner = Numbers(4, _nested)
+    assert [[int(x) for x in batch] for batch in DataLoader(inner, num_workers=2)][3] == [3, 4, 5]
+    outer = DataLoader(Numbers(3), num_workers=1)
+    pairs = [(int(a), int(b)) for a in outer for b in DataLoader(Numbers(2), num_workers=1)]
+    assert pairs == [(a, b) for a in range(3) for b in range(2)]
+
+
+def test_several_iterators_at_once() -> None:
+    loader = DataLoader(Numbers(6, picture), num_workers=2)
+    first, second = iter(loader), iter(loader)
+    held = [next(first), next(second), next(first)]
+    assert len(list(first)) == 4 and len(list(second)) == 5 and len(held) == 3
+
+
+def test_leaving_early() -> None:
+    for _ in range(3):
+        batch = next(iter(DataLoader(Numbers(100, picture), num_workers=2)))
+    assert batch.sum() == 3 * 160 * 160  # still there, its workers gone
+
+
+def test_an_error_in_the_training_step() -> None:
+    def train() -> None:
+        for _ in DataLoader(Numbers(100, picture), num_workers=2):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    gc.collect()
+    assert not multiprocessing.active_children()
+
+
+def test_persistent_workers_end_with_their_loader() -> None:
+    loader = DataLoader(Numbers(8), num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    gc.disable()
+    try:
+        del loader
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
+
+
+def test_interrupted_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook: the next epoch works, with persistent workers too."""
+    monkeypatch.setattr("fastload.workers._SHUTDOWN_GRACE", 0.1)
+    nap = Numbers(4, At(2, "sleep", 60))
+    loader = DataLoader(nap, num_workers=1, persistent_workers=True)
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    timer.join()
+    nap.make = int
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+
+
+def test_interpreter_exit_with_a_live_iterator() -> None:
+    body = """
+        from fastload import DataLoader
+        from tests.loaderdata import Numbers, picture
+        iterator = iter(DataLoader(Numbers(100, picture), num_workers=2, persistent_workers={}))
+        batch = next(iterator)
+        held = {{"cycle": iterator}}
+        held["self"] = held
+        print("done")
+    """
+    for persistent in (False, True):
+        assert run(body.format(persistent)) == "done\n"
+
+
+def test_without_main_guard_and_with_lambdas() -> None:
+    body = """
+        import torch
+        from fastload import DataLoader
+        class Local:
+            def __len__(self): return 6
+            def __getitem__(self, i): return (lambda x: torch.tensor(x))(i)
+        loader = DataLoader(
+            Local(), 2, num_workers=2, collate_fn=lambda samples: sum(samples), worker_init_fn=lambda i: None
+        )
+        for batch in loader:
+            print(int(batch))
+    """
+    assert run(body).split() == ["1", "5", "9"]
+
+
+def test_missing_main_guard_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "from fastload import DataLoader\nfrom tests.loaderdata import Numbers\n"
+        "print(list(DataLoader(Numbers(4), num_workers=1, multiprocessing_context='forkserver')))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert 'put its code under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_fork_of_the_user_while_a_loader_lives() -> None:
+    iterator = iter(DataLoader(Numbers(40), num_workers=2))
+    assert int(next(iterator)) == 0
+    child = os.fork()
+    if child == 0:
+        del iterator
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert [int(batch) for batch in iterator] == list(range(1, 40))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, bytes(int(batch) for batch in DataLoader(Numbers(4), num_workers=1)))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == bytes(range(4))
+    os.close(read)
+    os.close(write)
+
+
+def test_a_loader_in_a_thread() -> None:
+    batches: list[Any] = []
+    thread = threading.Thread(target=lambda: batches.extend(DataLoader(Numbers(20, numbered), num_workers=2)))
+    thread.start()
+    thread.join(30)
+    assert [int(batch[0, 0]) for batch in batches] == list(range(20))
+
+
+def _count_held() -> tuple[int, int, int]:
+    me = psutil.Process()
+    return me.num_fds(), me.num_threads(), me.memory_info().rss
+
+
+@pytest.mark.parametrize(
+    ("workers", "loaders"),
+    [(0, 1000), (1, 40), pytest.param(1, 1000, marks=[pytest.mark.stress, pytest.mark.timeout(400)])],
+)
+def test_many_loaders_leave_nothing(workers: int, loaders: int) -> None:
+    def use(times: int) -> None:
+        for _ in range(times):
+            assert len(list(DataLoader(Numbers(4, numbered), num_workers=workers))) == 4
+
+    use(loaders // 4)
+    gc.collect()
+    fds, threads, memory = _count_held()
+    use(loaders)
+    gc.collect()
+    after = _count_held()
+    assert after[:2] == (fds, threads) and after[2] - memory < 20_000_000
+
+
+def test_few_descriptors_are_explained() -> None:
+    body = """
+        import os, resource
+        from fastload import DataLoader
+        from tests.loaderdata import Numbers, numbered
+        iterator = iter(DataLoader(Numbers(100, numbered), num_workers=1))
+        next(iterator)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        kept = []
+        try:
+            while True:
+                os.dup(0)
+        except OSError:
+            pass
+        try:
+            for batch in iterator:
+                kept.append(batch)
+        except OSError as error:
+            print(error)
+    """
+    assert "ulimit -n" in run(body)
