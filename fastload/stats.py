@@ -3,7 +3,7 @@
 A counter set is a flat dict of floats, `"stage.counter" -> value`, so that merging is addition, sending is
 cheap, and TensorBoard or Prometheus can take it as it is. The stages and their counters:
 
-    get      samples, bytes, seconds (this thread waited for the store), requests, retries, errors
+    get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed
     cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures
     decode   samples, seconds (decode and transform)
     collate  batches, bytes, seconds

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "store": {"errors", "stats"},
     "manifest": {"store", "errors"},
     "cache": {"errors", "stats"},
-    "fetch": {"store", "cache", "manifest", "stats"},
+    "fetch": {"store", "cache", "manifest", "stats", "errors"},
     "images": {"errors"},
     "rows": {"stats"},
     "collate": {"rows", "errors", "stats"},

@@ -38,6 +38,8 @@ class ObjectDataset(Dataset[Any]):
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
+        on_change: what to do with an object that is no longer the one that was listed: "error", or "refresh", to
+            read the one that is there now. `stats()` counts these as `get.refreshed`.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
@@ -55,7 +57,11 @@ class ObjectDataset(Dataset[Any]):
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
+        on_change: str = "error",
     ) -> None:
+        if on_change not in ("error", "refresh"):
+            raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
+        self.on_change = on_change
         for name, value in (("decode", decode), ("transform", transform)):
             if value is not None and not callable(value):
                 raise ArgumentError(f"{name} must be callable or None, found {value!r}")
@@ -186,12 +192,11 @@ class ObjectDataset(Dataset[Any]):
             raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
         return index % n
 
-    def _cache_key(self, index: int) -> bytes:
+    def _cache_key(self, index: int, version: str | None = None) -> bytes:
         assert self.cache is not None
         manifest = self._manifest
-        return self.cache.key(
-            self._store.identity, manifest.key(index), manifest.version(index), *self._prefix.key
-        )
+        version = manifest.version(index) if version is None else version
+        return self.cache.key(self._store.identity, manifest.key(index), version, *self._prefix.key)
 
     def _open_window(self) -> Window:
         """The window of this process: after a fork the parent's threads and clients are of no use here."""
@@ -203,6 +208,7 @@ class ObjectDataset(Dataset[Any]):
                 key=self._cache_key,
                 prepare=self._prefix.prepare,
                 counters=self.counters,
+                on_change=self.on_change,
             )
             self._window = (os.getpid(), window)
         return self._window[1]

@@ -1,0 +1,5 @@
+"""Reading ahead: the window of requests in flight, its size, and how large objects are cut."""
+
+from fastload.fetch.window import Window
+
+__all__ = ["Window"]

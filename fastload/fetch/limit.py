@@ -1,0 +1,88 @@
+"""How many requests one process keeps in flight: found by measuring, lowered when the store asks for it."""
+
+from __future__ import annotations
+
+__all__ = ["Limit"]
+
+_FIRST = 32
+_GLANCE = 4  # reads, after which
+_FAR = 0.06  # seconds are far away
+_HOLD = 5.0  # seconds until growth that did not help is tried again
+_CUT = 1.0  # seconds for a cut to show: the refusals of one moment are one
+_RECOVERY = 0.5  # seconds per request more after a cut
+
+
+class Limit:
+    """The number of requests in flight that this process may have.
+
+    By Little's law the rate is requests in flight / latency. So more requests help as long as the latency
+    stays; once it grows as they do, something is full, and more of them only wait in a longer queue.
+
+    * A consumer that waits, while every request allowed is in flight, doubles the limit, once per two rounds
+      of `value` reads. If the latency ate most of that, the step is taken back for a while. Where the first
+      answers come from far away, the first step is not waited for.
+    * A store that asks for fewer requests halves it, at most once a second; from then on it grows by one per
+      half second. All processes of a node meet the same store and do the same, so their shares stay fair
+      without a word between them, and nothing is left behind by one that dies.
+
+    Args:
+        most: never more than this.
+        pinned: start at `most` and go below only when the store asks for it.
+
+    Every call gets the time `now` in seconds, by any clock.
+    """
+
+    def __init__(self, most: int, *, pinned: bool = False) -> None:
+        self._most = most
+        self._pinned = pinned
+        self.value = most if pinned else min(_FIRST, most)
+        self._reads, self._seconds = 0, 0.0  # since the limit's last change
+        self._before: tuple[int, float] | None = None  # the limit before it grew, and its latency
+        self._far = self._stepped = False
+        self._hold = -1.0  # no growth until then
+        self._cut_at: float | None = None
+        self._recovered_at = 0.0
+
+    def finished(self, seconds: float) -> None:
+        """One read took so long."""
+        self._reads += 1
+        if self._reads == _GLANCE:
+            self._far = seconds > _FAR
+        # The first round after a step is still that of the step before, or opens connections.
+        if self._reads > self.value:
+            self._seconds += seconds
+
+    def grow(self, now: float) -> None:
+        """The consumer waits, and `value` requests are in flight."""
+        if self._cut_at is not None:
+            self._recover(now)
+        elif self._far and not self._pinned and not self._stepped:
+            self._stepped = True
+            self._set(min(self._most, 2 * self.value))
+        elif not self._pinned and self._reads >= 2 * self.value and now >= self._hold:
+            self._step(self._seconds / (self._reads - self.value), now)
+
+    def slow_down(self, now: float) -> None:
+        """The store asked for fewer requests."""
+        if self._cut_at is None or now - self._cut_at >= _CUT:
+            self._cut_at = self._recovered_at = now
+            self._set(max(1, self.value // 2))
+
+    def _step(self, latency: float, now: float) -> None:
+        before, self._before, self._stepped = self._before, None, True
+        if before is not None and latency / before[1] > 1 + 0.7 * (self.value / before[0] - 1):
+            self._hold = now + _HOLD
+            self._set(before[0])
+        elif self.value < self._most:
+            self._before = self.value, latency
+            self._set(min(self._most, 2 * self.value))
+
+    def _recover(self, now: float) -> None:
+        steps = int((now - self._recovered_at) / _RECOVERY)
+        if steps:
+            self._recovered_at += steps * _RECOVERY
+            self._set(min(self._most, self.value + steps))
+
+    def _set(self, value: int) -> None:
+        self.value = value
+        self._reads, self._seconds = 0, 0.0

@@ -1,0 +1,405 @@
+"""The fetch window: reads of the coming samples, in the order they will be asked for, through the cache.
+
+    request(indices) ─▶ in the cache? ── yes ─▶ the kernel reads it ahead (fadvise)      ─▶ take(index)
+                             └────────── no ──▶ queue ─▶ reader threads ─▶ store ─▶ cache ─▶ take(index)
+
+Blocking reads on threads, not an event loop: measured on 138 KB objects they cost the process 0.17 ms of
+CPU each beside a decoding thread, asyncio 0.30 ms and uvloop 0.21 ms. `Limit` says how many are in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fastload.cache import Cache
+from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
+from fastload.fetch.hedge import Hedge
+from fastload.fetch.limit import Limit
+from fastload.fetch.ranges import plan_ranges
+from fastload.manifest import Manifest
+from fastload.stats import Counters
+from fastload.store import ObjectInfo, Store
+from fastload.store.node import local_ranks
+
+__all__ = ["Window"]
+
+_NODE_REQUESTS = 1024  # in flight at most, unless the user says
+_PROCESS_REQUESTS = 128  # more threads than that cost more than they bring
+_NODE_BYTES = 4 << 30  # read, or being read, and not yet taken
+_PROCESS_BYTES = 256 << 20
+_LARGE = 16 << 20  # bytes from which on an object is read in pieces
+_PIECE = 8 << 20
+_REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
+_CHANGES = 3  # of one object while it is being read, under on_change="refresh"
+_CLOSE_SECONDS = 1.0
+
+
+@dataclass
+class _Read:
+    """One sample on its way."""
+
+    index: int
+    size: int
+    key: bytes | None = None  # of the cache
+    entry: Any = None  # where the cache has it
+    wanted: int = 1  # how often it was requested and not yet taken
+    missing: int = 1  # parts that are queued or under way
+    body: bytearray | None = None  # of an object read in parts
+    started: float = 0.0
+    hedged: bool = False
+    changes: int = 0  # how often the object was found to be another one
+    awaited: bool = False
+    done: bool = False
+    payload: Any = None
+    error: Exception | None = None
+
+
+class _Part(NamedTuple):
+    """The bytes [start, stop) of a sample, to be read by one request."""
+
+    read: _Read
+    start: int
+    stop: int
+
+
+class Window:
+    """Reads samples of one dataset in one process.
+
+    Args:
+        store, manifest: what to read.
+        cache: where to look first and what to fill, or None.
+        key: (index, version or None for the listed one) -> cache key.
+        prepare: bytes from the store -> what is cached and handed out (None: the bytes themselves). Runs in
+            the reader threads.
+        counters: get.* and cache.* are added here.
+        on_change: what to do with an object that is no longer the listed one: "error", or "refresh", to ask
+            for its new version and size and read that.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        cache: Cache | None,
+        *,
+        key: Callable[[int, str | None], bytes],
+        prepare: Callable[[Any], Any] | None,
+        counters: Counters,
+        on_change: str = "error",
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._cache = cache
+        self._key = key
+        self._prepare = prepare
+        self._counters = counters
+        self._on_change = on_change
+        self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
+        self._refused: tuple[float, AccessDeniedError] | None = None
+        self._limit, self._most_bytes = _share(store)
+        self._hedge = Hedge() if store.reading.hedge else None
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)  # reader threads wait here for parts
+        self._done = threading.Condition(lock)  # consumers wait here for reads
+        self._reads: dict[int, _Read] = {}
+        self._queue: deque[_Part] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = self._busy = self._held = 0
+        self._closing = threading.Event()
+
+    def request(self, indices: Iterable[int]) -> None:
+        """Start reading samples that will be taken in this order. Does not block."""
+        for index in indices:
+            with self._work:
+                known = self._reads.get(index)
+                if known is not None:
+                    known.wanted += 1
+                    continue
+            read = self._new_read(index)
+            with self._work:
+                self._reads[index] = read
+                if read.entry is None:
+                    self._queue.extend(self._parts(read))
+        with self._work:
+            self._staff()
+            self._work.notify(len(self._queue))
+        if self._cache is not None:
+            self._counters.merge(self._cache.counters.drain())
+
+    def take(self, index: int) -> Any:
+        """The sample's bytes (or what `prepare` made of them). Blocks until they are there.
+
+        Raises:
+            StoreError, DecodeError: reading or preparing this sample failed; the error carries its key.
+        """
+        read = self._reads.get(index)
+        if read is None:
+            return self._take_now(self._new_read(index))
+        if read.entry is not None:
+            self._drop(read)
+            return self._take_now(read)
+        if not read.done:
+            self._wait(read)
+        self._drop(read)
+        if read.error is not None:
+            raise read.error
+        return read.payload
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        """Requested samples that will not be taken."""
+        for index in indices:
+            read = self._reads.get(index)
+            if read is not None:
+                self._drop(read)
+
+    def close(self) -> None:
+        """End the threads (after the read each is busy with) and write out the cache."""
+        with self._work:
+            self._closing.set()
+            self._queue.clear()
+            self._work.notify_all()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        if self._cache is not None:
+            self._cache.close()
+
+    # --- for the consumer
+
+    def _new_read(self, index: int) -> _Read:
+        read = _Read(index, self._size(index))
+        if self._cache is not None:
+            read.key = self._key(index, self._version(index))
+            read.entry = self._cache.lookup(read.key)
+            if read.entry is not None:
+                self._cache.will_need(read.entry)
+        return read
+
+    def _parts(self, read: _Read) -> list[_Part]:
+        if read.size < _LARGE or not self._store.native:
+            return [_Part(read, 0, read.size)]
+        ranges = plan_ranges(read.size, _PIECE)
+        read.missing = len(ranges)
+        read.body = bytearray()  # made when the first part is read
+        return [_Part(read, start, stop) for start, stop in ranges]
+
+    def _wait(self, read: _Read) -> None:
+        start = time.perf_counter()
+        with self._done:
+            read.awaited = True
+            while not read.done:
+                if self._queue and not self._idle and self._busy >= self._limit.value:
+                    self._limit.grow(time.monotonic())
+                    self._staff()
+                    self._work.notify(max(0, self._limit.value - self._busy))
+                if self._hedge is not None and self._late(read):
+                    self._second(read)
+                # The threads' own reads have deadlines, and a thread reports whatever ends it.
+                self._done.wait(timeout=0.02)
+        self._counters.add("get.seconds", time.perf_counter() - start)
+
+    def _late(self, read: _Read) -> bool:
+        assert self._hedge is not None
+        once = read.started and not read.hedged and read.body is None
+        return bool(once) and self._hedge.due(time.monotonic() - read.started)
+
+    def _second(self, read: _Read) -> None:
+        """Ask for a late read once more, before anything else; the first answer counts."""
+        read.hedged = True
+        read.missing += 1
+        self._counters.add("get.hedged")
+        self._queue.appendleft(_Part(read, 0, read.size))
+        self._staff()
+        self._work.notify()
+
+    def _drop(self, read: _Read) -> None:
+        with self._work:
+            read.wanted -= 1
+            if read.wanted > 0:
+                return
+            self._reads.pop(read.index, None)
+            if read.done and read.entry is None:
+                self._held -= read.size
+                if self._queue:
+                    self._work.notify()
+
+    def _take_now(self, read: _Read) -> Any:
+        """Read one sample here: from the cache where it has a good copy, else from the store."""
+        if read.entry is not None and self._cache is not None and read.key is not None:
+            start = time.perf_counter()
+            payload = self._cache.read(read.key, read.entry)
+            self._counters.add("cache.seconds", time.perf_counter() - start)
+            if payload is not None:
+                return payload
+        start = time.perf_counter()
+        try:
+            return self._fetch(read)
+        finally:
+            self._counters.add("get.seconds", time.perf_counter() - start)
+
+    # --- in the reader threads
+
+    def _staff(self) -> None:
+        """Have a thread for every part that may be read now."""
+        wanted = min(self._limit.value, len(self._threads) - self._idle + len(self._queue))
+        while len(self._threads) < wanted:
+            thread = threading.Thread(target=self._read_on, name="fastload-read", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _read_on(self) -> None:
+        """A reader thread: reads what is queued, in order, within the bounds on requests and bytes."""
+        while (part := self._next_part()) is not None:
+            start = time.monotonic()
+            payload, error = None, None
+            try:
+                payload = self._fetch(part.read) if part.read.body is None else self._fetch_part(part)
+            except Exception as caught:
+                error = caught
+            self._finish(part.read, payload, error, time.monotonic() - start)
+
+    def _next_part(self) -> _Part | None:
+        with self._work:
+            self._idle += 1
+            while not self._closing.is_set() and not self._may_start():
+                self._work.wait()
+            self._idle -= 1
+            if self._closing.is_set():
+                return None
+            part = self._queue.popleft()
+            self._busy += 1
+            if not part.read.started:
+                self._held += part.read.size
+                part.read.started = time.monotonic()
+                if part.read.body is not None:
+                    part.read.body = bytearray(part.read.size)
+            return part
+
+    def _may_start(self) -> bool:
+        queue = self._queue
+        while queue and (queue[0].read.done or (queue[0].read.wanted <= 0 and not queue[0].read.started)):
+            queue.popleft()  # failed in another part, or cancelled meanwhile
+        if not queue or self._busy >= self._limit.value:
+            return False
+        read = queue[0].read
+        return bool(read.started) or self._held == 0 or self._held + read.size <= self._most_bytes
+
+    def _finish(self, read: _Read, payload: Any, error: Exception | None, seconds: float) -> None:
+        """A part is done: `payload` is what the sample is, None while other parts are missing."""
+        with self._done:
+            self._busy -= 1
+            self._limit.finished(seconds)
+            if self._hedge is not None:
+                self._hedge.finished(seconds)
+            if read.done or (payload is None and error is None):
+                return
+            if error is not None and read.body is None:
+                read.missing -= 1
+                if read.missing > 0:  # of the two requests of a hedged read, the other may still succeed
+                    return
+            read.payload, read.error, read.done = payload, error, True
+            read.body = None
+            if read.wanted <= 0:
+                self._held -= read.size
+            if read.awaited:
+                self._done.notify_all()
+
+    def _fetch(self, read: _Read) -> Any:
+        """Read a whole object and keep it; see `_keep`."""
+        key, version = self._manifest.key(read.index), self._version(read.index)
+        size = self._size(read.index)
+        try:
+            body = self._ask(key, lambda: self._store.read(key, version, size, wait=self._pause))
+        except ObjectChangedError as error:
+            return self._refresh(read, error)
+        return self._keep(read, body)
+
+    def _fetch_part(self, part: _Part) -> Any:
+        """Read a range of an object; with the last one that is missing, keep the object."""
+        read, start, stop = part
+        key, version, body = self._manifest.key(read.index), self._version(read.index), read.body
+        assert body is not None
+        try:
+            piece = self._ask(
+                key, lambda: self._store.read_range(key, start, stop, version, wait=self._pause)
+            )
+        except ObjectChangedError as error:
+            return self._refresh(read, error)
+        memoryview(body)[start:stop] = memoryview(piece)
+        with self._work:
+            read.missing -= 1
+            if read.missing > 0:
+                return None
+        return self._keep(read, memoryview(body).toreadonly())
+
+    def _refresh(self, read: _Read, error: ObjectChangedError) -> Any:
+        """Read the version that is there now in place of the listed one, which `error` says is gone."""
+        read.changes += 1
+        if self._on_change != "refresh" or read.changes > _CHANGES:
+            raise error
+        info = self._store.head(self._manifest.key(read.index), wait=self._pause)
+        self._fresh[read.index] = info
+        self._counters.add("get.refreshed")
+        if self._cache is not None:
+            read.key = self._key(read.index, info.version)
+            payload = self._cache.read(read.key)
+            if payload is not None:
+                return payload
+        return self._fetch(read)
+
+    def _ask(self, key: str, request: Callable[[], Any]) -> Any:
+        """Make a request, unless the store has just refused our credentials, which it would do again."""
+        refused = self._refused
+        if refused is not None and time.monotonic() - refused[0] < _REFUSED_SECONDS:
+            raise AccessDeniedError(refused[1].message, stage="get", key=key)
+        self._counters.add("get.requests")
+        try:
+            return request()
+        except AccessDeniedError as error:
+            if error.retry == "renewed":
+                self._refused = time.monotonic(), error
+            raise
+
+    def _pause(self, error: StoreError, seconds: float) -> None:
+        """Before a request is made again."""
+        self._counters.add("get.retries")
+        if error.retry == "slower":
+            with self._work:
+                self._limit.slow_down(time.monotonic())
+        if self._closing.wait(seconds):
+            raise error
+
+    def _keep(self, read: _Read, body: Any) -> Any:
+        """An object's bytes -> what is handed out, which goes into the cache too."""
+        self._counters.add("get.samples")
+        self._counters.add("get.bytes", len(body))
+        payload = body if self._prepare is None else self._prepare(body)
+        if self._cache is not None and read.key is not None:
+            self._cache.write(read.key, payload)
+        return payload
+
+    def _version(self, index: int) -> str:
+        fresh = self._fresh.get(index)
+        return self._manifest.version(index) if fresh is None else fresh.version
+
+    def _size(self, index: int) -> int:
+        fresh = self._fresh.get(index)
+        return self._manifest.size(index) if fresh is None else fresh.size
+
+
+def _share(store: Store) -> tuple[Limit, int]:
+    """This process's part of what the node may have in flight: requests, and bytes."""
+    from torch.utils.data import get_worker_info
+
+    worker = get_worker_info()
+    processes = local_ranks() * (1 if worker is None else worker.num_workers)
+    size = max(_PROCESS_BYTES // 8, min(_PROCESS_BYTES, _NODE_BYTES // processes))
+    pinned = store.reading.max_requests
+    if pinned is not None:
+        return Limit(max(1, pinned // processes), pinned=True), size
+    return Limit(max(1, min(_PROCESS_REQUESTS, _NODE_REQUESTS // processes))), size
