@@ -3,7 +3,7 @@
     python -m bench.handover [--repeats 5] [--batches 100] [--json]
 
 The samples are ready (one tensor, returned again and again), so that nothing but collating, passing and
-taking a batch is measured. Both sides in turns, in the same run. Start-up: from the loader's constructor to its
+taking a batch is measured. Both sides in turns, in the same run. Start-up: from a loader to its
 first batch, in a process of its own, after the imports.
 """
 
