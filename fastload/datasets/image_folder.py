@@ -28,6 +28,7 @@ class ImageFolder(ObjectDataset):
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
+        on_change: as `ObjectDataset`'s.
     """
 
     _images_only = True
@@ -41,8 +42,17 @@ class ImageFolder(ObjectDataset):
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
+        on_change: str = "error",
     ) -> None:
-        super().__init__(url, None, transform, cache=cache, storage_options=storage_options, refresh=refresh)
+        super().__init__(
+            url,
+            None,
+            transform,
+            cache=cache,
+            storage_options=storage_options,
+            refresh=refresh,
+            on_change=on_change,
+        )
 
     @property
     def classes(self) -> list[str]:
