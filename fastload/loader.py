@@ -1,6 +1,6 @@
 """fastload.DataLoader: torch's, with its own path from sampler to batch.
 
-    sampler ─ index batches ─▶ workers: fetch window ▶ cache ▶ decode · transform ▶ batch slot ─▶ in order ─▶ batch
+    sampler ─ index batches ─▶ workers: fetch window ▶ cache ▶ decode · transform ▶ slot ─▶ in order ─▶ batch
 
 `_WorkerIterator._next_data` is that path, seen from the trainer.
 """
@@ -20,16 +20,15 @@ from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
 from fastload.collate import BatchMaker
 from fastload.errors import ArgumentError
-from fastload.generators import kept_globals
-from fastload.progress import Progress, dataset_state, resume_fetcher
 from fastload.rows import as_rows
-from fastload.state import LoaderState
+from fastload.state import LoaderState, Progress, dataset_state, kept_globals, resume_fetcher
 from fastload.stats import Counters, verdict
 from fastload.workers import Result, WorkerPool, WorkerSetup
 
@@ -48,12 +47,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: every argument of torch's, in its order, with its default.
 
     Args:
-        on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch is
-            repeated in its place); "replace" (another sample takes its place, the same one in every run). The
-            batch stays full, and `stats()` counts and names the bad samples.
+        on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
+            is repeated in its place); "replace" (another sample takes its place, the same one in every run).
+            The batch stays full, and `stats()` counts and names the bad samples.
         seed: makes all randomness of a sample a function of (seed, epoch, index): the same for any number of
-            workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused transforms
-            are independent of the number of workers either way.)
+            workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused
+            transforms are independent of the number of workers either way.)
 
     Raises:
         ArgumentError: on_error or seed is not what it can be. ValueError, TypeError: as torch's.
@@ -125,7 +124,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return _WorkerIterator(self)
 
     def _forget(self, iterator: Any) -> None:
-        """The workers of this iterator have ended: the next epoch starts new ones, where they are persistent."""
+        """The workers of this iterator have ended: the next epoch starts new ones, if they are persistent."""
         if self._iterator is iterator:
             self._iterator = None
 
@@ -168,8 +167,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """What happened since this loader was made, over all its workers.
 
         Returns:
-            "epochs": iterations started; "counters": flat sums, see `fastload.stats`; "bad": (key, error) of the
-            last bad samples; "verdict": one sentence that names the slowest stage.
+            "epochs": iterations started; "counters": flat sums, see `fastload.stats`; "bad": (key, error) of
+            the last bad samples; "verdict": one sentence that names the slowest stage.
         """
         counters = self._counters.as_dict()
         return {
@@ -250,7 +249,7 @@ class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         if self._ahead and not self._coming:
             self._maker.flush_cache()
         if self._pin_memory:
-            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         self._counters.add("wait.seconds", time.perf_counter() - start)
         self._counters.add("wait.batches")
         self._counters.merge(self._maker.counters.drain())
@@ -335,9 +334,8 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def _due(self) -> int | None:
         """The sequence number to hand over next, or None at the end of the epoch."""
-        if not self._in_order and self._arrived:
-            return next(iter(self._arrived))
-        return next(iter(self._owner), None)
+        due: dict[int, Any] = self._arrived if self._arrived and not self._in_order else self._owner
+        return next(iter(due), None)
 
     def _deliver(self, worker_id: int, result: Result) -> Any:
         assert self._pool is not None
@@ -353,7 +351,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if result.failure is not None:
             result.failure.raise_it(f"in DataLoader worker process {worker_id}")
         if self._pin_memory:
-            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return data
 
     def _submit(self, worker_id: int | None = None) -> bool:
@@ -362,7 +360,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if not self._turn:
             return False
         try:
-            index = self._next_index()
+            index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             self._turn.clear()
             for every in range(self._num_workers):
@@ -422,7 +420,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._pool.shutdown()
 
     def __del__(self) -> None:
-        if torch_dataloader._utils is not None and not torch_dataloader._utils.python_exit_status:
+        if torch_utils is not None and not torch_utils.python_exit_status:
             self._shutdown_workers()
 
 
@@ -446,7 +444,7 @@ def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:
         worker_init_fn=init,
         num_workers=iterator._num_workers,
         prefetch_factor=loader.prefetch_factor or 2,
-        base_seed=iterator._base_seed,
+        base_seed=int(iterator._base_seed),
         on_error=loader.on_error,
         seeded=loader.seed is not None,
         batch_size=_batch_size(loader),
@@ -467,13 +465,14 @@ def _batch_size(loader: DataLoader[Any]) -> int:
 def _context(loader: DataLoader[Any]) -> Any:
     """The user's start method, or torch's default; forkserver where a fork would hang.
 
-    A child that uses obstore after its parent did hangs under fork, and only a process that starts anew is safe.
+    A child that uses obstore after its parent did hangs under fork; only a process that starts anew is safe.
     """
-    if loader.multiprocessing_context is not None:
-        return loader.multiprocessing_context
-    default = multiprocessing.get_context()
-    if default.get_start_method() == "fork" and store.native_client_used():
+    context = loader.multiprocessing_context or multiprocessing.get_context()
+    if loader.multiprocessing_context is None and context.get_start_method() == "fork":
+        if not store.native_client_used():
+            return torch.multiprocessing
         context = multiprocessing.get_context("forkserver")
+    if context.get_start_method() == "forkserver":
+        # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
         context.set_forkserver_preload(["torch", "fastload.workers"])
-        return context
-    return torch.multiprocessing
+    return context

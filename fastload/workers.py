@@ -40,8 +40,8 @@ from fastload.channel import Channel
 from fastload.collate import BatchMaker, collate_into
 from fastload.errors import WorkerError
 from fastload.failure import Failure
-from fastload.progress import dataset_state, load_dataset, resume_fetcher
 from fastload.slots import PackedBatch, SlotMap, SlotPool
+from fastload.state import dataset_state, load_dataset, resume_fetcher
 
 __all__ = ["Result", "WorkerPool", "WorkerSetup"]
 

@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 import fastload
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
-from fastload.progress import Progress
+from fastload.state import Progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

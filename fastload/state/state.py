@@ -18,8 +18,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.errors import ArgumentError
-from fastload.generators import Lender, digest, read_globals
-from fastload.progress import Order, Progress, load_dataset
+from fastload.state.generators import Lender, digest, read_globals
+from fastload.state.progress import Order, Progress, load_dataset
 
 __all__ = ["LoaderState"]
 

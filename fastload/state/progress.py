@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from fastload.generators import read_generator, read_globals, write_generator, write_globals
 from fastload.sampler import DistributedSampler
+from fastload.state.generators import read_generator, read_globals, write_generator, write_globals
 
 __all__ = ["Order", "Progress", "dataset_state", "load_dataset", "resume_fetcher"]
 
