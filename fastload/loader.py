@@ -41,6 +41,8 @@ _ON_ERROR = ("raise", "skip", "replace")
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
 _READ_AHEAD = 256
 _BAD_SAMPLES_KEPT = 1000
+# By the fork server; obstore starts its threads with its first request, not on import.
+_PRELOADED = ["torch", "fastload.workers", "fastload.datasets.image_folder", "obstore.store"]
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -474,5 +476,5 @@ def _context(loader: DataLoader[Any]) -> Any:
         context = multiprocessing.get_context("forkserver")
     if context.get_start_method() == "forkserver":
         # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
-        context.set_forkserver_preload(["torch", "fastload.workers"])
+        context.set_forkserver_preload(_PRELOADED)
     return context
