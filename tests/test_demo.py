@@ -243,10 +243,11 @@ def test_the_server_asks_for_its_key(tmp_path: Path) -> None:
 
 
 def test_server_and_proxy_end_with_their_block(tmp_path: Path, no_leaks: None) -> None:
+    before = set(psutil.Process().children())
     with pytest.raises(ZeroDivisionError), served(tmp_path, 0.001):
-        assert len(psutil.Process().children()) == 2
+        assert len(set(psutil.Process().children()) - before) == 2
         raise ZeroDivisionError
-    assert psutil.Process().children() == []
+    assert set(psutil.Process().children()) <= before
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
