@@ -4,6 +4,7 @@
     rank r of N           o[r], o[r + N], o[r + 2N], ...        so N ranks in step have read a prefix of it
 
 A prefix has a length and nothing else, which is why a position can be taken up by any other number of ranks.
+With `partition="node"` the order is such that this deals every node its own share; see `fastload.partition`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed
 import torch.utils.data
 
 from fastload.errors import ArgumentError
+from fastload.partition import Place, find_place, node_order, node_shares
 
 __all__ = ["DistributedSampler"]
 
@@ -50,6 +52,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
       with any batch size: no sample is lost or repeated. Ranks save it when each has drawn equally many (at
       the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch is padded or
       cut for the new number of ranks; padding repeats the epoch's first samples.
+    * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
+      among themselves. Its SSD then has to hold 1 / num_nodes of the data, and the store is read once per
+      cluster. The shares depend on the dataset's length and num_nodes only, and are those of `fastload warm`.
+      What it costs: a batch of one node is drawn from that node's samples. Nguyen et al., "Why Globally
+      Re-shuffle?" (IPDPS 2022), trained with local shuffles on up to 2,048 GPUs: where shares are small,
+      accuracy can suffer, and exchanging a part of the samples each epoch kept that of the global shuffle.
+      For that there is `exchange`: each epoch, this fraction of every node's samples, drawn anew, is read by
+      another node (from the store: as many GETs per epoch, unless its cache has room for them too).
 
     Args:
         dataset: anything with a length.
@@ -59,9 +69,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         seed: the same on all ranks.
         drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
         mode: "train" (every rank gets equally many, padded or cut) or "eval" (exact cover).
+        partition: None, or "node".
+        exchange: with "node", 0 to 1.
+        num_nodes: with "node": how many nodes the ranks are on, neighbouring ranks sharing one, equally many
+            on each. Default: what torchrun or SLURM says.
 
     Raises:
-        ArgumentError: a rank outside of its world, an unknown mode, or drop_last with "eval".
+        ArgumentError: a rank outside of its world, an unknown mode or partition, drop_last with "eval", or
+            nodes with unequally many ranks.
     """
 
     def __init__(
@@ -74,7 +89,11 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         drop_last: bool = False,
         *,
         mode: str = "train",
+        partition: str | None = None,
+        exchange: float = 0.0,
+        num_nodes: int | None = None,
     ) -> None:
+        _check_partition(partition, exchange, num_nodes, shuffle)
         if mode not in _MODES:
             raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
         if mode == "eval" and drop_last:
@@ -92,6 +111,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             )
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.mode = mode
+        self.exchange = exchange
+        by_node = partition == "node"
+        self.place = find_place(rank, num_replicas, num_nodes) if by_node else Place(0, rank, 1)
+        # Which of a row of `num_replicas` positions is this rank's.
+        self._column = self.place.local * self.place.nodes + self.place.node
+        self._dealt = (self.place.nodes, exchange)  # what the order of self.epoch is made for
         if mode == "eval":
             self.num_samples = self._share(0)
             self.total_size = len(dataset)
@@ -107,11 +132,15 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         epoch, start, replicas = self.epoch, self._start, self.num_replicas
         self._start, self._begun = None, True
         length = len(self.dataset)  # type: ignore[arg-type]
-        first, last = start + self.rank, start + self.rank + self._share(start) * replicas
-        order = self._order(epoch, length) if self.shuffle and first < last else None
+        first = start + self._column
+        last = first + self._share(start) * replicas
+        nodes, exchange = self._dealt
+        order = self._order(epoch, nodes, exchange) if first < last else None
+        whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
         for chunk in range(first, last, _CHUNK * replicas):
-            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas) % length
-            consumed = chunk - self.rank
+            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas)
+            places = torch.where(places < length, places, places % whole)
+            consumed = chunk - self._column
             for index in (places if order is None else order[places]).tolist():
                 consumed += replicas
                 self._position = (epoch, consumed)
@@ -133,6 +162,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                     stacklevel=2,
                 )
             self._start = 0
+            self._dealt = (self.place.nodes, self.exchange)
         self.epoch = epoch
         self._advances = False
         self._position = (epoch, self._start)
@@ -145,6 +175,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self.epoch += 1
         self._begun = False
         self._start = 0
+        self._dealt = (self.place.nodes, self.exchange)
         self._position = (self.epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,10 +189,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             "epoch": epoch,
             "consumed": min(consumed, len(self.dataset)),  # type: ignore[arg-type]
             "advances": self._advances,
+            "nodes": self._dealt[0],
+            "exchange": self._dealt[1],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from there, whatever the number of ranks was.
+        """Let the next iteration go on from there, whatever the number of ranks and nodes was.
+
+        An epoch that was begun on another number of nodes is finished in its own order, as no node's share.
 
         Raises:
             ArgumentError: it is no state of this class, or of another seed, shuffle or dataset length.
@@ -185,16 +220,35 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._begun = False
         self._advances = bool(state_dict["advances"])
         self._position = (self.epoch, self._start)
+        if self._start:
+            self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
+        else:
+            self._dealt = (self.place.nodes, self.exchange)
 
-    def _order(self, epoch: int, length: int) -> torch.Tensor:
-        return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
+    def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
+        """The samples in the order of an epoch; None: by index."""
+        length = len(self.dataset)  # type: ignore[arg-type]
+        if self.shuffle:
+            return node_order(length, nodes, exchange, self.seed + epoch)
+        return None if nodes == 1 else node_shares(length, nodes)
 
     def _share(self, start: int) -> int:
         """How many samples this rank gets of those from `start` on."""
         left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
         if self.mode == "eval":
-            return max(0, -(-(left - self.rank) // self.num_replicas))
+            return max(0, -(-(left - self._column) // self.num_replicas))
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+
+def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:
+    if partition not in (None, "node"):
+        raise ArgumentError(f"partition must be None or 'node', found {partition!r}")
+    if not 0 <= exchange <= 1:
+        raise ArgumentError(f"exchange must be from 0 to 1, found {exchange!r}")
+    if partition is None and (exchange or num_nodes is not None):
+        raise ArgumentError("exchange and num_nodes go with partition='node': add it, or leave them out")
+    if exchange and not shuffle:
+        raise ArgumentError("exchange draws what it moves, and shuffle=False draws nothing: leave one out")
 
 
 def _find_rank() -> tuple[int, int]:

@@ -24,7 +24,14 @@ from fastload.errors import ArgumentError
 
 LENGTHS = (0, 1, 2, 7, 10, 31, 97)
 WORLDS = (1, 2, 3, 4, 7)
-_RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_RANK_VARIABLES = (
+    "RANK",
+    "HOROVOD_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_PROCID",
+    "GROUP_RANK",
+    "SLURM_NODEID",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -366,9 +373,166 @@ def test_an_environment_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> No
         ({"num_replicas": 0, "rank": 0}, "num_replicas must be at least 1, found 0"),
         ({"mode": "test"}, "mode must be one of .*'test'"),
         ({"mode": "eval", "drop_last": True}, "drop_last=True contradicts mode='eval'"),
+        ({"partition": "rank"}, "partition must be None or 'node', found 'rank'"),
+        ({"exchange": 0.1}, "add it, or leave them out"),
+        ({"num_nodes": 1}, "add it, or leave them out"),
+        ({"partition": "node", "exchange": 1.5}, "exchange must be from 0 to 1, found 1.5"),
+        ({"partition": "node", "exchange": 0.5, "shuffle": False}, "leave one out"),
+        ({"partition": "node", "num_replicas": 4, "rank": 0}, "pass num_nodes"),
+        (
+            {"partition": "node", "num_replicas": 4, "rank": 0, "num_nodes": 3},
+            "equally many ranks on every node",
+        ),
+        (
+            {"partition": "node", "num_replicas": 4, "rank": 0, "num_nodes": 5},
+            "from 1 to the 4 ranks, found 5",
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_bad_arguments(options: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         DistributedSampler(range(10), **options)  # type: ignore[arg-type]
+
+
+# --- every node keeps to its own share
+
+nodes_and_ranks = st.tuples(st.integers(1, 5), st.integers(1, 3))
+lengths = st.integers(1, 200)
+
+
+def by_node(nodes: int, per_node: int, length: int, **options: object) -> list[list[DistributedSampler]]:
+    """The samplers of each node's ranks."""
+    samplers = ranks(length, nodes * per_node, partition="node", num_nodes=nodes, **options)
+    return [samplers[node * per_node : (node + 1) * per_node] for node in range(nodes)]
+
+
+def draw(samplers: list[list[DistributedSampler]]) -> list[Counter[int]]:
+    """One epoch: what each node reads, and how often."""
+    return [Counter(itertools.chain(*node)) for node in samplers]
+
+
+@given(shape=nodes_and_ranks, length=lengths, mode=st.sampled_from(["train", "eval"]), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_a_node_keeps_its_share(shape: tuple[int, int], length: int, mode: str, seed: int) -> None:
+    nodes, per_node = shape
+    samplers = by_node(nodes, per_node, length, mode=mode, seed=seed)
+    first, *others = [draw(samplers) for _ in range(3)]
+    for epoch in (first, *others):
+        assert set().union(*epoch) == set(range(length)), "nothing is left out"
+        counts = sum(epoch, Counter())
+        steps = {sum(node.values()) for node in epoch}
+        if mode == "eval":
+            assert counts.total() == length
+        else:
+            assert counts.total() == -(-length // (nodes * per_node)) * nodes * per_node
+            assert len(steps) == 1, "equal steps"
+    if length >= nodes:
+        assert all([set(node) for node in epoch] == [set(node) for node in first] for epoch in others)
+        assert sum(len(set(node)) for node in first) == length, "no sample is of two nodes"
+        sizes = [len(set(node)) for node in first]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_node_shuffles_its_share() -> None:
+    (node, _) = by_node(2, 1, 100)
+    epochs = [list(node[0]) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+
+
+def test_shares_do_not_depend_on_seed_ranks_or_order() -> None:
+    """A cache that was filled by one run, or by `fastload warm`, serves another."""
+    options = [{"seed": 3}, {"shuffle": False}, {"mode": "eval"}]
+    shares = [[set(node) for node in draw(by_node(3, 2, 98, **option))] for option in options]
+    shares += [[set(node) for node in draw(by_node(3, per_node, 98))] for per_node in (1, 4)]
+    assert all(share == shares[0] for share in shares)
+
+
+def test_shares_are_alike_in_a_listing_with_structure() -> None:
+    """Sorted by class, and alternating: every node gets some of all."""
+    for node in draw(by_node(2, 1, 4000)):
+        for part in (range(1000), range(3000, 4000), range(0, 4000, 2)):
+            assert 0.45 < len(set(node) & set(part)) / len(part) < 0.55
+
+
+@given(shape=nodes_and_ranks, length=lengths, exchange=st.floats(0, 1), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_exchange_moves_a_fraction(shape: tuple[int, int], length: int, exchange: float, seed: int) -> None:
+    nodes, per_node = shape
+    home = [set(node) for node in draw(by_node(nodes, per_node, length, mode="eval"))]
+    samplers = by_node(nodes, per_node, length, mode="eval", exchange=exchange, seed=seed)
+    away = []
+    for _ in range(2):
+        epoch = draw(samplers)
+        assert sum(epoch, Counter()) == Counter(range(length)), "exactly once"
+        rows = length // nodes
+        moved = [set(node) - own for node, own in zip(epoch, home, strict=True)]
+        expected = round(exchange * rows) if nodes > 1 else 0
+        assert [len(node) for node in moved] == [expected] * nodes, "each node gets as many as it gives"
+        away.append(moved)
+    if 10 < len(away[0][0]) < length // nodes // 2 and nodes > 1:
+        assert away[0] != away[1], "drawn anew each epoch"
+
+
+@given(
+    before=st.sampled_from([(1, 2), (2, 1), (2, 2), (3, 1)]),
+    after=st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 1)]),
+    steps=st.integers(0, 12),
+    exchange=st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_another_number_of_nodes_goes_on(
+    before: tuple[int, int], after: tuple[int, int], steps: int, exchange: float
+) -> None:
+    length, options = 41, {"mode": "eval", "seed": 5, "exchange": exchange}
+    first = list(itertools.chain(*by_node(*before, length, **options)))
+    seen = [list(itertools.islice(iterator, steps)) for iterator in map(iter, first)]
+    states = [sampler.state_dict() for sampler in first if steps]
+    state = states[0] if steps else first[0].state_dict()
+    second = by_node(*after, length, **options)
+    for sampler in itertools.chain(*second):
+        sampler.load_state_dict(json.loads(json.dumps(state)))
+    rest = draw(second)
+    if state["epoch"] == 0:
+        assert sum(rest, Counter(itertools.chain(*seen))) == Counter(range(length))
+        fresh = by_node(*after, length, **options)
+        for sampler in itertools.chain(*fresh):
+            sampler.set_epoch(1)
+        assert draw(second) == draw(fresh), "the next epoch is dealt to the new nodes"
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "GROUP_RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            (1, 1, 2),
+        ),
+        # srun -m cyclic: rank 5 of 8 is the third one of node 1
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_NTASKS": "8",
+                "SLURM_NODEID": "1",
+                "SLURM_LOCALID": "2",
+                "SLURM_NNODES": "2",
+            },
+            (1, 2, 2),
+        ),
+    ],
+    ids=["torchrun", "srun"],
+)
+def test_nodes_of_launchers(
+    variables: dict[str, str], place: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    sampler = DistributedSampler(range(80), partition="node")
+    assert sampler.place == place
+    assert set(sampler) <= set(itertools.chain(*by_node(2, 1, 80)[1]))
+    assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4).place == (3, 0, 4)
+
+
+def test_one_rank_is_one_node() -> None:
+    assert list(DistributedSampler(range(20), partition="node")) == order(20, 0, 0)

@@ -1,0 +1,116 @@
+"""Which node reads which sample, when every node keeps to a share of its own.
+
+    n nodes     base:  b0 b1 ... bn-1 │ bn bn+1 ...        position p belongs to node p mod n
+    an epoch    order: each node's share shuffled inside, so position p is still node (p mod n)'s
+
+The shares depend on the dataset's length and the number of nodes, on nothing else: what a run has put on a
+node's SSD, or `fastload warm` before it, serves the next run, whatever its seed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from fastload.errors import ArgumentError
+
+__all__ = ["Place", "find_place", "node_order", "node_shares"]
+
+# (index of the node, index of the rank in it) and how the size of a node follows: torchrun, SLURM's srun
+_LAUNCHERS = (
+    ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_NNODES"),
+)
+
+
+class Place(NamedTuple):
+    """Where a rank is: rank `local` of node `node` of `nodes`."""
+
+    node: int
+    local: int
+    nodes: int
+
+
+def find_place(rank: int, replicas: int, nodes: int | None = None) -> Place:
+    """The place of a rank: from `nodes`, the ranks of a node then being neighbours, or from the launcher.
+
+    Raises:
+        ArgumentError: no launcher says it, or the nodes have not equally many ranks.
+    """
+    place = _given(rank, replicas, nodes) if nodes is not None else _launched(replicas)
+    if place is None and replicas > 1:
+        raise ArgumentError(
+            f"partition='node' with {replicas} ranks: no torchrun or SLURM says on how many nodes they run; "
+            "pass num_nodes"
+        )
+    place = place or Place(0, 0, 1)
+    per_node, left = divmod(replicas, place.nodes)
+    if left or not (0 <= place.node < place.nodes and 0 <= place.local < per_node):
+        raise ArgumentError(
+            f"partition='node' needs equally many ranks on every node, found {replicas} ranks on "
+            f"{place.nodes} nodes, this one being number {place.local} of node {place.node}"
+        )
+    return place
+
+
+def _given(rank: int, replicas: int, nodes: int) -> Place:
+    if not 1 <= nodes <= replicas:
+        raise ArgumentError(f"num_nodes must be from 1 to the {replicas} ranks, found {nodes}")
+    return Place(*divmod(rank, max(1, replicas // nodes)), nodes)
+
+
+def _launched(replicas: int) -> Place | None:
+    for names in _LAUNCHERS:
+        found = [os.environ.get(name, "") for name in names]
+        if not all(value.isdecimal() for value in found):
+            continue
+        node, local, size = map(int, found)
+        if names[2] == "LOCAL_WORLD_SIZE":
+            size = -(-replicas // max(1, size))
+        return Place(node, local, size)
+    return None
+
+
+def node_shares(length: int, nodes: int) -> torch.Tensor:
+    """The samples (int64, shape (length,)) such that those at positions k, k + nodes, ... are node k's.
+
+    Each `nodes` neighbours of the listing go to different nodes, in random order: where it is sorted by
+    class every node gets its part of each class, and one that alternates (left image, right image) is no
+    trap.
+    """
+    if nodes == 1:
+        return torch.arange(length)
+    generator = torch.Generator().manual_seed(0)
+    rows, tail = divmod(length, nodes)
+    within = torch.rand((rows, nodes), generator=generator).argsort(dim=1, stable=True)
+    shares = torch.arange(length)
+    shares[: rows * nodes] = (within + torch.arange(0, rows * nodes, nodes)[:, None]).flatten()
+    shares[rows * nodes :] = rows * nodes + torch.randperm(tail, generator=generator)
+    return shares
+
+
+def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Tensor:
+    """The order of an epoch: position p is read by node p mod `nodes`.
+
+    For one node this is `torch.randperm` with that seed.
+
+    Args:
+        exchange: the fraction of each node's samples that another node reads in this epoch. Each of them is
+            swapped along a random ring, so every node gives and gets equally many.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if nodes == 1:
+        return torch.randperm(length, generator=generator)
+    order = node_shares(length, nodes)
+    for node in range(nodes):
+        share = order[node::nodes]
+        order[node::nodes] = share[torch.randperm(len(share), generator=generator)]
+    rows = length // nodes
+    moving = torch.randperm(rows, generator=generator)[: round(exchange * rows)]
+    if len(moving):
+        table = order[: rows * nodes].view(rows, nodes)
+        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator)
+        table[moving] = table[moving].gather(1, (torch.arange(nodes) + shift) % nodes)
+    return order
