@@ -127,7 +127,7 @@ def test_read_only_payload_is_not_copied(open_cache: Callable[..., Cache]) -> No
     directory = cache._open()
     assert directory is not None and directory.writer is not None
     taken: list[writer_module.Item] = []
-    directory.writer.put = lambda item: bool(taken.append(item)) or True  # type: ignore[method-assign]
+    directory.writer.put = lambda item, wait: bool(taken.append(item)) or True  # type: ignore[method-assign]
     payload = b"x" * 1000
     cache.write(cache.key("a"), payload)
     assert taken[0].payload.obj is payload

@@ -204,25 +204,47 @@ class Cache:
 
     # -- writing
 
-    def write(self, key: bytes, payload: bytes | bytearray | memoryview) -> bool:
-        """Queue a payload for the writer thread; never waits. False when it was dropped.
+    def write(self, key: bytes, payload: bytes | bytearray | memoryview, wait: float = 0.0) -> bool:
+        """Queue a payload for the writer thread. False when it was dropped.
 
         Any object with the buffer protocol does. A read-only buffer is kept until written, not copied; a
         writable one is copied. A key that the cache has already is not written again.
+
+        Args:
+            wait: seconds to wait for room in the queue. By default none: filling must not slow training.
         """
         directory = self._open()
         if directory is None:
             return False
         try:
-            kept = self._put(directory, key, payload)
+            kept = self._put(directory, key, payload, wait)
         except (OSError, lmdb.Error) as error:
             self._failed(error)
             kept = False
         if not kept:
             self._counters.add("cache.dropped")
+            self.unclaim(key)
         return kept
 
-    def _put(self, directory: Directory, key: bytes, payload: bytes | bytearray | memoryview) -> bool:
+    def claim(self, key: bytes) -> bool:
+        """Say that this process is about to read the object of `key` from the store, to `write` it.
+
+        False when another process (or thread) has said so and is not done: its result may soon be here. The
+        claim ends once the payload can be looked up, or was dropped, or with this process; where nothing is
+        written, by `unclaim`. Where the cache cannot be used every claim is granted.
+        """
+        directory = self._open()
+        return directory is None or directory.claims is None or directory.claims.take(key)
+
+    def unclaim(self, key: bytes) -> None:
+        """Give a claim back whose payload will not be written."""
+        directory = self._open()
+        if directory is not None and directory.claims is not None:
+            directory.claims.drop(key)
+
+    def _put(
+        self, directory: Directory, key: bytes, payload: bytes | bytearray | memoryview, wait: float
+    ) -> bool:
         if not self._writable(directory) or len(key) != KEY_SIZE:
             return False
         writer = directory.writer
@@ -236,7 +258,7 @@ class Cache:
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
         # Summed here, not in the writer thread: from now on the bytes are what the caller handed over, and
         # the writer has one reason less to wait for the GIL. 138 KB take a few microseconds.
-        return writer.put(Item(key, view, checksum(view), self.size_limit, self._counters))
+        return writer.put(Item(key, view, checksum(view), self.size_limit, self._counters), wait)
 
     def _writable(self, directory: Directory) -> bool:
         """Whether this process can write; reports a failed writer once."""
@@ -336,8 +358,10 @@ class Cache:
             return audit.check(directory, fix, progress)
 
     def clear(self) -> int:
-        """Delete every record, in all modes, and the listings kept beside them; return the bytes freed. Safe while others read and write;
-        they go on with an empty cache. Files that fastload did not write stay.
+        """Delete every record, in all modes, and the listings kept beside them; return the bytes freed.
+
+        Safe while others read and write; they go on with an empty cache. Files that fastload did not write
+        stay.
 
         Raises:
             CacheError: the directory cannot be opened, or only read.

@@ -5,6 +5,7 @@
         lock                         flock: shared while open, exclusive for the first in and the last out
         index/data.mdb, lock.mdb     LMDB
         segments/<host>-<pid>-<id>.seg
+        claims0, claims1, ...        no bytes, only locks: see `Claims`
 
 The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
 
@@ -34,6 +35,7 @@ from typing import NamedTuple
 
 import lmdb
 
+from fastload.cache.claims import Claims
 from fastload.cache.index import Index
 from fastload.cache.record import FORMAT, CorruptRecordError, Entry
 from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
@@ -87,6 +89,7 @@ class Directory:
         self._damaged = False
         self._lock_fd = -1
         self.segments_fd = -1
+        self.claims: Claims | None = None
         try:
             self.readonly = not self._open_files()
             self.index = self._open_readonly() if self.readonly else self._open_locked()
@@ -97,7 +100,8 @@ class Directory:
         self.writer: Writer | None = None
         if not self.readonly:
             first_job = self._reindex if self._reindex_left else None
-            self.writer = Writer(self.index, self.segments_fd, first_job)
+            self.claims = Claims(self._root_fd)
+            self.writer = Writer(self.index, self.claims, self.segments_fd, first_job)
 
     # -- opening
 
@@ -272,6 +276,8 @@ class Directory:
                 self._write_state(clean=True)
 
     def _close_fds(self) -> None:
+        if self.claims is not None:
+            self.claims.close()
         for fd in (self.segments_fd, self._lock_fd, self._root_fd):
             if fd >= 0:
                 os.close(fd)

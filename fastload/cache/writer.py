@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from fastload.cache.claims import Claims
 from fastload.cache.index import Index, SegmentGoneError
 from fastload.cache.record import Entry, record_size
 from fastload.cache.segment import SegmentWriter
@@ -45,16 +46,21 @@ class Item(NamedTuple):
 
 
 class Writer:
-    """Owns the segment that this process writes. `first_job` runs in the thread before any record."""
+    """Owns the segment that this process writes, and drops the claim on each object once that is settled.
+
+    `first_job` runs in the thread before any record.
+    """
 
     def __init__(
         self,
         index: Index,
+        claims: Claims,
         segments_fd: int,
         first_job: Callable[[threading.Event], None] | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self._index = index
+        self._claims = claims
         self._segments_fd = segments_fd
         self._first_job = first_job
         self._segment: SegmentWriter | None = None
@@ -80,15 +86,17 @@ class Writer:
     def queued_bytes(self) -> int:
         return self._bytes
 
-    def put(self, item: Item) -> bool:
-        """Queue a record. False when it was dropped: queue full, writer failed or closed."""
+    def put(self, item: Item, wait: float = 0.0) -> bool:
+        """Queue a record. False when dropped: queue full for `wait` seconds, writer failed or closed."""
         size = record_size(len(item.payload))
         with self._changed:
-            if self.error is not None or self._stopping.is_set():
+            if wait > 0:
+                self._changed.wait_for(lambda: self._has_room(size) or self._has_ended(), wait)
+            if self._has_ended():
                 return False
             if item.key in self._keys:
                 return True
-            if self._bytes and self._bytes + size > QUEUE_BYTES:
+            if not self._has_room(size):
                 return False
             wake = not self._queue or self._bytes + size >= BATCH_BYTES
             self._queue.append(item)
@@ -97,10 +105,16 @@ class Writer:
             self._submit(wake)
         return True
 
+    def _has_room(self, size: int) -> bool:
+        return not self._bytes or self._bytes + size <= QUEUE_BYTES
+
+    def _has_ended(self) -> bool:
+        return self.error is not None or self._stopping.is_set()
+
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""
         with self._changed:
-            if self.error is None and not self._stopping.is_set():
+            if not self._has_ended():
                 self._drops.append((key, entry))
                 self._submit(wake=True)
 
@@ -182,6 +196,8 @@ class Writer:
         return items, drops
 
     def _finish(self, items: list[Item], count: int) -> None:
+        for item in items:
+            self._claims.drop(item.key)
         with self._changed:
             self._bytes -= sum(record_size(len(item.payload)) for item in items)
             self._keys.difference_update(item.key for item in items)
@@ -193,6 +209,7 @@ class Writer:
             self.error = error
             for item in (*items, *self._queue):
                 item.counters.add("cache.dropped")
+                self._claims.drop(item.key)
             self._queue.clear()
             self._drops.clear()
             self._keys.clear()

@@ -1,0 +1,81 @@
+"""Claims: who is reading which object from the store right now, so that no two processes read the same.
+
+A claim is a lock on one byte of a file `claims*` in the cache directory: the byte that the object's key
+names. The kernel keeps it (a file of 0 bytes can be locked anywhere), and takes it back when the process
+ends, however it ends: there is nothing to expire, to refresh or to clean up. The locks belong to the open
+file (`F_OFD_SETLK`), not to the process: `lockf`'s would all be gone once any copy of the file is closed.
+
+A claim is advice. Whoever cannot have one waits a little for the other's result, and then reads by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import threading
+
+__all__ = ["Claims"]
+
+_FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: of 64-bit Linux
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+# The kernel goes through all locks of a file for each new one. Measured for taking and dropping a claim while
+# 2,000 others are held: 28 us with one file, 6 us with eight.
+_FILES = 8
+
+
+class Claims:
+    """The claims of one process in one cache directory. Threads may share it.
+
+    A claim that cannot be tried (a file system without such locks, no permission) is granted.
+    """
+
+    def __init__(self, root_fd: int) -> None:
+        self._lock = threading.Lock()
+        self._held: set[bytes] = set()
+        self._fds: list[int] = []
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            for number in range(_FILES):
+                self._fds.append(os.open(f"claims{number}", flags, 0o600, dir_fd=root_fd))
+        except OSError:
+            self.close()
+
+    def take(self, key: bytes) -> bool:
+        """Claim the object with this cache key. False: somebody has it, perhaps another thread here."""
+        with self._lock:
+            if key in self._held:
+                return False
+            try:
+                self._set(key, fcntl.F_WRLCK)
+            except OSError as error:
+                if error.errno in _TAKEN:
+                    return False
+            self._held.add(key)
+        return True
+
+    def drop(self, key: bytes) -> None:
+        """Give a claim back; nothing happens where there is none."""
+        with self._lock:
+            if key not in self._held:
+                return
+            self._held.discard(key)
+            with contextlib.suppress(OSError):
+                self._set(key, fcntl.F_UNLCK)
+
+    def _set(self, key: bytes, kind: int) -> None:
+        fds = self._fds
+        if not fds:
+            return
+        # 63 bits of a digest: two objects in flight at one time that share a byte are not to be expected, and
+        # would only wait for each other.
+        byte = int.from_bytes(key[:8], "little") >> 1
+        fcntl.fcntl(fds[key[8] % _FILES], fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+    def close(self) -> None:
+        """Give all claims back. In a forked child this leaves the parent's as they are."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
