@@ -10,11 +10,13 @@ It speaks what clients use of S3: ListObjectsV2 in pages, GET and HEAD with Rang
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import socket
 import struct
 import threading
 import urllib.parse
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -74,12 +76,16 @@ class FaultServer:
         requests: every request in order.
         page_size: keys per listing page.
         honours_if_match: a server that does not is allowed to exist.
+        checksums: send x-amz-checksum-crc32 to clients that ask for it.
+        token: refuse requests whose session token is another one, as expired; None: take all.
     """
 
     def __init__(self, objects: Mapping[str, bytes], *, page_size: int = 1000) -> None:
         self.objects = dict(objects)
         self.page_size = page_size
         self.honours_if_match = True
+        self.checksums = False
+        self.token: str | None = None
         self.requests: list[Request] = []
         self._scripts: dict[str, tuple[list[Fault | None], bool]] = {}
         self._loop = asyncio.new_event_loop()
@@ -149,7 +155,10 @@ class FaultServer:
         self.requests.append(request)
         fault = self._next_fault(request.key) or Fault()
         await asyncio.sleep(fault.delay)
-        if fault.status:
+        token = request.headers.get("x-amz-security-token", "")
+        if self.token is not None and token != self.token:
+            status, headers, body = _error(400, "ExpiredToken", f"<Token-0>{token}</Token-0>")
+        elif fault.status:
             status, headers, body = _error(fault.status, fault.code)
         elif request.key == _NO_BUCKET:
             status, headers, body = _error(404, "NoSuchBucket")
@@ -187,6 +196,8 @@ class FaultServer:
             "Accept-Ranges": "bytes",
         }
         span = request.headers.get("range")
+        if self.checksums and span is None and "x-amz-checksum-mode" in request.headers:
+            headers["x-amz-checksum-crc32"] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
         if span is None:
             return 200, headers, body
         first, _, last = span.removeprefix("bytes=").partition("-")
@@ -254,6 +265,8 @@ async def _send_body(writer: asyncio.StreamWriter, body: bytes, fault: Fault) ->
     return not limits
 
 
-def _error(status: int, code: str) -> tuple[int, dict[str, str], bytes]:
-    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>scripted</Message></Error>".encode()
+def _error(status: int, code: str, more: str = "") -> tuple[int, dict[str, str], bytes]:
+    body = (
+        f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>scripted</Message>{more}</Error>".encode()
+    )
     return status, {"Content-Type": "application/xml"}, body

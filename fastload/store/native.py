@@ -298,8 +298,8 @@ def _credential_provider(connection: known_options.Connection) -> Any:
     if connection.credentials is not None:
         fixed = connection.credentials
         return lambda: fixed
-    if not connection.profile:
-        return None
+    if connection.provider is not None or not connection.profile:
+        return connection.provider
     try:
         import boto3  # type: ignore[import-untyped,import-not-found,unused-ignore]
         from obstore.auth.boto3 import Boto3CredentialProvider

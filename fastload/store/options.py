@@ -9,7 +9,7 @@ from __future__ import annotations
 import configparser
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -20,7 +20,7 @@ __all__ = ["Connection", "azure", "gcs", "http", "s3", "s3fs", "secret_values"]
 
 _S3_OWN = (
     *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),
-    *("requester_pays", "use_ssl", "client"),
+    *("requester_pays", "use_ssl", "client", "credential_provider"),
 )
 _S3_NATIVE = (
     *("access_key_id", "secret_access_key", "session_token", "default_region", "endpoint"),
@@ -57,6 +57,7 @@ class Connection(NamedTuple):
         endpoint: the server's URL, or "" for the provider's own.
         tried: where credentials were looked for, in words, for error messages.
         secrets: values to keep out of messages.
+        provider: the user's own source of credentials, which expire (S3 only).
     """
 
     config: dict[str, Any]
@@ -66,6 +67,7 @@ class Connection(NamedTuple):
     endpoint: str = ""
     tried: str = ""
     secrets: tuple[str, ...] = ()
+    provider: Callable[[], Any] | None = None
 
 
 def s3(options: Mapping[str, Any], bucket: str) -> Connection:
@@ -75,6 +77,9 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
         ArgumentError: an unknown option, an endpoint_url without scheme, or a profile that does not exist.
     """
     given = _s3_options(options)
+    provider = given.pop("credential_provider", None)
+    if provider is not None and not callable(provider):
+        raise ArgumentError("storage option credential_provider must be a function without arguments")
     profile, tried_profile = _profile(given.pop("profile", None))
     endpoint = given.pop("endpoint", None) or _environment(
         "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
@@ -92,9 +97,11 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
     if anon:
         config["skip_signature"] = True
         credentials, tried = None, "none (anon=True)"
-    by_boto3 = "" if anon or credentials else profile.get("_needs_boto3", "")
+    if provider is not None:
+        credentials, tried = None, "option credential_provider"
+    by_boto3 = "" if anon or credentials or provider else profile.get("_needs_boto3", "")
     secrets = secret_values({**options, **(credentials or {})})
-    return Connection(config, client_options, credentials, by_boto3, endpoint, tried, secrets)
+    return Connection(config, client_options, credentials, by_boto3, endpoint, tried, secrets, provider)
 
 
 def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
