@@ -1,0 +1,112 @@
+"""Training frameworks run on our class unchanged. Those that are not installed are skipped by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastload import DataLoader
+from tests.loaderdata import Numbers
+
+ROOT = Path(__file__).parent.parent
+
+DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+from fastload import DataLoader
+from tests.loaderdata import Numbers
+
+def main():
+    dist.init_process_group("gloo")
+    dataset = Numbers(20, lambda i: torch.full((4,), float(i)))
+    sampler = DistributedSampler(dataset, shuffle=True)
+    loader = DataLoader(dataset, batch_size=5, sampler=sampler, num_workers=1)
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    seen = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            model(batch).sum().backward()
+            seen += batch[:, 0].int().tolist()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, seen)
+    if dist.get_rank() == 0:
+        print(sorted(everyone[0] + everyone[1]))
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(DISTRIBUTED)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            path,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(sorted([*range(20)] * 2))
+
+
+def _row(index: int) -> torch.Tensor:
+    return torch.full((4,), float(index))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.seen: list[int] = []
+
+        def training_step(self, batch: torch.Tensor) -> Any:
+            self.seen += batch[:, 0].int().tolist()
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    model = Model()
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path
+    )
+    loader = DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+    trainer.fit(model, loader)
+    assert sorted(model.seen) == sorted([*range(12)] * 2)
+    assert isinstance(trainer.train_dataloader, DataLoader)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1))
+    assert sorted(int(x) for batch in loader for x in batch[:, 0]) == list(range(12))
