@@ -1,186 +1,215 @@
-"""What decoding costs per core: `python -m bench.decode`.
+"""What decoding costs, per core and through whole loaders: `python -m bench decode`.
 
-RandomResizedCrop(224) with flips to uint8, in memory, on one thread: the kernel, its Python twin, plain
-Pillow, and a bare C loop of libjpeg-turbo that decodes the same crops and does not resize (roi_decode.c). All
-run in turns, round after round on the same crops, so that what else the machine does hits all of them; the
-figures are medians. Photos are made by the demo's generator.
+RandomResizedCrop(224) with flips to uint8, on photos of 500 x 375 pixels and 138 KB that the demo's generator
+makes. Contenders take turns, round after round, so that what else the machine does hits all of them; figures
+are medians, shares are medians of the shares of each round. The limit is a bare C loop of libjpeg-turbo that
+decodes the same crops and does not resize (roi_decode.c); for decoded images, the resize in memory alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import json
+import os
+import random
 import statistics
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from io import BytesIO
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from fastload import RandomResizedCrop
-from fastload.cli._photos import make_photo
-from fastload.images import SampleRng, backend, decode_image, decode_resized, native, shrink
+from bench.epochs import WORKERS, Epoch, Peer, filling, our_loader, torch_loader
+from bench.kernels import BATCH, SIZE, Contender, Fill, Pillow, RoiDecode, kernel_quality
+from bench.photos import WORKPLACE, photo_folder
+from fastload import Cache, RandomResizedCrop
+from fastload.cli._machine import describe_machine
+from fastload.images import backend, decode_resized, native, shrink
 
-SIZE = 224
-LARGEST_SIDE = 400  # of shrunk and decoded images
+RESULTS = Path(__file__).parent / "results"
+SHORT_SIDE = 300  # of shrunk and decoded images: 400 x 300
+RAW, SHRUNK, DECODED = (
+    "raw: bare ROI decode in C",
+    "shrunk: bare ROI decode in C",
+    "decoded: resize in memory",
+)
+TORCH = "torch DataLoader, Pillow over files"
+# What each peer reads is the nearest that it has to the same files.
+PEERS = {
+    "raw: DALI CPU, the same files": ("dali",),
+    "raw: FFCV, JPEG q97, full size": ("ffcv", "jpg", "97", "9999"),
+    "shrunk: FFCV, JPEG q90, 400 px": ("ffcv", "jpg", "90", "400"),
+    "decoded: FFCV raw, 400 px": ("ffcv", "raw", "90", "400"),
+}
 
-Contender = Callable[[Sequence[int]], Any]
-
-
-class RoiDecode:
-    """The bare C loop, compiled on the spot. Decodes the crops that the transform would draw for `seeds`."""
-
-    def __init__(self, images: list[bytes], transform: RandomResizedCrop, folder: Path) -> None:
-        library = folder / "roi_decode.so"
-        source = Path(__file__).with_name("roi_decode.c")
-        command = ["cc", "-O3", "-shared", "-fPIC", str(source), "-o", str(library), "-ljpeg"]
-        if not library.exists():
-            subprocess.run(command, check=True)
-        self.function = ctypes.CDLL(str(library)).roi_decode
-        self.function.restype = ctypes.c_size_t
-        self.transform = transform
-        self.sizes = [Image.open(BytesIO(image)).size for image in images]
-        self.pointers = (ctypes.c_char_p * len(images))(*images)
-        self.lengths = (ctypes.c_ulong * len(images))(*map(len, images))
-
-    def __call__(self, seeds: Sequence[int]) -> None:
-        boxes = [
-            self.transform._place(*size, SampleRng(seed))[0]
-            for size, seed in zip(self.sizes, seeds, strict=True)
-        ]
-        flat = (ctypes.c_double * (4 * len(boxes)))(*(edge for box in boxes for edge in box))
-        self.function(self.pointers, self.lengths, flat, len(boxes), SIZE, SIZE)
+Rates = dict[str, list[float]]
 
 
-class Fill:
-    """A fused transform, batch by batch into the same memory, through the kernel or its twin."""
-
-    def __init__(self, images: list[Any], transform: RandomResizedCrop, kernel: native.Kernel | None) -> None:
-        self.images, self.transform, self.kernel = images, transform, kernel
-        self.out = np.empty((64, *transform.sample_shape), np.uint8)
-
-    def __call__(self, seeds: Sequence[int]) -> None:
-        chosen, native.kernel = native.kernel, self.kernel
-        try:
-            for start in range(0, len(self.images), 64):
-                batch = self.images[start : start + 64]
-                failures = self.transform.fill(self.out[: len(batch)], batch, seeds[start : start + 64])
-                assert not failures, failures
-        finally:
-            native.kernel = chosen
-
-
-class Pillow:
-    """As torchvision's ImageFolder does it: open, convert, crop, resize, flip, to a channels-first array."""
-
-    def __init__(self, images: list[bytes], transform: RandomResizedCrop) -> None:
-        self.images, self.transform = images, transform
-
-    def __call__(self, seeds: Sequence[int]) -> None:
-        for data, seed in zip(self.images, seeds, strict=True):
-            image = Image.open(BytesIO(data)).convert("RGB")
-            box, flip = self.transform._place(*image.size, SampleRng(seed))
-            image = image.crop(tuple(map(int, box))).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
-            if flip:
-                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
-
-
-def measure(contenders: dict[str, Contender], count: int, rounds: int) -> dict[str, list[float]]:
-    """Images per second of each contender in each round."""
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
+def take_turns(contenders: dict[str, Callable[[], float]], rounds: int) -> Rates:
+    """The rates of each contender, after a round that warms up."""
+    rates: Rates = {name: [] for name in contenders}
     for round_ in range(rounds + 1):
-        seeds = range(round_ * count, (round_ + 1) * count)
         for name, contender in contenders.items():
-            start = time.perf_counter()
-            contender(seeds)
-            if round_:  # the first round warms up
-                rates[name].append(count / (time.perf_counter() - start))
+            rate = contender()
+            if round_:
+                rates[name].append(rate)
     return rates
 
 
-def quality(denominator: int) -> float:
-    """Mean PSNR in dB of crops decoded at 1/`denominator`, against full decode and Pillow's resize."""
-    found = []
-    box = (100, 75, 900, 675)
-    side = 600 // denominator - 2
-    transform = RandomResizedCrop(side, channels_last=True)
-    out = np.empty((1, side, side, 3), np.uint8)
-    for seed in range(6):
-        data = make_photo(seed, 1000, 750)
-        item = (0, data, *map(float, box), False)
-        assert native.active().crop_resize(out, [item], True, True, transform.max_pixels, True) == []
-        expected = (
-            Image.fromarray(decode_image(data)).crop(box).resize((side, side), Image.Resampling.BILINEAR)
-        )
-        error = np.mean((out[0].astype(float) - np.asarray(expected)) ** 2)
-        found.append(10 * np.log10(255**2 / error))
-    return float(np.mean(found))
+def rate_of(contender: Contender, count: int) -> Callable[[], float]:
+    """Images per second of a contender, each call with new crops."""
+    rng = random.Random(0)
+    return lambda: count / contender([rng.getrandbits(64) for _ in range(count)])
 
 
-def contenders_for(
-    count: int, photo_quality: int, folder: Path
-) -> tuple[dict[str, Contender], dict[str, float]]:
-    """What is measured, and the mean bytes per image of each input."""
-    photos = [make_photo(seed, quality=photo_quality) for seed in range(count)]
-    short_side = LARGEST_SIDE * 375 // 500
-    small = [shrink(photo, short_side, 90) for photo in photos]
-    decoded = [decode_resized(photo, short_side) for photo in photos]
-    crop = RandomResizedCrop(SIZE)
-    chosen = native.kernel
+def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]:
+    """One thread, images in memory. Also the mean bytes per image."""
+    small = [shrink(photo, SHORT_SIDE, 90) for photo in photos]
+    pixels = [decode_resized(photo, SHORT_SIDE) for photo in photos]
+    crop, kernel = RandomResizedCrop(SIZE), native.kernel
     contenders: dict[str, Contender] = {
-        "raw: bare ROI decode in C, no resize": RoiDecode(photos, crop, folder),
-        "raw: kernel": Fill(photos, crop, chosen),
-        "raw: twin (simplejpeg + Pillow)": Fill(photos, crop, None),
+        RAW: RoiDecode(photos, crop),
+        "raw: kernel": Fill(photos, crop, kernel),
+        "raw: twin (simplejpeg, Pillow)": Fill(photos, crop, None),
         "raw: Pillow": Pillow(photos, crop),
-        "shrunk: bare ROI decode in C, no resize": RoiDecode(small, crop, folder),
-        "shrunk: kernel": Fill(small, crop, chosen),
+        SHRUNK: RoiDecode(small, crop),
+        "shrunk: kernel": Fill(small, crop, kernel),
         "shrunk: twin": Fill(small, crop, None),
-        "decoded: kernel": Fill(decoded, crop, chosen),
-        "decoded: twin": Fill(decoded, crop, None),
+        "decoded: kernel": Fill(pixels, crop, kernel),
+        "decoded: twin": Fill(pixels, crop, None),
     }
-    sizes = {"raw": np.mean([*map(len, photos)]), "shrunk": np.mean([*map(len, small)])}
-    return contenders, {name: float(size) for name, size in sizes.items()}
+    sizes = {"raw": photos, "shrunk": small, "decoded": [image.data for image in pixels]}
+    rates = take_turns({name: rate_of(c, len(photos)) for name, c in contenders.items()}, rounds)
+    return rates, {name: statistics.mean(memoryview(i).nbytes for i in kind) for name, kind in sizes.items()}
+
+
+@contextlib.contextmanager
+def loaders(
+    folder: Path, with_peers: bool
+) -> Iterator[tuple[dict[str, Callable[[], float]], dict[str, str]]]:
+    """Contenders of whole epochs, and what is to be said about peers."""
+    photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))]
+    small = [shrink(photo, SHORT_SIDE, 90) for photo in photos]
+    pixels = [decode_resized(photo, SHORT_SIDE) for photo in photos]
+    crop, n = RandomResizedCrop(SIZE), len(photos)
+    about: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=WORKPLACE) as directory, contextlib.ExitStack() as stack:
+        contenders: dict[str, Callable[[], float]] = {
+            RAW: rate_of(RoiDecode(photos, crop, WORKERS), n),
+            SHRUNK: rate_of(RoiDecode(small, crop, WORKERS), n),
+            DECODED: rate_of(Fill(pixels, crop, native.kernel, WORKERS), n),
+        }
+        for mode in ("raw", "shrunk", "decoded"):
+            cache = Cache(Path(directory) / mode, mode, short_side=SHORT_SIDE)
+            contenders[f"{mode}: fastload"] = Epoch(our_loader(str(folder), cache))
+            while cache.info()["entries"] < n:  # an epoch may leave gaps: filling never waits for the disk
+                contenders[f"{mode}: fastload"]()
+            cache.close()
+        contenders[f"raw: {TORCH}"] = Epoch(torch_loader(folder))
+        for name, (script, *options) in PEERS.items() if with_peers else ():
+            try:
+                peer = Peer(script, str(folder), str(BATCH), str(SIZE), str(WORKERS), *options)
+            except RuntimeError as error:
+                about[name] = str(error)
+                continue
+            stack.callback(peer.close)
+            contenders[name] = peer
+            about[name] = json.dumps(peer.about)
+        yield contenders, about
+
+
+def share(rates: Rates, name: str, limit: str) -> float:
+    return statistics.median(a / b for a, b in zip(rates[name], rates[limit], strict=True))
+
+
+def limit_of(rates: Rates, name: str) -> str | None:
+    mode = name.split(":")[0]
+    return next(
+        (limit for limit in (RAW, SHRUNK, DECODED) if limit in rates and limit.startswith(mode)), None
+    )
+
+
+def show(console: Console, title: str, rates: Rates) -> None:
+    torch_rates = rates.get(f"raw: {TORCH}")
+    table = Table(title=title)
+    for column in ("", "img/s", "of the limit", *(("of torch",) if torch_rates else ())):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in rates.items():
+        limit = limit_of(rates, name)
+        row = [name, f"{statistics.median(values):,.0f}", f"{share(rates, name, limit):.0%}" if limit else ""]
+        if torch_rates:
+            row.append(f"{share(rates, name, f'raw: {TORCH}'):.2f} x")
+        table.add_row(*row)
+    console.print(table)
+
+
+def show_filling(console: Console, rates: dict[str, Rates]) -> dict[str, float]:
+    """Prints, and returns how much slower a first epoch is that fills the cache."""
+    table = Table(title="first epoch, raw: what filling the cache costs")
+    for column in ("store", "without a cache", "filling raw", "slower"):
+        table.add_column(column, justify="left" if column == "store" else "right")
+    slower = {}
+    for store, found in rates.items():
+        slower[store] = 1 - share(found, "filling raw", "without a cache")
+        medians = (f"{statistics.median(values):,.0f}" for values in found.values())
+        table.add_row(store, *medians, f"{slower[store]:.1%}")
+    console.print(table)
+    return slower
+
+
+def medians(rates: Rates) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=2000, help="photos of an epoch (default 2000)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
+    parser.add_argument("--quality", type=int, default=97, help="of the photos (97: about 138 KB each)")
+    parser.add_argument("--per-core", action="store_true", help="only what runs on one core, without loaders")
+    parser.add_argument("--peers", action="store_true", help="also DALI and FFCV, installed under .bench/")
+    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=192, help="photos (default 192)")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds to take the median of (default 7)")
-    parser.add_argument("--quality", type=int, default=97, help="of the photos (97: about 138 KB each)")
-    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
-    options = parser.parse_args()
+    options = parse()
     if native.kernel is None:
         raise SystemExit(f"the kernel is not built: {backend()['advice'][0]}")
-    with tempfile.TemporaryDirectory() as folder:
-        contenders, sizes = contenders_for(options.images, options.quality, Path(folder))
-        rates = measure(contenders, options.images, options.rounds)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
-    psnr = {f"1/{denominator}": quality(denominator) for denominator in (1, 2, 4, 8)}
-
-    table = Table(title=f"RandomResizedCrop({SIZE}) + flip to uint8, one core, one thread")
-    for column in ("", "img/s", "of the bare decode"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, median in medians.items():
-        limit = rates.get(name.split(":")[0] + ": bare ROI decode in C, no resize")
-        ratio = statistics.median(a / b for a, b in zip(rates[name], limit, strict=True)) if limit else None
-        table.add_row(name, f"{median:,.0f}", f"{ratio:.0%}" if ratio else "")
-    console = Console()
-    console.print(table)
-    console.print(f"bytes per image: raw {sizes['raw']:,.0f}, shrunk {sizes['shrunk']:,.0f}")
-    console.print(
-        "PSNR by DCT scale: " + ", ".join(f"{scale} {value:.1f} dB" for scale, value in psnr.items())
-    )
+    console = Console(stderr=options.json, width=110)
+    result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
+    folder = photo_folder(options.images, options.quality)
+    few = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[:256]]
+    core, sizes = per_core(few, options.rounds)
+    show(console, f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8", core)
+    psnr = {f"1/{denominator}": kernel_quality(denominator) for denominator in (1, 2, 4, 8)}
+    console.print("bytes per image: " + ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items()))
+    console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
+    result |= {"per_core": medians(core), "bytes": sizes, "psnr_db": psnr, "backend": backend()}
+    if not options.per_core:
+        with loaders(folder, options.peers) as (contenders, about):
+            epochs = take_turns(contenders, options.rounds)
+        show(console, f"epochs of {options.images:,} photos, {WORKERS} workers, batches of {BATCH}", epochs)
+        for name, text in about.items():
+            console.print(f"{name}: {text}")
+        filled = filling(folder, options.rounds)
+        slower = show_filling(console, filled)
+        shares = {name: share(epochs, name, limit) for name in epochs if (limit := limit_of(epochs, name))}
+        result |= {"end_to_end": medians(epochs), "of_the_limit": shares, "peers": about}
+        result |= {"filling": {name: medians(found) for name, found in filled.items()}, "slower": slower}
+    result["load_after"] = os.getloadavg()
+    console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"decode-{result['date'][:10]}.json").write_text(json.dumps(result, indent=1) + "\n")
     if options.json:
-        print(json.dumps({"img_per_s": medians, "bytes": sizes, "psnr_db": psnr, "backend": backend()}))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,32 @@
+"""The photos that every contender reads: made once, kept in `.bench/` beside the sources (git ignores it)."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from fastload.cli._photos import make_photo
+
+__all__ = ["WORKPLACE", "photo_folder"]
+
+WORKPLACE = Path(__file__).parent.parent / ".bench"
+CLASSES = 20
+
+
+def photo_folder(count: int, quality: int) -> Path:
+    """A folder of `count` JPEGs of 500 x 375 pixels in 20 class folders; at quality 97 of 138 KB each."""
+    folder = WORKPLACE / f"photos-{count}-q{quality}"
+    if not folder.exists():
+        unfinished = folder.with_suffix(".part")
+        for label in range(CLASSES):
+            (unfinished / f"class_{label:02d}").mkdir(parents=True, exist_ok=True)
+        paths = [unfinished / f"class_{i % CLASSES:02d}" / f"img_{i:05d}.jpg" for i in range(count)]
+        with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(_write_photo, range(count), paths, [quality] * count, chunksize=20))
+        unfinished.rename(folder)
+    return folder
+
+
+def _write_photo(seed: int, path: Path, quality: int) -> None:
+    path.write_bytes(make_photo(seed, quality=quality))
