@@ -1,0 +1,347 @@
+"""What stores do wrong, through the whole loader: run as a script, one JSON document per case on stdout.
+
+    python engine_cases.py obstore|s3fs
+
+A process of its own, which never uses a native client: its workers start by fork, the default, and inherit
+the short patience that is set here. Each case reads every object with two workers, hashes what it got, and
+looks for what was left behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import multiprocessing
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from conftest import _held
+from faultserver import Fault, FaultServer
+
+import fastload
+from fastload.fetch import window
+from fastload.store import base, native, retry, s3fs
+
+N = 24
+BAD = "0007"
+KEY, SECRET = "canary-access-key-1234", "canarySECRETcanary0123456789"
+_generator = random.Random(0)
+OBJECTS = {f"{i:04d}": _generator.randbytes(2000 + 37 * i) for i in range(N)}
+BODY = OBJECTS[BAD]
+XML = b"<?xml version='1.0'?><Error><Code>InternalError</Code></Error>"
+
+
+def digest(body: Any) -> str:
+    return hashlib.blake2b(body, digest_size=8).hexdigest()
+
+
+def collate(samples: list[Any]) -> list[str]:
+    return [digest(sample) for sample in samples]
+
+
+def provider() -> dict[str, Any]:
+    """Credentials that the server takes."""
+    return {
+        "access_key_id": KEY,
+        "secret_access_key": SECRET,
+        "token": CURRENT.token,
+        "expires_at": datetime.now(timezone.utc) + timedelta(hours=1),
+    }
+
+
+class CURRENT:
+    token = "canaryTOKENcanary0123456789"
+
+
+def load(server: FaultServer, client: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """One epoch; what came of it."""
+    given = {"key": KEY, "secret": SECRET, "endpoint_url": server.endpoint_url, **client}
+    given.update(arguments.pop("storage_options", {}))
+    before_read: Callable[[Any], None] = arguments.pop("before_read", lambda dataset: None)
+    loader_arguments = {name: arguments.pop(name) for name in ("on_error",) if name in arguments}
+    dataset = fastload.ObjectDataset("s3://bucket", storage_options=given, **arguments)
+    before_read(dataset)
+    server.requests.clear()
+    loader = fastload.DataLoader(dataset, 4, num_workers=2, collate_fn=collate, **loader_arguments)
+    found: list[str] = []
+    error: Exception | None = None
+    start = time.monotonic()
+    try:
+        for batch in loader:
+            found += batch
+    except Exception as caught:
+        error = caught
+    seconds = time.monotonic() - start
+    bodies = {digest(body): key for key, body in server.objects.items()}
+    stats = loader.stats()
+    shown = [repr(dataset), repr(loader), json.dumps(stats), json.dumps(loader.state_dict(), default=str)]
+    if error is not None:
+        shown += [
+            str(error),
+            repr(error),
+            repr(error.__dict__),
+            repr(error.__cause__),
+            repr(error.__context__),
+        ]
+    return {
+        "keys": [bodies.get(one, "WRONG BYTES") for one in found],
+        "error": None if error is None else type(error).__name__,
+        "message": str(error),
+        "seconds": seconds,
+        "requests": Counter(request.key for request in server.requests if request.method == "GET"),
+        "if_match": sorted({request.headers.get("if-match", "") for request in server.requests}),
+        "counters": stats["counters"],
+        "shows_secret": [text for text in shown if SECRET in text or CURRENT.token in text],
+    }
+
+
+Case = Callable[[FaultServer, dict[str, Any]], dict[str, Any]]
+CASES: dict[str, Case] = {}
+
+
+def scripted(name: str, *faults: Fault | None, repeat: bool = False, **arguments: Any) -> None:
+    def case(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+        return load(
+            server, client, before_read=lambda _: server.script(BAD, *faults, repeat=repeat), **arguments
+        )
+
+    CASES[name] = case
+
+
+scripted("clean")
+# N1
+scripted("500", Fault(status=500))
+scripted("503", Fault(status=503, code="SlowDown"), Fault(status=503, code="SlowDown"))
+scripted("429", Fault(status=429, code="TooManyRequests"))
+scripted("500 for ever", Fault(status=500), repeat=True)
+# N2
+scripted("stall", Fault(stall_after=500))
+for _at in (0, 1, 1000, len(BODY) - 1):
+    scripted(f"cut at {_at}", Fault(cut_after=_at))
+    scripted(f"reset at {_at}", Fault(reset_after=_at))
+scripted("stalls for ever", Fault(stall_after=500), repeat=True)
+# N3
+scripted("empty 200", Fault(body=b""))
+scripted("XML in a 200", Fault(body=XML))
+scripted("long XML in a 200", Fault(body=XML + b" " * 9000))
+scripted("short 200", Fault(body=BODY[:1000]))
+scripted("XML in a 200 for ever", Fault(body=XML), repeat=True)
+# N4
+scripted("flipped byte", Fault(flip=99))
+# N6
+scripted("403", Fault(status=403, code="AccessDenied"), repeat=True)
+scripted("404", Fault(status=404, code="NoSuchKey"), repeat=True)
+scripted("404, skipped", Fault(status=404, code="NoSuchKey"), repeat=True, on_error="skip")
+
+
+def case(name: str) -> Callable[[Case], Case]:
+    def register(function: Case) -> Case:
+        CASES[name] = function
+        return function
+
+    return register
+
+
+def change(server: FaultServer) -> Callable[[Any], None]:
+    def replace(_: Any) -> None:
+        server.objects[BAD] = b"another object" * 100
+
+    return replace
+
+
+@case("flipped byte, with a checksum")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    server.checksums = True
+    return load(server, client, before_read=lambda _: server.script(BAD, Fault(flip=99)))
+
+
+@case("storm")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    def storm(_: Any) -> None:
+        for key in server.objects:
+            server.script(key, Fault(status=503, code="SlowDown"))
+
+    return load(server, client, before_read=storm)
+
+
+@case("changed")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    return load(server, client, before_read=change(server))
+
+
+@case("changed, server ignores If-Match")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    server.honours_if_match = False
+    return load(server, client, before_read=change(server))
+
+
+@case("changed, refresh")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    return load(server, client, on_change="refresh", before_read=change(server))
+
+
+@case("deleted, refresh")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    return load(server, client, on_change="refresh", before_read=lambda _: server.objects.pop(BAD))
+
+
+@case("expired, static")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    def expire(_: Any) -> None:
+        server.token = "other"
+
+    given = {"token": CURRENT.token, "max_requests": 4}
+    return load(server, client, storage_options=given, before_read=expire)
+
+
+@case("expired, provider")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    server.token = CURRENT.token
+    given = {"credential_provider": old_first, "key": None, "secret": None}
+    return {} if client else load(server, client, storage_options=given)
+
+
+_asked = 0
+
+
+def old_first() -> dict[str, Any]:
+    """In each process: a token that has expired, then the right one."""
+    global _asked
+    _asked += 1
+    credentials = provider()
+    in_worker = multiprocessing.parent_process() is not None
+    return credentials | ({"token": "an-earlier-token"} if in_worker and _asked == 1 else {})
+
+
+@case("cached")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        given = {"token": CURRENT.token}
+        first = load(server, client, cache=directory, storage_options=given)
+        second = load(server, client, cache=directory, storage_options=given)
+        files = [path for path in Path(directory).rglob("*") if path.is_file()]
+        second["shows_secret"] += [str(path) for path in files if _secret_in(path.read_bytes())]
+        return {**second, "keys": first["keys"] + second["keys"], "files": len(files)}
+
+
+def _secret_in(content: bytes) -> bool:
+    return SECRET.encode() in content or CURRENT.token.encode() in content
+
+
+@case("large objects")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    with changed((window, "_LARGE", 2000), (window, "_PIECE", 700)):
+        return load(server, client)
+
+
+@case("large object changed between its ranges")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    with changed((window, "_LARGE", 2000), (window, "_PIECE", 700)):
+        return load(server, client, before_read=lambda _: server.script(BAD, None, Fault(etag="0" * 32)))
+
+
+@case("hedged")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    from fastload.fetch import hedge
+
+    with changed((hedge, "_ENOUGH", 2), (hedge, "_SHARE", 0.5)):
+        return load(
+            server,
+            client,
+            storage_options={"hedge": True},
+            before_read=lambda _: server.script("0020", Fault(delay=3)),
+        )
+
+
+# The twins: a guard is taken out, and what it guards against happens.
+
+
+@case("twin: no version check")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    server.honours_if_match = False
+    module = s3fs if client else native
+    nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
+    with changed((module, "check_version", nothing), (module, "check_length", nothing)):
+        return load(server, client, before_read=change(server))
+
+
+@case("twin: no length check")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    module = s3fs if client else native
+    with changed((module, "check_length", lambda *arguments: None)):
+        return load(server, client, before_read=lambda _: server.script(BAD, Fault(body=b"")))
+
+
+@case("twin: no retry")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    with changed((retry, "READ", retry.Policy(budget=-1))):
+        return load(server, client, before_read=lambda _: server.script(BAD, Fault(status=500)))
+
+
+@case("twin: everything is retried")
+def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
+    from fastload.errors import StoreError
+
+    with changed((StoreError, "retry", "later")):
+        fault = Fault(status=404, code="NoSuchKey")
+        return load(server, client, before_read=lambda _: server.script(BAD, fault, repeat=True))
+
+
+@contextmanager
+def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    before = [(place, name, getattr(place, name)) for place, name, _ in changes]
+    for place, name, value in changes:
+        setattr(place, name, value)
+    yield
+    for place, name, value in before:
+        setattr(place, name, value)
+
+
+def left_behind(before: dict[str, set[object]]) -> dict[str, list[str]]:
+    deadline = time.monotonic() + 5
+    while True:
+        gc.collect()
+        left = {kind: [str(one) for one in now - before[kind]] for kind, now in _held().items()}
+        left = {kind: found for kind, found in left.items() if found}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def main(client_name: str) -> None:
+    warnings.simplefilter("error")
+    logging.basicConfig(level=logging.DEBUG)  # to stderr, from the workers too
+    retry.READ = retry.Policy(budget=1.5, first=0.01, longest=0.2)
+    patience = {"connect_timeout": "1s", "read_timeout": "500ms", "timeout": "10s"}
+    native._READER = {**native._READER, "client": patience}
+    client: dict[str, Any] = {}
+    if client_name == "s3fs":
+        import s3fs as package
+
+        client = {"client": "s3fs"}
+        package.S3FileSystem.read_timeout = 0.5
+    for name, run in CASES.items():
+        before = _held()
+        with FaultServer(OBJECTS) as server:
+            try:
+                result = run(server, client)
+            except Exception as error:
+                result = {"raised": f"{type(error).__name__}: {error}"}
+        result["left"] = left_behind(before)
+        result["native"] = base.native_client_used()
+        print(json.dumps([name, result]), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,286 @@
+"""The object-store engine: what stores do wrong, through the whole loader, and the rules that answer it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import engine_cases
+import pytest
+from engine_cases import BAD, CASES, OBJECTS, SECRET
+
+from fastload.errors import AccessDeniedError, ShortReadError, StoreError
+from fastload.fetch.hedge import Hedge
+from fastload.fetch.limit import Limit
+from fastload.fetch.ranges import plan_ranges
+from fastload.fetch.window import _share
+from fastload.store import open_store, retry
+
+CLIENTS = ["obstore", "s3fs"]
+
+# case -> (the error, requests for the bad object); None: the epoch is complete and right, whatever it took.
+EXPECTED: dict[str, tuple[str | None, range]] = {
+    "clean": (None, range(1, 2)),
+    "503": (None, range(3, 4)),
+    "500 for ever": ("StoreError", range(3, 200)),
+    "stalls for ever": ("StoreError", range(2, 10)),
+    "XML in a 200 for ever": ("ShortReadError", range(3, 200)),
+    "403": ("AccessDeniedError", range(1, 2)),
+    "404": ("NotFoundError", range(1, 2)),
+    "404, skipped": (None, range(1, 2)),
+    "changed": ("ObjectChangedError", range(1, 2)),
+    "changed, server ignores If-Match": ("ObjectChangedError", range(1, 2)),
+    "changed, refresh": (None, range(2, 3)),
+    "deleted, refresh": ("NotFoundError", range(1, 2)),
+    "expired, static": ("AccessDeniedError", range(2)),
+    "expired, provider": (None, range(1, 5)),
+    "cached": (None, range(1)),  # the second epoch
+    "large objects": (None, range(4, 5)),
+    "large object changed between its ranges": ("ObjectChangedError", range(2, 5)),
+    "hedged": (None, range(1, 3)),
+}
+HELPED_BY_ONE_MORE = (None, range(2, 3))
+APART = [name for name in CASES if "flipped" in name or "twin" in name]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    """client -> case -> what came of it; both clients at once, each in a process of its own."""
+    folder = tmp_path_factory.mktemp("engine")
+    processes = {}
+    for client in CLIENTS:
+        with (folder / f"{client}.out").open("w") as out, (folder / f"{client}.err").open("w") as err:
+            command = [sys.executable, engine_cases.__file__, client]
+            processes[client] = subprocess.Popen(command, stdout=out, stderr=err)
+    try:
+        results = {}
+        for client, process in processes.items():
+            code = process.wait(110)
+            said = (folder / f"{client}.err").read_text()
+            assert code == 0, said[-3000:]
+            results[client] = dict(
+                json.loads(line) for line in (folder / f"{client}.out").read_text().splitlines()
+            )
+            results[client]["said"] = {"shows_secret": SECRET in said}
+        yield results
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in APART])
+def test_through_the_whole_loader(name: str, client: str, run: dict[str, dict[str, Any]]) -> None:
+    if name == "expired, provider" and client == "s3fs":
+        pytest.skip("s3fs takes no provider of ours; botocore renews roles and profiles itself")
+    found = run[client][name]
+    assert "raised" not in found, found
+    error, requests = EXPECTED.get(name, HELPED_BY_ONE_MORE)
+    if name == "stalls for ever" and client == "s3fs":
+        error = "StoreTimeoutError"
+    assert found["error"] == error, found["message"]
+    wanted = sorted(OBJECTS) * (2 if name == "cached" else 1)
+    if error is None:
+        if name == "404, skipped":
+            assert set(found["keys"]) == set(OBJECTS) - {BAD} and len(found["keys"]) == len(OBJECTS)
+        elif name != "expired, provider":
+            assert found["keys"] == wanted, "each object once, in order, with its own bytes"
+    else:
+        key = "0000" if "expired" in name else BAD
+        assert f"'{key}'" in found["message"]
+        assert found["keys"] == wanted[: len(found["keys"])]
+    if name != "expired, provider":
+        assert found["requests"].get(BAD, 0) in requests
+    if "for ever" in name:
+        assert "attempts in" in found["message"] and found["seconds"] < 10
+    assert found["left"] == {}
+    assert found["shows_secret"] == []
+    assert found["native"] is False, "the trainer's process must stay safe to fork"
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_what_the_client_log_shows(client: str, run: dict[str, dict[str, Any]]) -> None:
+    """Every case ran with logging at DEBUG."""
+    assert run[client]["said"]["shows_secret"] is False
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_expired_credentials_make_no_storm(client: str, run: dict[str, dict[str, Any]]) -> None:
+    assert sum(run[client]["expired, static"]["requests"].values()) <= 4  # as many as were in flight
+
+
+def test_a_provider_is_asked_again(run: dict[str, dict[str, Any]]) -> None:
+    found = run["obstore"]["expired, provider"]
+    assert found["keys"] == sorted(OBJECTS)
+    assert max(found["requests"].values()) <= 2
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_storm_is_counted(client: str, run: dict[str, dict[str, Any]]) -> None:
+    found = run[client]["storm"]
+    assert found["counters"]["get.retries"] == len(OBJECTS)
+    assert Counter(found["requests"]) == dict.fromkeys(OBJECTS, 2)
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_if_match_travels_with_every_read(client: str, run: dict[str, dict[str, Any]]) -> None:
+    for name in ("clean", "large objects"):
+        assert len(run[client][name]["if_match"]) == len(OBJECTS) and "" not in run[client][name]["if_match"]
+
+
+def test_flipped_bytes(run: dict[str, dict[str, Any]]) -> None:
+    """Found where the store sends a checksum and the client shows it: s3fs does, obstore does not."""
+    assert "WRONG BYTES" in run["obstore"]["flipped byte"]["keys"]
+    assert "WRONG BYTES" in run["s3fs"]["flipped byte"]["keys"]
+    assert "WRONG BYTES" in run["obstore"]["flipped byte, with a checksum"]["keys"]
+    found = run["s3fs"]["flipped byte, with a checksum"]
+    assert found["keys"] == sorted(OBJECTS) and found["requests"][BAD] == 2
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_twins(client: str, run: dict[str, dict[str, Any]]) -> None:
+    """Without the guards the cases above would have failed."""
+    found = run[client]
+    assert (
+        found["twin: no version check"]["error"] is None
+    )  # and the changed object passed for the listed one
+    assert "WRONG BYTES" in found["twin: no length check"]["keys"]
+    assert found["twin: no retry"]["error"] == "StoreError"
+    assert found["twin: everything is retried"]["requests"][BAD] > 2
+
+
+# --- The rules ----------------------------------------------------------------------------------------------
+
+
+def test_pauses_are_drawn_from_the_whole_interval() -> None:
+    policy = retry.Policy(budget=60, first=0.2, longest=15)
+    assert [retry.pause_before(n, policy, lambda: 1.0) for n in (2, 3, 4, 20, 10_000)] == [
+        0.2,
+        0.4,
+        0.8,
+        15,
+        15,
+    ]
+    assert retry.pause_before(20, policy, lambda: 0.0) == 0
+    drawn = {retry.pause_before(20, policy) for _ in range(50)}
+    assert len(drawn) == 50 and max(drawn) > 7.5 > min(drawn) >= 0
+
+
+def _failing(error: StoreError, clock: list[float], *, renew: bool = False, reached: bool = True) -> int:
+    """Attempts until the error comes through, each of a second."""
+    made = 0
+
+    def attempt() -> None:
+        nonlocal made
+        made += 1
+        clock[0] += 1
+        raise error
+
+    def wait(_: StoreError, seconds: float) -> None:
+        clock[0] += seconds
+
+    with pytest.raises(type(error)):
+        retry.retried(
+            attempt, lambda start: retry.Attempts(start, retry.READ, lambda _: renew, reached), wait
+        )
+    return made
+
+
+def _with_retry(error: StoreError, how: str) -> StoreError:
+    error.retry = how
+    return error
+
+
+def test_the_budget_is_minutes_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(retry.time, "monotonic", lambda: clock[0])
+    error = _with_retry(StoreError("x", key="k"), "later")
+    made = _failing(error, clock)
+    assert 10 < made < 60 and 150 < clock[0] < 200
+    assert f"({made} attempts in" in error.message
+    clock[0] = 0
+    assert _failing(StoreError("refused"), clock) == 1
+    clock[0] = 0
+    _failing(_with_retry(StoreError("no such host"), "reachable"), clock, reached=False)
+    assert clock[0] < 10
+    assert _failing(_with_retry(AccessDeniedError("x"), "renewed"), clock) == 1
+    assert _failing(_with_retry(AccessDeniedError("x"), "renewed"), clock, renew=True) == 3
+    assert ShortReadError("x").retry == "later"
+
+
+def test_ranges_cover_and_are_even() -> None:
+    assert plan_ranges(0, 8) == [(0, 0)]
+    for size in (*range(1, 60), 10**9 + 7):
+        for piece in (1, 7, 8, 1000, 8 << 20):
+            if size // piece > 10_000:
+                continue
+            ranges = plan_ranges(size, piece)
+            assert ranges[0][0] == 0 and ranges[-1][1] == size
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+            lengths = [stop - start for start, stop in ranges]
+            assert max(lengths) <= piece and max(lengths) - min(lengths) <= 1
+
+
+def _simulated(limit: Limit, latency: float, capacity: float, seconds: float, start: float = 0.0) -> float:
+    """A store that answers after `latency`, `capacity` a second at most, and a consumer that always waits."""
+    now = start
+    while now < start + seconds:
+        took = max(latency, limit.value / capacity)
+        now += took
+        for _ in range(limit.value):
+            limit.finished(took)
+        limit.grow(now)
+    return now
+
+
+def test_the_limit_grows_as_far_as_it_helps() -> None:
+    near, far = Limit(512), Limit(512)
+    _simulated(near, 0.001, 1000, 4)
+    assert near.value == 32, "a full server gets no longer queue"
+    _simulated(far, 0.1, 2000, 4)
+    assert 200 <= far.value <= 256, "200 requests of 100 ms make 2,000 a second"
+
+
+def test_the_limit_halves_when_asked_and_comes_back() -> None:
+    limit = Limit(64, pinned=True)
+    for _ in range(20):
+        limit.slow_down(10.0)  # the refusals of one moment are one
+    assert limit.value == 32
+    limit.slow_down(11.5)
+    assert limit.value == 16
+    limit.grow(13.5)
+    assert limit.value == 20
+    limit.grow(100.0)
+    assert limit.value == 64
+    for now in range(200, 220):
+        limit.slow_down(float(now))
+    assert limit.value == 1
+
+
+def test_a_node_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    plain, pinned = open_store(tmp_path), open_store(tmp_path, max_requests=80)
+    assert _share(pinned)[0].value == 80
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert _share(pinned)[0].value == 10
+    small = _share(plain)
+    assert small[0]._most == 128 and small[1] == 256 << 20
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert _share(plain)[0]._most == 16 and _share(plain)[1] == 64 << 20
+
+
+def test_hedging_is_late_and_capped() -> None:
+    hedge = Hedge()
+    assert not hedge.due(100.0), "nothing is known yet"
+    for number in range(1000):
+        hedge.finished(1.0 if number % 50 == 0 else 0.02)
+    assert not hedge.due(0.015)
+    assert sum(hedge.due(5.0) for _ in range(100)) == 30
