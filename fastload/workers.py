@@ -23,8 +23,10 @@ import time
 import warnings
 import weakref
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -108,6 +110,7 @@ class Result(NamedTuple):
 def _worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: int) -> None:
     # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _leave_with(trainer)
     signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
     torch.set_num_threads(1)
@@ -325,7 +328,8 @@ class WorkerPool:
         process = self._context.Process(target=_worker_main, args=(setup, worker_id, theirs, os.getpid()))
         process.daemon = True
         try:
-            process.start()
+            with self._interrupts_held():
+                process.start()
         except BaseException as error:
             ours.close()
             if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
@@ -335,6 +339,24 @@ class WorkerPool:
             # Only the worker may hold this end, or its death would not be an end-of-file here.
             theirs.close()
         return _Handle(process, ours)
+
+    @contextmanager
+    def _interrupts_held(self) -> Iterator[None]:
+        """A worker inherits this until it ignores Ctrl-C: one that is still importing leaves no traceback.
+
+        Not under forkserver: it would pass the mask on to every other process that it ever starts.
+        """
+        method = self._context.get_start_method()
+        if method == "forkserver":
+            yield
+            return
+        if method == "spawn":
+            resource_tracker.ensure_running()  # as spawn itself does, and thereby would lift the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def start_epoch(self, first: int, seed: int, epoch: int, shared_seed: int | None = None) -> None:
         """Results older than sequence number `first` are not wanted any more."""
