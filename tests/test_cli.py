@@ -20,6 +20,7 @@ REPOSITORY = Path(fastload.__file__).parents[1]
 COMMANDS = [
     ["demo"],
     ["bench"],
+    ["warm"],
     ["cache"],
     ["cache", "info"],
     ["cache", "check"],
@@ -69,7 +70,9 @@ def test_help_says_what_it_does(command: list[str]) -> None:
     assert "Usage:" in result.stdout
 
 
-@pytest.mark.parametrize("command", [["demo"], ["bench"], ["cache", "info"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["demo"], ["bench"], ["warm"], ["cache", "info"], ["doctor"]], ids=" ".join
+)
 def test_every_command_takes_json(command: list[str]) -> None:
     assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", run(*command, "--help").stdout)
 

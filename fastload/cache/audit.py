@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fastload.cache.claims import FILES
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
@@ -17,7 +18,7 @@ from fastload.errors import CacheError
 __all__ = ["Report", "check", "clear", "info"]
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
-_ROOT_FILES = {MARKER, f"{MARKER}.tmp", "lock", "index", "segments"}
+_ROOT_FILES = {MARKER, f"{MARKER}.tmp", "lock", "index", "segments", *FILES}
 
 
 @dataclasses.dataclass

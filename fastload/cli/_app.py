@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fastload
-from fastload.cli import bench, cache, demo, doctor
+from fastload.cli import bench, cache, demo, doctor, warm
 
 __all__ = ["app"]
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
+app.command("warm")(warm.warm)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
 

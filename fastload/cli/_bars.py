@@ -58,9 +58,13 @@ class Bar:
 
     def update(self, done: int, seconds: float | None = None) -> None:
         """`done` images after `seconds` (default: since the bar was made)."""
+        seconds = seconds if seconds is not None else time.perf_counter() - self._start
+        self.show(done, f"{done / seconds:7,.0f} images/s")
+
+    def show(self, done: int, text: str) -> None:
+        """`done` images, and `text` behind the bar."""
         now = time.perf_counter()
-        rate = done / (seconds if seconds is not None else now - self._start)
-        self._progress.update(self._task, completed=done, rate=f"{rate:7,.0f} images/s")
+        self._progress.update(self._task, completed=done, rate=text)
         if done >= self._total or now - self._drawn > SECONDS_BETWEEN_DRAWS:
             self._drawn = now
             self._progress.refresh()

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +17,11 @@ import typer
 from rich.table import Table
 
 from fastload.cli._bars import Bars
+from fastload.cli._options import CORES, Anon, EndpointUrl, StorageOption, storage_options
 from fastload.cli._output import JsonOption, Output, answering, short_bytes
-from fastload.errors import ArgumentError
 
 __all__ = ["bench"]
 
-CORES = len(os.sched_getaffinity(0))
 # What the workers' time is spent on, and what the trainer's.
 STAGES = {
     "get": "workers: get",
@@ -42,16 +40,14 @@ def bench(
     batch_size: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
     epochs: Annotated[int, typer.Option(min=1, help="How often to go through all images.")] = 2,
     size: Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")] = 224,
-    endpoint_url: Annotated[str | None, typer.Option(help="Not AWS: of MinIO, R2, OBS, ...")] = None,
-    anon: Annotated[bool, typer.Option("--anon", help="Public data: send no credentials.")] = False,
-    storage_option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fastload.open_store; repeatable.")
-    ] = None,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure fastload on your own images, and name the slowest stage."""
     with answering(as_json) as output:
-        options = _storage_options(storage_option or [], endpoint_url, anon)
+        options = storage_options(storage_option, endpoint_url, anon)
         dataset, seconds = _list(url, size, cache, options, output)
         settings = {
             "url": url,
@@ -65,22 +61,6 @@ def bench(
         document["listing_seconds"] = round(seconds, 3)
         _print_report(document, output)
         output.document(document)
-
-
-def _storage_options(pairs: list[str], endpoint_url: str | None, anon: bool) -> dict[str, Any]:
-    """The options of the command line as `open_store` takes them."""
-    options: dict[str, Any] = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not separator or not name:
-            # Not the value: it may be a secret.
-            raise ArgumentError(f"--storage-option {name!r}: give NAME=VALUE")
-        options[name] = value
-    if endpoint_url is not None:
-        options["endpoint_url"] = endpoint_url
-    if anon:
-        options["anon"] = True
-    return options
 
 
 def _list(

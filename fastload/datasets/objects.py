@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.datasets.prefix import Prefix
+from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.images.rng import sample_seed
@@ -91,6 +92,29 @@ class ObjectDataset(Dataset[Any]):
     def key(self, index: int) -> str:
         """The object key of a sample, relative to `url`."""
         return str(self._manifest.key(self._checked(index)))
+
+    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        """Read these samples into the cache, as training would, and say of each what became of it.
+
+        What the cache has is not read again, and what another run is reading is left to it. A bad object is
+        an outcome, not an error. Once the iterator has ended or was closed, all that it read is written.
+
+        Raises:
+            ArgumentError: the dataset has no cache. StoreError: the store is down, or refuses us.
+            CacheError: the cache cannot be written.
+        """
+        if self.cache is None:
+            raise ArgumentError("warm() fills a cache: give the dataset one with cache=")
+        window = Window(
+            self._store,
+            self._manifest,
+            None,
+            key=self._cache_key,
+            prepare=self._prefix.prepare,
+            counters=self.counters,
+        )
+        indices = (self._checked(index) for index in indices)
+        return warm(indices, self.cache, window, key=self._cache_key, size=self._manifest.size)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_window": None}

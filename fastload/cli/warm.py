@@ -1,0 +1,214 @@
+"""`fastload warm URL --cache DIR`: fill the cache ahead of training. The JSON document:
+
+{"command": "warm", "date", "machine": {...}, "versions": {...},
+ "settings": {"url", "cache", "mode", "short_side", "quality", "size_limit", "num_workers", "shard": [i, n]},
+ "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not looked at),
+ "full", "interrupted", "failures": [{"key", "error"}, ...] (the first), "read_bytes", "seconds",
+ "objects_per_second", "megabytes_per_second", "listing_seconds", "cache": {"entries", "bytes"}}
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastload.cli._bars import Bar, Bars
+from fastload.cli._options import CORES, Anon, EndpointUrl, StorageOption, storage_options
+from fastload.cli._output import JsonOption, Output, answering, short_bytes
+from fastload.errors import ArgumentError
+
+__all__ = ["warm"]
+
+FAILURES_SHOWN = 10
+RATE_SECONDS = 5.0
+
+
+class Mode(str, Enum):
+    """What the cache keeps, as in `fastload.Cache`."""
+
+    raw = "raw"
+    shrunk = "shrunk"
+    decoded = "decoded"
+
+
+def warm(
+    url: Annotated[str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")],
+    cache: Annotated[Path, typer.Option(help="The cache directory that training will have.")],
+    mode: Annotated[Mode, typer.Option(help="What is kept, as training will have it.")] = Mode.raw,
+    short_side: Annotated[
+        int, typer.Option(min=1, help="shrunk, decoded: pixels of the shorter side.")
+    ] = 256,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="shrunk: JPEG quality.")] = 90,
+    size_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="500GB, 200MiB, ...")] = None,
+    objects: Annotated[
+        bool, typer.Option("--objects", help="All objects, for ObjectDataset; else images, for ImageFolder.")
+    ] = False,
+    num_workers: Annotated[int, typer.Option(min=0, help="Worker processes.  [default: cores]")] = CORES,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Only node I's share of N, from 0: as DistributedSampler(partition='node') deals them. "
+            "[default: from torchrun or SLURM, else 0/1: all]",
+        ),
+    ] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="List again what an earlier run listed.")
+    ] = False,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fill a cache ahead of training. Type the same again to go on after an interruption."""
+    with answering(as_json) as output:
+        wanted = _parse_shard(shard)
+        options = storage_options(storage_option, endpoint_url, anon)
+        import fastload
+
+        kept = fastload.Cache(
+            cache, mode.value, size_limit=size_limit, short_side=short_side, quality=quality
+        )
+        kind = fastload.ObjectDataset if objects else fastload.ImageFolder
+        start = time.perf_counter()
+        dataset = kind(url, cache=kept, storage_options=options, refresh=refresh)
+        listing_seconds = round(time.perf_counter() - start, 3)
+        document = _fill(dataset, wanted, num_workers, output)
+        document["listing_seconds"] = listing_seconds
+        document["settings"] = {"url": dataset.url, **document["settings"]}
+        _print_summary(document, output)
+        output.document(document)
+        if document["interrupted"]:
+            raise typer.Exit(130)
+        if document["failed"]:
+            raise typer.Exit(1)
+
+
+def _parse_shard(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, separator, second = text.partition("/")
+    if not (separator and first.isdecimal() and second.isdecimal() and int(first) < int(second)):
+        raise ArgumentError(f"--shard {text!r}: give I/N with I from 0 to N - 1, such as 0/4")
+    return int(first), int(second)
+
+
+class Tally:
+    """What came of the samples so far, and how fast."""
+
+    def __init__(self) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.read_bytes = 0
+        self.failures: list[tuple[int, str]] = []
+        self.start = time.perf_counter()
+        self._recent = deque([(self.start, 0, 0)])  # (time, samples, bytes)
+
+    @property
+    def done(self) -> int:
+        return sum(self.outcomes.values()) - self.outcomes["full"]
+
+    def add(self, warmed: Any) -> None:
+        self.outcomes[warmed.outcome] += 1
+        self.read_bytes += warmed.size
+        if warmed.outcome == "failed" and len(self.failures) < FAILURES_SHOWN:
+            self.failures.append((warmed.sample, warmed.error))
+
+    def describe(self, total: int) -> str:
+        """The rates of the last seconds, and how long the rest takes at these."""
+        now = time.perf_counter()
+        self._recent.append((now, self.done, self.read_bytes))
+        while len(self._recent) > 2 and now - self._recent[1][0] > RATE_SECONDS:
+            self._recent.popleft()
+        then, done, read = self._recent[0]
+        seconds = max(now - then, 1e-9)
+        rate = (self.done - done) / seconds
+        left = f"{(total - self.done) / rate:,.0f} s" if rate else "?"
+        return f"{rate:6,.0f} objects/s {(self.read_bytes - read) / seconds / 1e6:6,.1f} MB/s, {left} left"
+
+
+def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output: Output) -> dict[str, Any]:
+    """Run the workers until all is done, the cache is full, or the user has had enough."""
+    from fastload.cli._machine import describe_machine
+    from fastload.cli._warming import share_of, warming_loader
+
+    samples, found = share_of(dataset, shard)
+    output.console.print(_announcement(len(samples), len(dataset), found, shard), markup=False)
+    tally, interrupted = Tally(), False
+    with Bars(output.console) as bars:
+        try:
+            _follow(warming_loader(dataset, samples, num_workers), tally, bars.add("warming", len(samples)))
+        except KeyboardInterrupt:
+            interrupted = True
+    seconds = time.perf_counter() - tally.start
+    # Here, where the workers have written what they had.
+    info = dataset.cache.info()
+    counts = tally.outcomes
+    return {
+        "command": "warm",
+        **describe_machine(),
+        "settings": {
+            "cache": dataset.cache.path,
+            **{
+                name: getattr(dataset.cache, name) for name in ("mode", "short_side", "quality", "size_limit")
+            },
+            "num_workers": num_workers,
+            "shard": list(found),
+        },
+        "objects": len(samples),
+        "stored": counts["stored"],
+        "skipped": counts["present"],
+        "failed": counts["failed"],
+        "left": len(samples) - tally.done,
+        "full": counts["full"] > 0,
+        "interrupted": interrupted,
+        "failures": [{"key": dataset.key(sample), "error": error} for sample, error in tally.failures],
+        "read_bytes": tally.read_bytes,
+        "seconds": round(seconds, 3),
+        "objects_per_second": round((counts["stored"] + counts["failed"]) / seconds, 1),
+        "megabytes_per_second": round(tally.read_bytes / seconds / 1e6, 2),
+        "cache": {"entries": info["entries"], "bytes": info["bytes"]},
+    }
+
+
+def _follow(loader: Any, tally: Tally, bar: Bar) -> None:
+    total = len(loader.dataset.samples)
+    for outcomes in loader:
+        for warmed in outcomes:
+            tally.add(warmed)
+        bar.show(tally.done, tally.describe(total))
+
+
+def _announcement(samples: int, objects: int, found: tuple[int, int], given: tuple[int, int] | None) -> str:
+    if found[1] == 1:
+        return f"{samples:,} objects"
+    source = "--shard" if given is not None else "torchrun or SLURM; for all objects type --shard 0/1"
+    return f"{samples:,} of {objects:,} objects: shard {found[0]}/{found[1]}, from {source}"
+
+
+def _print_summary(document: dict[str, Any], output: Output) -> None:
+    console = output.console
+    console.print(
+        f"{document['stored']:,} stored ({short_bytes(document['read_bytes'])} read), "
+        f"{document['skipped']:,} were there, {document['failed']:,} failed, in {document['seconds']:.1f} s: "
+        f"{document['objects_per_second']:,.0f} objects/s, {document['megabytes_per_second']:,.1f} MB/s",
+        soft_wrap=True,
+    )
+    held = document["cache"]
+    console.print(
+        f"{document['settings']['cache']} holds {held['entries']:,} entries, {short_bytes(held['bytes'])}",
+        markup=False,
+        soft_wrap=True,
+    )
+    for failure in document["failures"]:
+        console.print(f"  {failure['key']}: {failure['error']}", markup=False, soft_wrap=True)
+    if document["failed"] > len(document["failures"]):
+        console.print(f"  and {document['failed'] - len(document['failures']):,} more")
+    if document["full"]:
+        console.print(f"the cache is full: {document['left']:,} objects will come from the store in training")
+    if document["interrupted"]:
+        console.print(f"interrupted with {document['left']:,} objects left: type the same again to go on")

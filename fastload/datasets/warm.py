@@ -1,0 +1,140 @@
+"""Filling a cache ahead of training, with the reads and the keys that training has.
+
+    indices ─▶ in the cache? ── no ─▶ claimed by another run? ── no ─▶ window ─▶ store ─▶ prepare ─▶ cache
+                    └ yes: present          └ yes: looked at again at the end
+
+Training drops a record that the disk is too slow for; here it is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
+
+from fastload.cache import Cache
+from fastload.errors import (
+    CacheError,
+    DecodeError,
+    FastloadError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+)
+from fastload.fetch import Window
+
+__all__ = ["Warmed", "warm"]
+
+_AHEAD = 256  # samples announced to the window; what is in flight, it decides
+_DISK_SECONDS = 120.0  # a disk that takes nothing for so long is broken
+_CLAIM_SECONDS = 5.0  # without a result of any other run until we read ourselves
+_CLAIM_POLL = 0.02
+# A bad object, as opposed to a store that is down or refuses us.
+_BAD = (DecodeError, NotFoundError, ObjectChangedError, ShortReadError)
+
+
+class Warmed(NamedTuple):
+    """What became of one sample.
+
+    outcome: "stored" now; "present" already; "failed", a bad object, `error` says why; "full": the cache
+        takes no more, and the samples that follow were not read.
+    size: bytes of the object that were read from the store.
+    """
+
+    sample: int
+    outcome: Literal["stored", "present", "failed", "full"]
+    size: int = 0
+    error: str = ""
+
+
+def warm(
+    indices: Iterable[int],
+    cache: Cache,
+    window: Window,
+    *,
+    key: Callable[[int], bytes],
+    size: Callable[[int], int],
+) -> Iterator[Warmed]:
+    """Put samples into the cache, in this order; when the iterator ends, everything is written.
+
+    Args:
+        window: reads and prepares samples; has no cache of its own.
+        key, size: index -> cache key, bytes of the object.
+
+    Raises:
+        StoreError: the store is down, or refuses us. CacheError: the cache cannot be written.
+    """
+    filling = _Filling(cache, window, key, size)
+    try:
+        for warmed in filling.run(indices):
+            yield warmed
+            if warmed.outcome == "full":
+                return
+    finally:
+        filling.close()
+
+
+class _Filling:
+    """One call of `warm`."""
+
+    def __init__(
+        self, cache: Cache, window: Window, key: Callable[[int], bytes], size: Callable[[int], int]
+    ) -> None:
+        self._cache = cache
+        self._window = window
+        self._key = key
+        self._size = size
+        self._requested: deque[int] = deque()
+        self._elsewhere: list[int] = []  # another run is reading them
+
+    def run(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        yield from self._read(indices)
+        progress = time.monotonic()
+        while self._elsewhere:
+            waiting, self._elsewhere = self._elsewhere, []
+            patient = time.monotonic() - progress < _CLAIM_SECONDS
+            yield from self._read(waiting, unclaimed=not patient)
+            if len(self._elsewhere) < len(waiting):
+                progress = time.monotonic()
+            else:
+                time.sleep(_CLAIM_POLL)
+
+    def _read(self, indices: Iterable[int], unclaimed: bool = False) -> Iterator[Warmed]:
+        """One pass; what another run is reading is left for the next one, unless `unclaimed`."""
+        for index in indices:
+            key = self._key(index)
+            if self._cache.lookup(key) is not None:
+                yield Warmed(index, "present")
+            elif self._cache.claim(key) or unclaimed:
+                self._window.request([index])
+                self._requested.append(index)
+            else:
+                self._elsewhere.append(index)
+            while len(self._requested) > _AHEAD:
+                yield self._store(self._requested.popleft())
+        while self._requested:
+            yield self._store(self._requested.popleft())
+
+    def _store(self, index: int) -> Warmed:
+        key, size = self._key(index), self._size(index)
+        try:
+            payload = self._window.take(index)
+        except FastloadError as error:
+            self._cache.unclaim(key)
+            if not isinstance(error, _BAD):
+                raise
+            return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
+        if self._cache.write(key, payload, wait=_DISK_SECONDS):
+            return Warmed(index, "stored", size)
+        if self._cache.counters["cache.failures"]:
+            raise CacheError(
+                f"cache {self._cache.path} takes no more (see the warning above): what it has stays"
+            )
+        return Warmed(index, "full", size)
+
+    def close(self) -> None:
+        for index in self._requested:
+            self._cache.unclaim(self._key(index))
+        self._window.close()
+        self._cache.flush()

@@ -1,0 +1,286 @@
+"""`fastload warm`: what it has filled, training reads without a GET; resumable, and shared by nodes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fastload
+from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload.cli._app import app
+from fastload.cli._photos import make_dataset
+from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
+from fastload.cli._warming import share_of
+from fastload.datasets.warm import Warmed
+from fastload.errors import ArgumentError, CacheError
+
+REPOSITORY = Path(fastload.__file__).parents[1]
+IMAGES = 60
+CLASSES = 3
+DELAY = 0.005
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Bucket:
+    """Photos, and one file that is no image among them, on a real S3 server behind a proxy that counts."""
+
+    def __init__(self, proxy: Proxy, server: Any) -> None:
+        self.proxy, self.server = proxy, server
+        self.options = {"endpoint_url": proxy.url, "key": server.key, "secret": server.secret}
+
+    def gets(self) -> int:
+        return self.proxy.counts().object_gets
+
+    def arguments(self, bucket: str, cache: Path, *more: object) -> list[str]:
+        pairs = [f"{name}={value}" for name, value in self.options.items()]
+        options = [word for pair in pairs for word in ("--storage-option", pair)]
+        return [
+            *("warm", f"s3://{bucket}", "--cache", str(cache)),
+            *(*options, "--num-workers", "2", "--json", *map(str, more)),
+        ]
+
+    def warm(self, bucket: str, cache: Path, *more: object) -> tuple[int, dict[str, Any]]:
+        """(exit code, JSON document)"""
+        done = CliRunner().invoke(app, self.arguments(bucket, cache, *more))
+        assert done.stdout, done.output
+        return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    root = tmp_path_factory.mktemp("s3")
+    for name in ("photos", "damaged"):
+        make_dataset(root / name, IMAGES, CLASSES)
+    (root / "damaged" / "class_01" / "img_00001.jpg").write_bytes(b"<html>no such photo</html>")
+    with serve_s3(root) as server, delay_proxy(server.endpoint_url, DELAY) as proxy:
+        yield Bucket(proxy, server)
+
+
+def epoch(dataset: Any, **options: Any) -> int:
+    return sum(len(batch[0]) for batch in DataLoader(dataset, 16, num_workers=2, **options))
+
+
+@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+def test_training_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> None:
+    settings = ["--mode", mode, "--short-side", 128, "--quality", 80]
+    code, document = bucket.warm("photos", tmp_path / "cache", *settings)
+    assert code == 0
+    counts = [document[name] for name in ("objects", "stored", "skipped", "failed", "left")]
+    assert counts == [IMAGES, IMAGES, 0, 0, 0]
+    assert document["cache"]["entries"] == IMAGES
+    assert document["read_bytes"] > 50_000 * IMAGES
+
+    before = bucket.proxy.counts()
+    cache = Cache(tmp_path / "cache", mode, short_side=128, quality=80)  # type: ignore[arg-type]
+    assert (
+        epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=cache, storage_options=bucket.options))
+        == IMAGES
+    )
+    now = bucket.proxy.counts()
+    assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
+
+    # The twin: another quality or side is another result, which nobody has kept.
+    if mode != "raw":
+        other = Cache(tmp_path / "cache", mode, short_side=64)  # type: ignore[arg-type]
+        epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=other, storage_options=bucket.options))
+        assert bucket.gets() == now.object_gets + IMAGES
+
+
+def test_again_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
+    bucket.warm("photos", tmp_path, "--objects")
+    before = bucket.gets()
+    code, document = bucket.warm("photos", tmp_path, "--objects")
+    assert (code, document["skipped"], document["stored"]) == (0, IMAGES, 0)
+    assert bucket.gets() == before
+    dataset = ObjectDataset("s3://photos", cache=Cache(tmp_path), storage_options=bucket.options)
+    assert len(dataset[0]) > 10_000
+    dataset.close()
+    assert bucket.gets() == before
+
+
+def test_a_bad_object_is_reported_and_skipped(bucket: Bucket, tmp_path: Path) -> None:
+    code, document = bucket.warm("damaged", tmp_path, "--mode", "shrunk")
+    assert code == 1
+    assert (document["stored"], document["failed"], document["left"]) == (IMAGES - 1, 1, 0)
+    (failure,) = document["failures"]
+    assert failure["key"] == "class_01/img_00001.jpg"
+    assert "DecodeError" in failure["error"] and "HTML" in failure["error"]
+
+
+def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path) -> None:
+    before = bucket.gets()
+    code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", 0)
+    assert (code, document["full"]) == (0, True)
+    assert document["stored"] + document["left"] == IMAGES and 0 < document["stored"] < IMAGES / 2
+    assert document["cache"]["bytes"] <= 2_000_000
+    assert bucket.gets() - before <= IMAGES
+
+
+def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:
+    # Behind a slow line, so that there is an end to interrupt.
+    with delay_proxy(bucket.server.endpoint_url, 0.25) as proxy:
+        slow = Bucket(proxy, bucket.server)
+        arguments = slow.arguments("photos", tmp_path, "--storage-option", "max_requests=4")
+        running = subprocess.Popen(
+            [sys.executable, "-m", "fastload.cli", *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 30
+            while slow.gets() < 10 and running.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert running.poll() is None, running.communicate()
+            os.killpg(running.pid, signal.SIGINT)
+            out, err = running.communicate(timeout=30)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+                running.communicate()
+        assert running.returncode == 130, err
+        assert "Traceback" not in err and "type the same again" in err
+        document = json.loads(out.splitlines()[-1])
+        kept = document["cache"]["entries"]
+        assert document["interrupted"] and 0 < kept < IMAGES
+        _, rest = slow.warm("photos", tmp_path)
+        assert (rest["skipped"], rest["stored"]) == (kept, IMAGES - kept)
+
+
+def test_nodes_share_the_work(bucket: Bucket, tmp_path: Path) -> None:
+    """Each of 2 nodes warms its share; in training its 2 ranks then read the store for nothing."""
+    before = bucket.gets()
+    for node in range(2):
+        _, document = bucket.warm("photos", tmp_path / str(node), "--shard", f"{node}/2")
+        assert (document["objects"], document["settings"]["shard"]) == (IMAGES // 2, [node, 2])
+    assert bucket.gets() == before + IMAGES
+    for node in range(2):
+        options = bucket.options
+        dataset = ImageFolder(
+            "s3://photos", RandomResizedCrop(64), cache=str(tmp_path / str(node)), storage_options=options
+        )
+        for rank in (2 * node, 2 * node + 1):
+            sampler = DistributedSampler(dataset, 4, rank, partition="node", num_nodes=2, seed=5)
+            assert epoch(dataset, sampler=sampler) == IMAGES // 4
+    assert bucket.gets() == before + IMAGES
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_of_launchers_share_the_work(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = range(61)
+    parts = []
+    for rank in range(6):
+        node, local = divmod(rank, 3)
+        names = {
+            "RANK": rank,
+            "WORLD_SIZE": 6,
+            "GROUP_RANK": node,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": 3,
+        }
+        if launcher == "srun":
+            names = {"SLURM_PROCID": rank, "SLURM_NTASKS": 6}
+            names |= {"SLURM_NODEID": node, "SLURM_LOCALID": local, "SLURM_NNODES": 2}
+        for name, value in names.items():
+            monkeypatch.setenv(name, str(value))
+        samples, found = share_of(dataset, None)
+        assert found == (rank, 6)
+        parts.append(set(samples.tolist()))
+    assert sorted(itertools.chain(*parts)) == list(dataset)
+    for node in range(2):
+        assert set().union(*parts[3 * node : 3 * node + 3]) == set(share_of(dataset, (node, 2))[0].tolist())
+
+
+def test_a_launcher_that_does_not_say_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ArgumentError, match="give --shard I/N"):
+        share_of(range(10), None)
+
+
+@pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "/"])
+def test_shards_that_are_none(shard: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--shard={shard}"])
+    assert result.exit_code == 2
+    assert "give I/N" in result.stderr
+
+
+# --- ObjectDataset.warm, in this process
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    for i in range(40):
+        (tmp_path / "data" / f"{i:02}").write_bytes(bytes([i]) * 50_000)
+    return tmp_path / "data"
+
+
+def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.cache.writer.QUEUE_BYTES", 100_000)
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
+    assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
+    dataset.close()
+    assert list(dataset.warm(range(40))) == [Warmed(i, "present") for i in range(40)]
+    dataset.close()
+    # The twin: training does not wait, and loses records to the same queue.
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "other")
+    for i in range(40):
+        assert dataset[i] == bytes([i]) * 50_000
+    dataset.flush_cache()
+    assert dataset.counters["cache.dropped"] > 0
+    dataset.close()
+
+
+def test_an_object_that_is_gone_is_an_outcome(folder: Path, tmp_path: Path) -> None:
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
+    (folder / "07").unlink()
+    outcomes = list(dataset.warm(range(40)))
+    assert [warmed.sample for warmed in outcomes if warmed.outcome != "stored"] == [7]
+    assert "NotFoundError" in outcomes[7].error
+    (folder / "07").write_bytes(b"x")
+    assert dataset.cache.claim(dataset._cache_key(7)), "the claim on it was given back"
+    dataset.close()
+
+
+def test_leaving_early_keeps_what_was_stored(folder: Path, tmp_path: Path) -> None:
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
+    outcomes = dataset.warm(range(40))
+    assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
+    outcomes.close()  # type: ignore[attr-defined]
+    assert dataset.cache.info()["entries"] == 10
+    assert all(dataset.cache.claim(dataset._cache_key(i)) for i in range(10, 40))
+    dataset.close()
+
+
+def test_a_broken_cache_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fastload.cache.writer.Writer._check_disk", full)
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
+    with (
+        pytest.warns(RuntimeWarning, match="No space left"),
+        pytest.raises(CacheError, match="takes no more"),
+    ):
+        list(itertools.chain.from_iterable(dataset.warm(range(40)) for _ in range(2)))
+    dataset.close()
+
+
+def test_no_cache(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match="cache="):
+        ObjectDataset(str(folder)).warm([0])
