@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
+from fastload.datasets.forecast import announcing
 from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError, FastloadError
@@ -230,7 +231,7 @@ class ObjectDataset(Dataset[Any]):
                 self._manifest,
                 self.cache,
                 key=self._cache_key,
-                prepare=self._prefix.prepare,
+                prepare=announcing(self, self._prefix.prepare),
                 counters=self.counters,
                 on_change=self.on_change,
             )

@@ -1,0 +1,115 @@
+"""The forecast: right about what a filled cache takes, said once, in words, without a read of its own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload.cli._photos import make_dataset
+from fastload.datasets.forecast import forecast
+from fastload.errors import ArgumentError
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+N = 40
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photos")
+    make_dataset(root, N, classes=4)
+    return root
+
+
+def folder(photos: Path, cache: Cache) -> ImageFolder:
+    return ImageFolder(str(photos), RandomResizedCrop(32), cache=cache)
+
+
+@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+def test_is_right_about_what_a_full_cache_takes(photos: Path, tmp_path: Path, mode: Any) -> None:
+    dataset = folder(photos, Cache(tmp_path / "cache", mode, short_side=128))
+    said = forecast(dataset)
+    assert said.fits and said.missing_bytes == said.total_bytes and said.size_limit is None
+    for _ in DataLoader(dataset, 8):
+        pass
+    assert dataset.cache is not None
+    assert said.total_bytes == pytest.approx(
+        dataset.cache.info()["bytes"], rel=0.01 if mode == "raw" else 0.25
+    )
+    assert forecast(dataset).missing_bytes == 0
+    dataset.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("raw", "mode='shrunk' takes less than the"),
+        ("shrunk", "A smaller short_side or quality takes less"),
+        ("decoded", "mode='shrunk' takes less than the"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_words(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any, words: str
+) -> None:
+    """Once, from this process, and the cache then takes what fits."""
+    cache = Cache(tmp_path / "cache", mode, short_side=128, size_limit="200kB")
+    dataset = folder(photos, cache)
+    with caplog.at_level(logging.INFO, "fastload"):
+        for _ in range(2):
+            for _ in DataLoader(dataset, 8):
+                pass
+    said = [record for record in caplog.records if "samples of" in record.message]
+    assert len(said) == 1 and said[0].levelno == logging.WARNING
+    assert "within size_limit=200 kB" in said[0].message and words in said[0].message
+    assert 0 < cache.info()["entries"] < N and cache.info()["bytes"] <= 200_000
+    dataset.close()
+
+
+def test_decoded_that_does_not_fit_names_raw(photos: Path, tmp_path: Path) -> None:
+    dataset = folder(photos, Cache(tmp_path / "cache", "decoded", short_side=300, size_limit="8MB"))
+    assert not forecast(dataset).fits
+    assert "mode='raw' takes" in forecast(dataset).sentence
+    dataset.close()
+
+
+@pytest.mark.parametrize("mode", ["raw", "decoded"])
+def test_costs_no_read_and_no_count(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
+    dataset = folder(photos, Cache(tmp_path / "cache", mode, short_side=64))
+    loader = DataLoader(dataset, 8)
+    with caplog.at_level(logging.INFO, "fastload"):
+        for _ in loader:
+            pass
+        [said] = [record for record in caplog.records if "they fit" in record.message]
+        assert said.levelno == logging.INFO
+        counters = loader.stats()["counters"]
+        assert counters["get.requests"] == counters["cache.misses"] == N
+        caplog.clear()
+        dataset.close()
+        for _ in loader:
+            pass
+        assert not [record for record in caplog.records if "samples of" in record.message], "nothing to fill"
+    dataset.close()
+
+
+def test_workers_say_it_once(photos: Path, tmp_path: Path) -> None:
+    dataset = folder(photos, Cache(tmp_path / "cache", size_limit="200kB"))
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("fastload").addHandler(handler)
+    try:
+        for _ in DataLoader(dataset, 4, num_workers=2):
+            pass
+    finally:
+        logging.getLogger("fastload").removeHandler(handler)
+        handler.close()
+        dataset.close()
+    assert (tmp_path / "log").read_text().count("of the samples will be kept") == 1
+
+
+def test_arguments(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="cache="):
+        forecast(ObjectDataset(str(photos)))
