@@ -34,6 +34,8 @@ from tests.loaderdata import (
     randomness,
 )
 
+pytestmark = pytest.mark.usefixtures("fork_workers")
+
 Body = Callable[[Any], Any]
 WORKERS = [0, 2]
 

@@ -24,7 +24,10 @@ from fastload import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.state import Progress
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.usefixtures("fork_workers"),
+]
 
 N = 37
 

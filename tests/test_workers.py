@@ -36,7 +36,7 @@ from tests.loaderdata import (
     picture,
 )
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
 
 ROOT = Path(__file__).parent.parent
 
