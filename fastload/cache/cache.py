@@ -229,12 +229,23 @@ class Cache:
     def claim(self, key: bytes) -> bool:
         """Say that this process is about to read the object of `key` from the store, to `write` it.
 
-        False when another process (or thread) has said so and is not done: its result may soon be here. The
-        claim ends once the payload can be looked up, or was dropped, or with this process; where nothing is
-        written, by `unclaim`. Where the cache cannot be used every claim is granted.
+        False when there is no need to: the cache has it by now, or another process (or thread) has said the
+        same and is not done, so that its result may soon be here. The claim ends once the payload can be
+        looked up, or was dropped, or with this process; where nothing is written, by `unclaim`. Where the
+        cache cannot be used every claim is granted.
         """
         directory = self._open()
-        return directory is None or directory.claims is None or directory.claims.take(key)
+        if directory is None or directory.claims is None:
+            return True
+        if not directory.claims.take(key):
+            return False
+        try:
+            known = directory.index.get(key) is not None
+        except (CorruptRecordError, OSError, lmdb.Error):
+            known = False
+        if known:
+            directory.claims.drop(key)
+        return not known
 
     def unclaim(self, key: bytes) -> None:
         """Give a claim back whose payload will not be written."""

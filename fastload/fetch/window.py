@@ -37,6 +37,8 @@ _PIECE = 8 << 20
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
 _CLOSE_SECONDS = 1.0
+_PATIENCE = 2.0  # seconds that another run gets for an object which it is reading into the cache we share
+_PUT_OFF = 0.02  # seconds until we look again
 
 
 @dataclass
@@ -53,6 +55,8 @@ class _Read:
     started: float = 0.0
     hedged: bool = False
     changes: int = 0  # how often the object was found to be another one
+    claimed: bool = False
+    put_off: float = 0.0  # since when another run is reading it
     awaited: bool = False
     done: bool = False
     payload: Any = None
@@ -258,10 +262,53 @@ class Window:
             start = time.monotonic()
             payload, error = None, None
             try:
-                payload = self._fetch(part.read) if part.read.body is None else self._fetch_part(part)
+                if not part.read.claimed and not self._claim(part.read):
+                    payload = self._read_by_others(part.read)
+                    if payload is None:
+                        self._put_off(part)
+                        continue
+                elif part.read.body is None:
+                    payload = self._fetch(part.read)
+                else:
+                    payload = self._fetch_part(part)
             except Exception as caught:
                 error = caught
+                self._unclaim(part.read)
             self._finish(part.read, payload, error, time.monotonic() - start)
+
+    def _claim(self, read: _Read) -> bool:
+        """Whether to read an object from the store: not while another run reads it into the same cache."""
+        if self._cache is None or read.key is None:
+            return True
+        if read.put_off and time.monotonic() - read.put_off > _PATIENCE:
+            return True
+        read.claimed = self._cache.claim(read.key)
+        return read.claimed
+
+    def _unclaim(self, read: _Read) -> None:
+        if self._cache is not None and read.key is not None and read.claimed:
+            read.claimed = False
+            self._cache.unclaim(read.key)
+
+    def _read_by_others(self, read: _Read) -> Any:
+        assert self._cache is not None and read.key is not None
+        entry = self._cache.lookup(read.key)
+        return None if entry is None else self._cache.read(read.key, entry)
+
+    def _put_off(self, part: _Part) -> None:
+        """Look again when the rest of the queue is under way, but not at once."""
+        if part.read.put_off:
+            self._closing.wait(_PUT_OFF)
+        else:
+            part.read.put_off = time.monotonic()
+        with self._work:
+            self._busy -= 1
+            if part.read.wanted > 0:
+                self._queue.append(part)
+                self._work.notify()
+            elif not part.read.done:  # cancelled meanwhile
+                part.read.done = True
+                self._held -= part.read.size
 
     def _next_part(self) -> _Part | None:
         with self._work:
@@ -346,6 +393,7 @@ class Window:
         self._fresh[read.index] = info
         self._counters.add("get.refreshed")
         if self._cache is not None:
+            self._unclaim(read)
             read.key = self._key(read.index, info.version)
             payload = self._cache.read(read.key)
             if payload is not None:

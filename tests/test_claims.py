@@ -1,0 +1,277 @@
+"""Claims: runs that share a cache directory read each object once between them, and wait for nobody dead."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload import Cache, DataLoader, ObjectDataset
+from fastload.cache import claims
+from fastload.cache.claims import Claims
+from fastload.cli._photos import make_dataset
+from fastload.cli._s3 import delay_proxy, serve_s3
+from fastload.errors import WorkerError
+
+IMAGES = 160
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def key(i: int) -> bytes:
+    return hashlib.blake2b(b"%d" % i, digest_size=16).digest()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+# --- the locks
+
+
+def test_one_at_a_time(root: int) -> None:
+    ours, theirs = Claims(root), Claims(root)
+    assert ours.take(key(1))
+    assert not theirs.take(key(1))
+    assert not ours.take(key(1)), "another thread of this process may be reading it"
+    assert theirs.take(key(2))
+    theirs.drop(key(1))  # is not theirs
+    assert not theirs.take(key(1))
+    ours.drop(key(1))
+    assert theirs.take(key(1))
+    theirs.close()
+    assert ours.take(key(1)) and ours.take(key(2))
+    ours.close()
+
+
+@pytest.mark.parametrize("extreme", [b"\0" * 16, b"\xff" * 16])
+def test_any_key(root: int, extreme: bytes) -> None:
+    ours, theirs = Claims(root), Claims(root)
+    assert ours.take(extreme) and not theirs.take(extreme)
+    ours.close()
+    theirs.close()
+
+
+def _hold(path: Path, ready: Any) -> None:
+    taken = Claims(os.open(path, os.O_RDONLY)).take(key(1))
+    ready.send(taken)
+    time.sleep(60)
+
+
+def test_claims_die_with_their_process(root: int, tmp_path: Path) -> None:
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(tmp_path, there))
+    process.start()
+    assert here.poll(20) and here.recv()
+    ours = Claims(root)
+    assert not ours.take(key(1))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(10)
+    assert ours.take(key(1))
+    for thing in (ours, here, there, process):
+        thing.close()
+
+
+def test_a_child_that_closes_leaves_the_parents_claims(root: int) -> None:
+    ours, theirs = Claims(root), Claims(root)
+    assert ours.take(key(1))
+    process = multiprocessing.get_context("fork").Process(target=ours.close)
+    process.start()
+    process.join(10)
+    assert process.exitcode == 0
+    process.close()
+    assert not theirs.take(key(1))
+    ours.close()
+    theirs.close()
+
+
+def test_no_locks_no_claims(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(claims.fcntl, "fcntl", refuse)
+    ours, theirs = Claims(root), Claims(root)
+    assert ours.take(key(1)) and theirs.take(key(1))
+    ours.close()
+    theirs.close()
+
+
+# --- the cache
+
+
+def test_a_claim_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
+    fd = _opened(tmp_path)
+    ours, other = Cache(tmp_path), Claims(fd)
+    one = ours.key("one")
+    assert ours.claim(one)
+    assert not other.take(one)
+    assert ours.write(one, b"payload")
+    deadline = time.monotonic() + 10
+    while not other.take(one):
+        assert time.monotonic() < deadline
+    entry = ours.lookup(one)
+    assert entry is not None, "found by whoever gets the claim"
+    other.drop(one)
+    assert not ours.claim(one), "nothing is left to be read"
+    ours.close()
+    other.close()
+    os.close(fd)
+
+
+def _opened(path: Path) -> int:
+    """The descriptor of the folder in which a cache has its claims."""
+    cache = Cache(path)
+    cache.write(cache.key("anything"), b"x")
+    cache.close()
+    return os.open(path / "v1", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("why", ["unclaim", "full"])
+def test_a_claim_without_a_payload_ends(tmp_path: Path, why: str) -> None:
+    fd = _opened(tmp_path)
+    ours, other = Cache(tmp_path, size_limit=1000), Claims(fd)
+    one = ours.key("one")
+    assert ours.claim(one) and not other.take(one)
+    if why == "unclaim":
+        ours.unclaim(one)
+    else:
+        assert not ours.write(one, bytes(5000))
+    assert other.take(one)
+    ours.close()
+    other.close()
+    os.close(fd)
+
+
+# --- two runs at once, cold, on a real S3 server
+
+
+class Bucket:
+    """Photos behind a round trip, and what they are."""
+
+    def __init__(self, root: Path, proxy: Any, server: Any) -> None:
+        self.proxy = proxy
+        self.options = {"endpoint_url": proxy.url, "key": server.key, "secret": server.secret}
+        self.digests = sorted(hashlib.md5(path.read_bytes()).hexdigest() for path in root.rglob("*.jpg"))
+
+    def run(self, cache: Cache, **options: Any) -> DataLoader[Any]:
+        dataset = ObjectDataset("s3://photos", digest, cache=cache, storage_options=self.options)
+        return DataLoader(dataset, 8, num_workers=1, collate_fn=list, **options)
+
+
+def digest(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()
+
+
+class Blind(Cache):
+    """The twin: takes no claims."""
+
+    def claim(self, key: bytes) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    root = tmp_path_factory.mktemp("s3")
+    make_dataset(root / "photos", IMAGES, classes=4)
+    with serve_s3(root) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
+        yield Bucket(root / "photos", proxy, server)
+
+
+def both(first: Any, second: Any) -> list[list[str]]:
+    """An epoch of two loaders whose workers run at the same time."""
+    seen: list[list[str]] = [[], []]
+    for batches in zip(first, second, strict=True):
+        for mine, batch in zip(seen, batches, strict=True):
+            mine += batch
+    return seen
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_two_runs_read_each_object_once(bucket: Bucket, tmp_path: Path, shuffle: bool) -> None:
+    before = bucket.proxy.counts().object_gets
+    loaders = [bucket.run(Cache(tmp_path), shuffle=shuffle) for _ in range(2)]
+    for seen in both(*loaders):
+        assert sorted(seen) == bucket.digests
+    gets = bucket.proxy.counts().object_gets - before
+    assert IMAGES <= gets <= 1.1 * IMAGES
+
+
+def test_without_claims_they_read_more(bucket: Bucket, tmp_path: Path) -> None:
+    before = bucket.proxy.counts().object_gets
+    for seen in both(bucket.run(Blind(tmp_path)), bucket.run(Blind(tmp_path))):
+        assert sorted(seen) == bucket.digests
+    assert bucket.proxy.counts().object_gets - before > 1.3 * IMAGES
+
+
+def test_the_other_run_is_killed(bucket: Bucket, tmp_path: Path) -> None:
+    first, second = iter(bucket.run(Cache(tmp_path))), iter(bucket.run(Cache(tmp_path)))
+    seen = list(next(second))
+    next(first)
+    os.kill(first._workers[0].pid, signal.SIGKILL)
+    start = time.monotonic()
+    for batch in second:
+        seen += batch
+    assert sorted(seen) == bucket.digests
+    assert time.monotonic() - start < 20
+    with pytest.raises(WorkerError, match="killed"):
+        list(first)
+
+
+def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
+    """A process that holds claims and does nothing is waited for, but not for long."""
+    dataset = ObjectDataset("s3://photos", digest, cache=Cache(tmp_path), storage_options=bucket.options)
+    fd = _opened(tmp_path)
+    held = Claims(fd)
+    assert all(held.take(dataset._cache_key(i)) for i in range(50))
+    start = time.monotonic()
+    seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
+    assert sorted(seen) == bucket.digests
+    assert 1 < time.monotonic() - start < 20
+    held.close()
+    os.close(fd)
+
+
+def test_a_failed_read_gives_its_claim_back(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in "ab":
+        (tmp_path / "data" / name).write_bytes(b"x" * 100)
+    dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
+    (tmp_path / "data" / "a").unlink()
+    dataset.prefetch([0, 1])
+    with pytest.raises(OSError, match="a"):
+        dataset[0]
+    assert dataset[1] == b"x" * 100
+    assert dataset.cache is not None
+    assert dataset.cache.claim(dataset._cache_key(0))
+    dataset.close()
+
+
+def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name in "abc":
+        (tmp_path / "data" / name).write_bytes(name.encode() * 100)
+    dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
+    fd = _opened(tmp_path / "cache")
+    other = Claims(fd)
+    first, second = dataset._cache_key(0), dataset._cache_key(1)
+    assert other.take(first) and other.take(second)
+    outcomes = dataset.warm(range(3))
+    assert next(outcomes) == (2, "stored", 100, "")
+    assert dataset.cache is not None
+    dataset.cache.write(first, b"a" * 100)  # by the other run; its claim on the second dies with it
+    dataset.cache.flush()
+    other.close()
+    assert sorted(outcomes) == [(0, "present", 0, ""), (1, "stored", 100, "")]
+    dataset.close()
+    os.close(fd)
