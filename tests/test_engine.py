@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +16,20 @@ from typing import Any
 import engine_cases
 import pytest
 from engine_cases import BAD, CASES, OBJECTS, SECRET
+from faultserver import Fault, FaultServer
 
+from fastload import ObjectDataset
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
+from fastload.fetch import Window, window
+from fastload.fetch import hedge as hedge_rules
 from fastload.fetch.hedge import Hedge
 from fastload.fetch.limit import Limit
 from fastload.fetch.ranges import plan_ranges
 from fastload.fetch.window import _share
+from fastload.manifest import Manifest
+from fastload.stats import Counters
 from fastload.store import open_store, retry
+from fastload.store.local import LocalStore
 
 CLIENTS = ["obstore", "s3fs"]
 
@@ -284,3 +293,64 @@ def test_hedging_is_late_and_capped() -> None:
         hedge.finished(1.0 if number % 50 == 0 else 0.02)
     assert not hedge.due(0.015)
     assert sum(hedge.due(5.0) for _ in range(100)) == 30
+
+
+# --- The window ---------------------------------------------------------------------------------------------
+
+
+class Pieces(LocalStore):
+    """Files that are read as objects are: large ones in ranges."""
+
+    native = True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_window_loses_and_keeps_nothing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """Requests, takes and cancellations in random order, within a bound on bytes of three objects."""
+    monkeypatch.setattr(window, "_LARGE", 3000)
+    monkeypatch.setattr(window, "_PIECE", 1000)
+    draw = random.Random(seed)
+    bodies = [draw.randbytes(draw.choice([0, 10, 2999, 3000, 7001])) for _ in range(40)]
+    for number, body in enumerate(bodies):
+        (tmp_path / f"{number:02d}").write_bytes(body)
+    store = Pieces(f"file://{tmp_path}", str(tmp_path))
+    manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
+    opened = Window(store, manifest, None, key=lambda index, version: b"", prepare=None, counters=Counters())
+    opened._most_bytes = 20_000
+    ahead: list[int] = []
+    for _ in range(400):
+        action = draw.random()
+        if action < 0.5 and len(ahead) < 30:
+            some = [draw.randrange(40) for _ in range(draw.randrange(6))]
+            opened.request(some)
+            ahead += some
+        elif action < 0.9 and ahead:
+            index = ahead.pop(0)
+            assert bytes(opened.take(index)) == bodies[index]
+        elif ahead:
+            opened.cancel([ahead.pop(draw.randrange(len(ahead)))])
+    while ahead:
+        index = ahead.pop(0)
+        assert bytes(opened.take(index)) == bodies[index]
+    deadline = time.monotonic() + 10
+    while (opened._busy or opened._held) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (opened._busy, opened._held, opened._reads) == (0, 0, {})
+    opened.close()
+
+
+def test_a_read_that_is_late_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedge_rules, "_ENOUGH", 2)
+    monkeypatch.setattr(hedge_rules, "_SHARE", 1.0)
+    bodies = {f"{i:02d}": bytes([i]) * 1000 for i in range(20)}
+    with FaultServer(bodies) as server:
+        server.script("15", Fault(delay=20))
+        dataset = ObjectDataset("s3://bucket", storage_options={**server.options, "hedge": True})
+        start = time.monotonic()
+        dataset.prefetch(range(20))
+        assert [bytes(dataset[index]) for index in range(20)] == list(bodies.values())
+        assert time.monotonic() - start < 10
+        assert server.count("15") == 2 and dataset.counters["get.hedged"] >= 1
+        dataset.close()

@@ -196,6 +196,9 @@ class Window:
         start = time.perf_counter()
         with self._done:
             read.awaited = True
+            if not read.started and self._queue and self._queue[0].read is not read:
+                self._advance(read)
+            self._work.notify()
             while not read.done:
                 if self._queue and not self._idle and self._busy >= self._limit.value:
                     self._limit.grow(time.monotonic())
@@ -206,6 +209,12 @@ class Window:
                 # The threads' own reads have deadlines, and a thread reports whatever ends it.
                 self._done.wait(timeout=0.02)
         self._counters.add("get.seconds", time.perf_counter() - start)
+
+    def _advance(self, read: _Read) -> None:
+        """Read next what is waited for now: its place may lie behind reads that are taken after it."""
+        parts = [part for part in self._queue if part.read is read]
+        others = [part for part in self._queue if part.read is not read]
+        self._queue = deque(parts + others)
 
     def _late(self, read: _Read) -> bool:
         assert self._hedge is not None
@@ -334,7 +343,9 @@ class Window:
         if not queue or self._busy >= self._limit.value:
             return False
         read = queue[0].read
-        return bool(read.started) or self._held == 0 or self._held + read.size <= self._most_bytes
+        # What is waited for is read whatever is held: what is held may be taken only after it.
+        fits = self._held == 0 or self._held + read.size <= self._most_bytes
+        return bool(read.started) or read.awaited or fits
 
     def _finish(self, read: _Read, payload: Any, error: Exception | None, seconds: float) -> None:
         """A part is done: `payload` is what the sample is, None while other parts are missing."""
