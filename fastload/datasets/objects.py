@@ -40,8 +40,8 @@ class ObjectDataset(Dataset[Any]):
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
-        on_change: what to do with an object that is no longer the one that was listed: "error", or "refresh", to
-            read the one that is there now. `stats()` counts these as `get.refreshed`.
+        on_change: what to do with an object that is no longer the one that was listed: "error", or "refresh",
+            to read the one that is there now. `stats()` counts these as `get.refreshed`.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
@@ -88,7 +88,7 @@ class ObjectDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         index = self._checked(index)
-        return self._finish(index, self._open_window().take(index))
+        return self._finish(index, self._take(index))
 
     def key(self, index: int) -> str:
         """The object key of a sample, relative to `url`."""
@@ -126,7 +126,8 @@ class ObjectDataset(Dataset[Any]):
         self._open_window().request(self._checked(index) for index in indices)
 
     def cancel(self, indices: Iterable[int]) -> None:
-        self._open_window().cancel(self._checked(index) for index in indices)
+        if self._window is not None and self._window[0] == os.getpid():  # else nothing is under way
+            self._window[1].cancel(self._checked(index) for index in indices)
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         if self._fused is None:
@@ -140,7 +141,7 @@ class ObjectDataset(Dataset[Any]):
             for row, index in todo[start : start + _CHUNK]:
                 try:
                     index = self._checked(index)
-                    payloads.append(self._prefix.restore(self._open_window().take(index)))
+                    payloads.append(self._prefix.restore(self._take(index)))
                     rows.append(row)
                     indices.append(index)
                 except (FastloadError, IndexError) as error:
@@ -197,6 +198,15 @@ class ObjectDataset(Dataset[Any]):
         for position, error in failures:
             error.key = self._manifest.key(indices[position])
         return [(rows[position], error) for position, error in failures]
+
+    def _take(self, index: int) -> Any:
+        """What the window has of a sample; an error of reading or preparing it carries its key."""
+        try:
+            return self._open_window().take(index)
+        except FastloadError as error:
+            if error.key is None:
+                error.key = self._manifest.key(index)
+            raise
 
     def _finish(self, index: int, payload: Any) -> Any:
         """What the window hands out -> sample."""

@@ -1,0 +1,268 @@
+"""The cache's modes, end to end: one distribution in all epochs, whatever the images and whatever fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images import decode_image, decode_resized, shrink
+from tests.photos import pillow_jpeg, png, psnr, scene
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+MODES = ["raw", "shrunk", "decoded"]
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+FILES = {
+    "a/landscape.jpg": lambda: pillow_jpeg(scene(200, 150)),
+    "a/portrait.jpg": lambda: pillow_jpeg(scene(150, 200, 1)),
+    "a/smaller than short_side.jpg": lambda: pillow_jpeg(scene(50, 40, 2)),
+    "b/gray.jpg": lambda: pillow_jpeg(scene(200, 150, 3), "L"),
+    "b/cmyk.jpg": lambda: pillow_jpeg(scene(200, 150, 4), "CMYK"),
+    "b/small cmyk.jpg": lambda: pillow_jpeg(scene(60, 50, 5), "CMYK"),
+    "b/progressive.jpg": lambda: pillow_jpeg(scene(200, 150, 6), progressive=True),
+    "c/colour.png": lambda: png(Image.fromarray(scene(200, 150, 7))),
+    "c/gray.png": lambda: png(Image.fromarray(scene(200, 150, 8)).convert("L")),
+    "c/small.png": lambda: png(Image.fromarray(scene(33, 70, 9))),
+    "c/transparent.png": lambda: png(Image.fromarray(scene(200, 150, 10)).convert("RGBA")),
+    "c/strip.jpg": lambda: pillow_jpeg(scene(3, 200, 11)),
+}
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name, make in FILES.items():
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(make())
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def folder(photos: Path, tmp_path: Path) -> Iterator[Callable[..., ImageFolder]]:
+    """Datasets over the photos, with a cache in one directory."""
+    made: list[ImageFolder] = []
+
+    def make(mode: Any, transform: Any = None, **options: Any) -> ImageFolder:
+        cache = Cache(tmp_path / "cache", mode, **{"short_side": 100, **options})
+        dataset = ImageFolder(str(photos), transform or RandomResizedCrop(32), cache=cache)
+        made.append(dataset)
+        return dataset
+
+    yield make
+    while made:  # nothing of it outlives the test
+        made.pop().close()
+
+
+def run(dataset: Any, num_workers: int = 0, **options: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """One epoch with seed 1: all images in order, and the counters."""
+    loader = DataLoader(dataset, 5, num_workers=num_workers, seed=1, **options)
+    images = torch.cat([batch for batch, _ in loader])
+    return images, loader.stats()["counters"]
+
+
+# --- one distribution
+
+
+@every_mode
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_first_epoch_is_later_epochs_bit_for_bit(folder: Any, mode: str, num_workers: int) -> None:
+    dataset = folder(mode)
+    first, filling = run(dataset, num_workers)
+    second, later = run(dataset, num_workers)
+    assert torch.equal(first, second)
+    assert filling["get.requests"] == len(FILES)
+    assert later.get("get.requests", 0) == filling.get("get.requests", 0) * (later is filling)
+    dataset.close()
+    third, after_reopening = run(dataset, num_workers)
+    assert torch.equal(first, third) and after_reopening.get("get.requests", 0) == 0
+
+
+@every_mode
+def test_samples_come_from_what_the_mode_keeps(folder: Any, photos: Path, mode: str) -> None:
+    """Evaluation's crop of every file, made by hand from what the mode is documented to keep."""
+    keep: dict[str, Callable[[bytes], Any]] = {
+        "raw": lambda data: data,
+        "shrunk": lambda data: shrink(data, 100, 90),
+        "decoded": lambda data: decode_resized(data, 100),
+    }
+    transform = CenterCrop(32)
+    images, _ = run(folder(mode, transform))
+    for image, path in zip(images, sorted(photos.rglob("*.*")), strict=True):
+        expected = torch.empty(1, 3, 32, 32, dtype=torch.uint8)
+        assert transform.fill(expected.numpy(), [keep[mode](path.read_bytes())], [0]) == []
+        assert torch.equal(image, expected[0]), path
+
+
+@every_mode
+def test_modes_show_the_same_pictures(folder: Any, mode: str) -> None:
+    """Smaller, but no other: no colour is swapped, nothing is turned or cut."""
+    raw, _ = run(folder("raw", CenterCrop(32)))
+    images, _ = run(folder(mode, CenterCrop(32)))
+    for name, ours, theirs in zip(sorted(FILES), images, raw, strict=True):
+        if "strip" not in name:
+            assert psnr(ours.numpy(), theirs.numpy()) > 28, name
+
+
+# --- the key
+
+
+@pytest.mark.parametrize(
+    ("mode", "change", "refills"),
+    [
+        ("shrunk", {"short_side": 60}, True),
+        ("shrunk", {"quality": 50}, True),
+        ("decoded", {"short_side": 60}, True),
+        ("decoded", {"quality": 50}, False),
+        ("raw", {"short_side": 60, "quality": 50}, False),
+    ],
+)
+def test_parameters_are_part_of_the_key(folder: Any, mode: str, change: Any, refills: bool) -> None:
+    """Changed ones fill anew; what was there is not taken for something else, and stays for its own."""
+    before, _ = run(folder(mode))
+    after, counters = run(folder(mode, **change))
+    assert counters.get("get.requests", 0) == (len(FILES) if refills else 0)
+    assert torch.equal(before, after) is not refills
+    again, counters = run(folder(mode))
+    assert torch.equal(again, before) and counters.get("get.requests", 0) == 0
+
+
+def test_without_parameters_in_the_key_records_are_misread(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard's absence: a smaller image is served under another short_side."""
+    key = Cache.key
+    monkeypatch.setattr(Cache, "key", lambda self, *parts: key(Cache(self.path, self.mode), *parts))
+    before, _ = run(folder("decoded"))
+    after, counters = run(folder("decoded", short_side=60))
+    assert torch.equal(before, after) and counters.get("get.requests", 0) == 0
+
+
+def test_three_modes_share_a_directory(folder: Any) -> None:
+    results = [[run(folder(mode)) for mode in MODES] for _ in range(2)]
+    for (first, filling), (second, later) in zip(*results, strict=True):
+        assert torch.equal(first, second)
+        assert filling["get.requests"] == len(FILES) and later.get("get.requests", 0) == 0
+
+
+# --- transforms of one's own
+
+
+@every_mode
+def test_pil_transforms_get_the_cached_pixels(folder: Any, photos: Path, mode: str) -> None:
+    def to_tensor(image: Any) -> torch.Tensor:
+        assert isinstance(image, Image.Image) and image.mode == "RGB"
+        return torch.from_numpy(np.array(image))
+
+    paths = sorted(photos.rglob("*.*"))
+    for _ in range(2):
+        dataset = folder(mode, to_tensor)
+        for index, path in enumerate(paths):
+            data = path.read_bytes()
+            expected = {
+                "raw": lambda data: decode_image(data),
+                "shrunk": lambda data: np.asarray(Image.open(BytesIO(shrink(data, 100, 90))).convert("RGB")),
+                "decoded": lambda data: decode_resized(data, 100),
+            }[mode](data)
+            image, label = dataset[index]
+            assert image.shape == expected.shape and label == "abc".index(path.parent.name)
+            assert np.abs(image.numpy().astype(int) - expected).max() <= 2
+        dataset.close()
+
+
+def test_object_dataset_keeps_what_the_users_decode_returns(photos: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+
+    def decode(data: bytes) -> dict[str, Any]:
+        with calls.open("ab") as file:
+            file.write(b".")
+        return {"size": len(data), "head": (np.frombuffer(data[:6], np.uint8), [data[:2]])}
+
+    def transform(sample: dict[str, Any]) -> Any:
+        assert type(sample["head"]) is tuple
+        return sample
+
+    cache = Cache(tmp_path / "cache", "decoded")
+    dataset = ObjectDataset(str(photos), decode, transform, cache=cache)
+    for num_workers in (2, 0, 2):
+        batches = list(DataLoader(dataset, 4, num_workers=num_workers, collate_fn=lambda samples: samples))
+        for sample, path in zip((s for b in batches for s in b), sorted(photos.rglob("*.*")), strict=True):
+            assert sample["size"] == path.stat().st_size
+            assert sample["head"][0].tobytes() == path.read_bytes()[:6]
+            assert sample["head"][1] == [path.read_bytes()[:2]]
+        assert calls.stat().st_size == len(FILES), "decode ran again"
+    dataset.close()
+    with pytest.raises(ArgumentError, match="does not go with decode"):
+        ObjectDataset(str(photos), decode, cache=Cache(tmp_path / "cache", "shrunk"))
+
+
+# --- when it does not fit, when it is bad
+
+
+@every_mode
+def test_beyond_size_limit_samples_have_the_same_pixels(folder: Any, mode: str) -> None:
+    whole, _ = run(folder(mode))
+    folder(mode).cache.clear()
+    part = folder(mode, size_limit=60_000)
+    for epoch in range(2):
+        images, counters = run(part)
+        assert torch.equal(images, whole)
+        kept = part.cache.info()["entries"]
+        assert 0 < kept < len(FILES)
+        assert counters["get.requests"] == len(FILES) - kept * epoch
+
+
+@every_mode
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("damage", ["cut", "cut and small", "garbage"])
+def test_bad_images_in_every_mode(
+    folder: Any, photos: Path, mode: str, num_workers: int, damage: str
+) -> None:
+    name = "a/smaller than short_side.jpg" if damage == "cut and small" else "a/landscape.jpg"
+    victim = photos / name
+    data = victim.read_bytes()
+    victim.write_bytes(b"no image" * 99 if damage == "garbage" else data[: len(data) * 3 // 4])
+    for epoch in range(2):
+        with pytest.raises(DecodeError, match=name):
+            run(folder(mode), num_workers)
+        for policy in ("skip", "replace"):
+            dataset = folder(mode)
+            loader = DataLoader(dataset, 5, num_workers=num_workers, seed=1, on_error=policy)
+            assert sum(len(images) for images, _ in loader) == len(FILES)
+            assert [key for key, _ in loader.stats()["bad"]] == [name], (epoch, policy)
+            dataset.close()
+
+
+# --- memory
+
+
+@every_mode
+def test_memory_of_a_worker_is_flat(photos: Path, folder: Any, tmp_path: Path, mode: str) -> None:
+    """Within 200 MB of its start plus its slots, and no more at the end of the last epoch than early on."""
+
+    def started(worker_id: int) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+
+    dataset = torch.utils.data.Subset(folder(mode, RandomResizedCrop(224)), [*range(len(FILES))] * 40)
+    loader = DataLoader(
+        dataset, 16, shuffle=True, num_workers=1, persistent_workers=True, worker_init_fn=started
+    )
+    slots = 6 * 16 * 3 * 224 * 224
+    own: list[int] = []
+    for _ in range(3):
+        for _ in loader:
+            memory = psutil.Process(int((tmp_path / "pid").read_text())).memory_info()
+            own.append(memory.rss - memory.shared)
+    epoch = len(own) // 3
+    assert max(own) < own[0] + slots + (200 << 20)
+    assert max(own[-epoch:]) < max(own[:epoch]) + (16 << 20), "grows with every epoch"
