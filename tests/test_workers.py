@@ -234,7 +234,7 @@ def test_persistent_workers_start_again_after_a_death() -> None:
 def test_timeout_and_then_again() -> None:
     loader = DataLoader(Numbers(4, At(1, "sleep", 60)), num_workers=1, timeout=0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastload.workers._SHUTDOWN_GRACE", 0.1)
+        patch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
             list(loader)
@@ -367,7 +367,7 @@ def test_twin_without_that_guard_it_is_overwritten(monkeypatch: pytest.MonkeyPat
                 slot.alive = lambda: None
             return super()._take(nbytes)
 
-    monkeypatch.setattr("fastload.workers.SlotPool", Careless)
+    monkeypatch.setattr("fastload.workers.worker.SlotPool", Careless)
     dataset = Numbers(40, lambda i: torch.full((50_000,), float(i)))
     sums = [float(of_first) for _, of_first in DataLoader(dataset, num_workers=1, collate_fn=_Keeps())]
     assert any(sums)
@@ -493,7 +493,7 @@ def test_persistent_workers_end_with_their_loader() -> None:
 
 def test_interrupted_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a notebook: the next epoch works, with persistent workers too."""
-    monkeypatch.setattr("fastload.workers._SHUTDOWN_GRACE", 0.1)
+    monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
     nap = Numbers(4, At(2, "sleep", 60))
     loader = DataLoader(nap, num_workers=1, persistent_workers=True)
     timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -1,0 +1,230 @@
+"""The trainer's side of its workers: start them, feed them, notice their deaths, end them."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import pickle
+import select
+import signal
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from typing import Any, ClassVar
+
+from fastload.channel import Channel
+from fastload.errors import WorkerError
+from fastload.slots import PackedBatch, SlotMap
+from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
+from fastload.workers.worker import worker_main
+
+__all__ = ["WorkerPool"]
+
+_LIVENESS_INTERVAL = 0.5  # seconds between looks at the processes while waiting for a batch
+# Torch's words, which scripts may filter or tests expect.
+_CANNOT_PICKLE = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
+_SHUTDOWN_GRACE = 5.0  # seconds a worker has to finish its batch and write out its cache
+
+
+@dataclass
+class _Handle:
+    """One worker, seen from the trainer."""
+
+    process: Any
+    channel: Channel
+    slots: SlotMap = field(default_factory=SlotMap)
+    consumed: int = 0
+    answered: bool = False
+
+
+class WorkerPool:
+    """The worker processes of one iterator.
+
+    Args:
+        setup: see `WorkerSetup`.
+        context: a multiprocessing context.
+    """
+
+    _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
+
+    def __init__(self, setup: WorkerSetup, context: Any) -> None:
+        self._workers: list[_Handle] = []
+        self._context = context
+        self._open = True
+        self._owner = os.getpid()
+        self._alive.add(self)
+        try:
+            for worker_id in range(setup.num_workers):
+                self._workers.append(self._start(setup, worker_id))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def processes(self) -> list[Any]:
+        return [worker.process for worker in self._workers]
+
+    def _start(self, setup: WorkerSetup, worker_id: int) -> _Handle:
+        ours, theirs = Channel.pair()
+        process = self._context.Process(target=worker_main, args=(setup, worker_id, theirs, os.getpid()))
+        process.daemon = True
+        try:
+            with self._interrupts_held():
+                process.start()
+        except BaseException as error:
+            ours.close()
+            if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
+                warnings.warn(_CANNOT_PICKLE, stacklevel=2)
+            raise
+        finally:
+            # Only the worker may hold this end, or its death would not be an end-of-file here.
+            theirs.close()
+        return _Handle(process, ours)
+
+    @contextmanager
+    def _interrupts_held(self) -> Iterator[None]:
+        """A worker inherits this until it ignores Ctrl-C: one that is still importing leaves no traceback.
+
+        Not under forkserver: it would pass the mask on to every other process that it ever starts.
+        """
+        method = self._context.get_start_method()
+        if method == "forkserver":
+            yield
+            return
+        if method == "spawn":
+            resource_tracker.ensure_running()  # as spawn itself does, and thereby would lift the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def start_epoch(self, first: int, seed: int, epoch: int, shared_seed: int | None = None) -> None:
+        """Results older than sequence number `first` are not wanted any more."""
+        for worker in self._workers:
+            self._send(worker, Epoch(first, seed, epoch, shared_seed))
+
+    def submit(self, worker_id: int, seq: int, index: Any) -> None:
+        """Ask a worker for the batch of `index`."""
+        self._tell(self._workers[worker_id], seq, index)
+
+    def consume(self, worker_id: int) -> None:
+        """A batch of this worker has left the loader: it may make another one."""
+        self._workers[worker_id].consumed += 1
+
+    def finish(self, worker_id: int) -> None:
+        """Tell a worker what was consumed and released, and that this epoch has no more index batches."""
+        self._tell(self._workers[worker_id], -1, None)
+
+    def unpack(self, worker_id: int, packed: PackedBatch) -> Any:
+        """The batch that a worker has packed."""
+        return self._workers[worker_id].slots.unpack(packed)
+
+    def _tell(self, worker: _Handle, seq: int, index: Any) -> None:
+        released = []
+        while worker.slots.released:
+            released.append(worker.slots.released.popleft())
+        self._send(worker, Work(worker.consumed, released, seq, index))
+
+    def _send(self, worker: _Handle, message: Epoch | Work) -> None:
+        # A death is reported when the worker's batch is due, with what it had sent before.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            worker.channel.send(message)
+
+    def receive(self, timeout: float) -> list[tuple[int, Result]]:
+        """Wait for results: (worker, result), at least one.
+
+        Raises:
+            WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
+        """
+        if not self._open:
+            raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
+        deadline = time.monotonic() + (timeout or math.inf)
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            results = self._poll(min(_LIVENESS_INTERVAL, left))
+            if results:
+                return results
+            for worker in self._workers:
+                if not worker.process.is_alive():
+                    raise self._obituary(worker)
+            if left == 0:
+                raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+
+    def _poll(self, seconds: float) -> list[tuple[int, Result]]:
+        poll = select.poll()
+        by_fd = {}
+        for worker_id, worker in enumerate(self._workers):
+            by_fd[worker.channel.fileno()] = worker_id
+            poll.register(worker.channel, select.POLLIN | (select.POLLOUT if worker.channel.pending else 0))
+        results = []
+        dead = None
+        for fd, event in poll.poll(seconds * 1000):
+            worker = self._workers[by_fd[fd]]
+            try:
+                if event & select.POLLOUT:
+                    worker.channel.flush(wait=False)
+                while (received := worker.channel.receive(wait=False)) is not None:
+                    worker.answered = True
+                    result, fds = received
+                    if result.packed is not None:
+                        worker.slots.attach(result.packed, fds)
+                    results.append((by_fd[fd], result))
+            except (EOFError, BrokenPipeError):
+                dead = worker
+        if dead is not None and not results:
+            raise self._obituary(dead)
+        return results
+
+    def _obituary(self, worker: _Handle) -> WorkerError:
+        process = worker.process
+        process.join(timeout=1)
+        code = process.exitcode
+        if code is not None and code < 0:
+            what = f"{signal.strsignal(-code)} ({signal.Signals(-code).name})"
+            text = f"DataLoader worker (pid {process.pid}) is killed by signal: {what}."
+            if -code == signal.SIGKILL:
+                text += " The kernel does this when memory runs out: look at dmesg, or use fewer workers."
+        else:
+            text = f"DataLoader worker (pid(s) {process.pid}) exited unexpectedly (exit code {code})."
+            if not worker.answered and self._context.get_start_method() != "fork":
+                text += (
+                    " It ended while it was starting. Workers started by "
+                    f"{self._context.get_start_method()!r} import the main script: put its code under"
+                    ' `if __name__ == "__main__":`, and look at the traceback above.'
+                )
+        return WorkerError(text)
+
+    def shutdown(self) -> None:
+        """End the workers: let them finish their batch and write out their cache, then insist."""
+        if not self._open or self._owner != os.getpid():
+            return
+        self._open = False
+        for worker in self._workers:
+            worker.channel.close()
+        deadline = time.monotonic() + _SHUTDOWN_GRACE
+        for worker in self._workers:
+            worker.process.join(timeout=max(0.0, deadline - time.monotonic()))
+        for end in ("terminate", "kill"):
+            for worker in self._workers:
+                if worker.process.is_alive():
+                    getattr(worker.process, end)()
+                    worker.process.join(timeout=1)
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    # Before multiprocessing's own exit handler, which would terminate workers that still write their cache.
+    for pool in list(WorkerPool._alive):
+        pool.shutdown()

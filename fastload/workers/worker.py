@@ -1,0 +1,207 @@
+"""One worker process: the loop that turns index batches into filled slots."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, graph_settings
+from torch.utils.data._utils import signal_handling
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+
+from fastload.channel import Channel
+from fastload.collate import BatchMaker, collate_into
+from fastload.slots import SlotPool
+from fastload.state import dataset_state, load_dataset, resume_fetcher
+from fastload.workers.allocator import keep_freed_memory
+from fastload.workers.failure import Failure
+from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
+
+__all__ = ["worker_main"]
+
+_LOOK_INTERVAL = 0.5  # seconds between looks at the trainer, where the kernel cannot tell
+
+
+def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: int) -> None:
+    # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _leave_with(trainer)
+    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    worker = _Worker(setup, worker_id, channel)
+    try:
+        worker.run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        if isinstance(worker.maker, BatchMaker):
+            worker.maker.close_cache()
+
+
+def _leave_with(trainer: int) -> None:
+    """End this process when the trainer's does, even if a dataset sleeps for ever.
+
+    PR_SET_PDEATHSIG was rejected: it follows the thread that started us, under forkserver another process.
+    """
+
+    def watch() -> None:
+        try:
+            select.select([os.pidfd_open(trainer)], [], [])
+        except ProcessLookupError:
+            pass
+        except OSError:  # no pidfd in this kernel or sandbox
+            while Path(f"/proc/{trainer}").exists():
+                time.sleep(_LOOK_INTERVAL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="fastload-trainer-watch", daemon=True).start()
+
+
+class _Worker:
+    """The loop of one worker process."""
+
+    def __init__(self, setup: WorkerSetup, worker_id: int, channel: Channel) -> None:
+        self._setup = setup
+        self._id = worker_id
+        self._channel = channel
+        self._slots = SlotPool(keep=setup.prefetch_factor + 2)
+        self._work: deque[tuple[int, Any]] = deque()
+        self._made = self._consumed = 0
+        self._idle = 0.0
+        self._last_known = False
+        self._fresh = True  # nothing was made in this epoch
+        self._broken: Failure | None = None
+        self.maker: Any = None
+
+    def run(self) -> None:
+        try:
+            self._prepare()
+        except Exception as error:
+            self._broken = Failure.of(error)
+        while True:
+            while not self._work or self._made - self._consumed >= self._setup.prefetch_factor:
+                self._listen(wait=True)
+            self._listen(wait=False)
+            if self._work:  # a new epoch may just have emptied it
+                self._make(*self._work.popleft())
+
+    def _prepare(self) -> None:
+        """Seed this process as torch does, and run the user's worker_init_fn."""
+        setup, seed = self._setup, self._setup.base_seed + self._id
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(setup.base_seed, self._id))  # type: ignore[no-untyped-call]
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=self._id, num_workers=setup.num_workers, seed=seed, dataset=setup.dataset
+        )
+        collate_into(self._slots.allocate)
+        if setup.worker_init_fn is not None:
+            setup.worker_init_fn(self._id)
+        position = setup.positions[self._id] if setup.positions is not None else None
+        load_dataset(setup.dataset, position)
+        self._new_maker(position)
+
+    def _new_maker(self, position: dict[str, Any] | None = None) -> None:
+        setup = self._setup
+        if isinstance(setup.dataset, IterableDataset):
+            self.maker = _IterableDatasetFetcher(
+                setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
+            )
+            resume_fetcher(self.maker, position, setup.batch_size)
+        else:
+            self.maker = BatchMaker(
+                setup.dataset,
+                collate_fn=setup.collate_fn,
+                auto_collation=setup.auto_collation,
+                on_error=setup.on_error,
+                seeded=setup.seeded,
+                allocate=self._slots.allocate,
+            )
+
+    def _listen(self, *, wait: bool) -> None:
+        """Take every message that is there; with `wait`, at least one."""
+        start = time.perf_counter()
+        received = self._channel.receive(wait=wait)
+        if wait:
+            self._idle += time.perf_counter() - start
+        while received is not None:
+            self._obey(received[0])
+            received = self._channel.receive(wait=False)
+
+    def _obey(self, message: Epoch | Work) -> None:
+        if isinstance(message, Epoch):
+            self._start_epoch(message)
+            return
+        self._consumed = message.consumed
+        for slot_id in message.released:
+            self._slots.release(slot_id)
+        self._last_known = message.seq < 0
+        if message.seq >= 0:
+            self._work.append((message.seq, message.index))
+            if isinstance(self.maker, BatchMaker):
+                self.maker.prefetch(message.index)
+        elif not self._work:
+            self._flush_cache()
+
+    def _flush_cache(self) -> None:
+        if isinstance(self.maker, BatchMaker):
+            self.maker.flush_cache()
+
+    def _start_epoch(self, message: Epoch) -> None:
+        self._fresh = True
+        if self._broken is not None:
+            return
+        if isinstance(self.maker, BatchMaker):
+            for _, index in self._work:
+                self.maker.cancel(index)
+            self.maker.start_epoch(message.seed, message.epoch)
+        elif message.first > 0:
+            try:
+                if message.shared_seed is not None:
+                    rng = torch.Generator().manual_seed(message.shared_seed)
+                    graph_settings.apply_random_seed(self._setup.dataset, rng)
+                self._new_maker()
+            except Exception as error:
+                self._broken = Failure.of(error)
+        self._work.clear()
+
+    def _make(self, seq: int, index: Any) -> None:
+        packed, fds, failure, exhausted = None, list[int](), self._broken, False
+        before = after = None
+        if failure is None:
+            try:
+                before = dataset_state(self._setup.dataset, self.maker) if self._fresh else None
+                batch = self.maker(index) if isinstance(self.maker, BatchMaker) else self.maker.fetch(index)
+                if self._last_known and not self._work:
+                    self._flush_cache()
+                packed, fds = self._slots.pack(batch)
+                del batch
+            except Exception as error:
+                self._slots.abandon()
+                exhausted = isinstance(error, StopIteration) and not isinstance(self.maker, BatchMaker)
+                failure = None if exhausted else Failure.of(error)
+            after = dataset_state(self._setup.dataset, self.maker)
+        self._fresh = False
+        self._made += 1
+        counters, bad = self._report()
+        self._channel.send(Result(seq, packed, failure, exhausted, counters, bad, before, after), fds)
+        self._channel.flush(wait=True)
+
+    def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        idle, self._idle = {"idle.seconds": self._idle}, 0.0
+        if not isinstance(self.maker, BatchMaker):
+            return idle, []
+        bad, self.maker.bad = self.maker.bad, []
+        return self.maker.counters.drain() | idle, bad
