@@ -21,6 +21,7 @@ COMMANDS = [
     ["demo"],
     ["bench"],
     ["warm"],
+    ["plan"],
     ["cache"],
     ["cache", "info"],
     ["cache", "check"],
@@ -71,7 +72,7 @@ def test_help_says_what_it_does(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["demo"], ["bench"], ["warm"], ["cache", "info"], ["doctor"]], ids=" ".join
+    "command", [["demo"], ["bench"], ["warm"], ["plan"], ["cache", "info"], ["doctor"]], ids=" ".join
 )
 def test_every_command_takes_json(command: list[str]) -> None:
     assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", run(*command, "--help").stdout)

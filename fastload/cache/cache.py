@@ -32,7 +32,7 @@ from fastload.cache.writer import Item
 from fastload.errors import ArgumentError, CacheError
 from fastload.stats import Counters
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "parse_size"]
 
 Mode = Literal["raw", "shrunk", "decoded"]
 
@@ -81,7 +81,7 @@ class Cache:
         if mode not in get_args(Mode):
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
         self.mode: Mode = mode
-        self.size_limit = None if size_limit is None else _parse_size(size_limit)
+        self.size_limit = None if size_limit is None else parse_size(size_limit)
         self.short_side = _checked_int("short_side", short_side, 65535)
         self.quality = _checked_int("quality", quality, 100)
         try:
@@ -416,7 +416,8 @@ def _checked_int(name: str, value: int, top: int) -> int:
     return value
 
 
-def _parse_size(value: int | str) -> int:
+def parse_size(value: int | str) -> int:
+    """Bytes, from an int or from text such as "500GB" or "200MiB"."""
     size = None
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fastload
-from fastload.cli import bench, cache, demo, doctor, warm
+from fastload.cli import bench, cache, demo, doctor, plan, warm
 
 __all__ = ["app"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("warm")(warm.warm)
+app.command("plan")(plan.plan)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
 

@@ -1,0 +1,158 @@
+"""What `fastload plan` predicts: arithmetic on what a probe measured, no I/O.
+
+A sample's way has stages, each with a rate that it can sustain; the slowest one is the rate of all, and is
+named. With h the part of the samples that the cache has (it fills, then stops, so h = capacity / dataset):
+
+    connections   requests in flight / seconds per request / (1 - h)         Little's law
+    network       bytes per second / object bytes / (1 - h)                  where the probe met a ceiling
+    cores         cores / core-seconds per sample, of all that is done to it
+    workers       workers / core-seconds of what a worker's one decoding thread does
+    disk read     bytes per second / stored bytes / h
+    disk write    bytes per second / stored bytes / (the part that still fits)   while the cache is filled
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = [
+    "MODES",
+    "Data",
+    "Demand",
+    "Epoch",
+    "Mode",
+    "Node",
+    "Prediction",
+    "connections_needed",
+    "hit_rate",
+    "predict",
+    "predict_epoch",
+]
+
+MODES = ("raw", "shrunk", "decoded")
+RECORD_BYTES = 200  # header and padding of a record, and its place in the index
+WORKER_REQUESTS = 128
+NODE_REQUESTS = 1024
+
+
+@dataclass(frozen=True)
+class Data:
+    """The objects, and what a GET of one takes: seconds while nothing else is read, and core-seconds."""
+
+    objects: int
+    object_bytes: float
+    request_seconds: float
+    get_cpu: float
+    network: float | None = None  # bytes per second, where a ceiling was met
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A sample as the cache keeps it: bytes, and core-seconds to make it, to read it back, to train on it."""
+
+    stored_bytes: float
+    prepare_cpu: float
+    read_cpu: float
+    transform_cpu: float
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine: cores, worker processes, bytes for the cache, bytes per second of its disk if known."""
+
+    cores: int
+    workers: int
+    cache_bytes: float
+    disk_write: float | None = None
+    disk_read: float | None = None
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Samples per second of all GPUs together, and for how many epochs."""
+
+    rate: float
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch: samples per second of every stage, and of the loader as a whole."""
+
+    stages: dict[str, float]
+    rate: float
+    limit: str
+    requests: float
+    egress_bytes: float
+    connections: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A cache mode: bytes on disk for all samples, how many of them fit, and the epochs."""
+
+    disk_bytes: float
+    hit_rate: float
+    first: Epoch
+    later: Epoch
+    total_seconds: float
+
+
+def hit_rate(cache_bytes: float, objects: int, stored_bytes: float) -> float:
+    """The part of the samples that a cache of that size has from the second epoch on."""
+    return min(1.0, cache_bytes / (objects * (stored_bytes + RECORD_BYTES)))
+
+
+def connections_needed(rate: float, misses: float, request_seconds: float) -> int:
+    """Requests in flight that `rate` samples per second take, `misses` of which are read from the store."""
+    return math.ceil(rate * misses * request_seconds)
+
+
+def predict(data: Data, mode: Mode, node: Node, demand: Demand) -> Prediction:
+    """All of a run in one cache mode."""
+    hits = hit_rate(node.cache_bytes, data.objects, mode.stored_bytes)
+    first = predict_epoch(data, mode, node, demand, hits=0.0, filling=hits)
+    later = predict_epoch(data, mode, node, demand, hits=hits)
+    total = first.seconds + (demand.epochs - 1) * later.seconds
+    return Prediction(data.objects * (mode.stored_bytes + RECORD_BYTES), hits, first, later, total)
+
+
+def predict_epoch(
+    data: Data, mode: Mode, node: Node, demand: Demand, *, hits: float, filling: float = 0.0
+) -> Epoch:
+    """One epoch in which `hits` of the samples come from the cache, and `filling` of them go into it."""
+    stages = _stages(data, mode, node, hits, filling)
+    limit = min(stages, key=lambda name: stages[name])
+    rate = stages[limit]
+    misses = 1 - hits
+    used = min(rate, demand.rate)
+    return Epoch(
+        stages=stages,
+        rate=rate,
+        limit="GPUs" if demand.rate <= rate else limit,
+        requests=data.objects * misses,
+        egress_bytes=data.objects * misses * data.object_bytes,
+        connections=connections_needed(demand.rate, misses, data.request_seconds),
+        seconds=data.objects / used,
+    )
+
+
+def _stages(data: Data, mode: Mode, node: Node, hits: float, filling: float) -> dict[str, float]:
+    misses = 1 - hits
+    decoding = mode.transform_cpu + hits * mode.read_cpu
+    stages = {
+        "cores": node.cores / (decoding + misses * (data.get_cpu + mode.prepare_cpu)),
+        "workers": node.workers / decoding,
+    }
+    if misses:
+        in_flight = min(NODE_REQUESTS, WORKER_REQUESTS * node.workers)
+        stages["connections"] = in_flight / data.request_seconds / misses
+        if data.network is not None:
+            stages["network"] = data.network / data.object_bytes / misses
+    if hits and node.disk_read is not None:
+        stages["disk read"] = node.disk_read / mode.stored_bytes / hits
+    if filling and node.disk_write is not None:
+        stages["disk write"] = node.disk_write / mode.stored_bytes / filling
+    return stages

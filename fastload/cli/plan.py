@@ -1,0 +1,172 @@
+"""`fastload plan URL`: what training will be, from a probe of some hundred objects. The JSON document:
+
+{"command": "plan", "date", "machine": {...}, "versions": {...},
+ "settings": {"url", "cache_size", "gpus", "gpu_rate", "num_workers", "epochs", "size", "short_side",
+ "quality"},
+ "measured": {"objects", "object_bytes", "request_seconds", "get_cpu", "network", "probed", "disk_write",
+ "disk_read", "modes": {MODE: {"stored_bytes", "prepare_cpu", "read_cpu", "transform_cpu"}}},
+ "modes": {MODE: {"disk_bytes", "hit_rate", "total_seconds", "first": EPOCH, "later": EPOCH}},
+ "demand" (samples/s of the GPUs), "best" (MODE), "advice": [...], "assumptions": [...]}
+
+EPOCH = {"rate", "limit", "stages": {name: samples/s}, "requests", "egress_bytes", "connections", "seconds"}
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from fastload.cli._options import CORES, Anon, EndpointUrl, StorageOption, storage_options
+from fastload.cli._output import JsonOption, Output, answering, short_bytes
+
+__all__ = ["plan"]
+
+ADVICE = {
+    "GPUs": "the GPUs are the limit: nothing to gain here",
+    "cores": "the cores are the limit: use more of them, or a cache mode that leaves them less to do",
+    "workers": "the workers are the limit: raise --num-workers",
+    "connections": "round trips are the limit: more workers, a bucket that is closer, or a larger cache",
+    "network": "the store or the network is the limit: a larger cache, mode 'shrunk', or more bandwidth",
+    "disk read": "reading the disk is the limit: mode 'shrunk', or a faster SSD",
+    "disk write": "writing the disk is the limit in epoch 1, where fastload keeps less instead of waiting",
+}
+
+
+def plan(
+    url: Annotated[str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")],
+    cache_size: Annotated[str, typer.Option(metavar="SIZE", help="Disk for the cache: 500GB, 1.5TB, ...")],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine.")],
+    gpu_rate: Annotated[float, typer.Option(min=0.001, help="Images per second that one of them takes.")],
+    num_workers: Annotated[int, typer.Option(min=1, help="Worker processes.  [default: cores]")] = CORES,
+    epochs: Annotated[int, typer.Option(min=1, help="For the time of the whole training.")] = 90,
+    size: Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")] = 224,
+    short_side: Annotated[
+        int, typer.Option(min=1, help="shrunk, decoded: pixels of the shorter side.")
+    ] = 256,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="shrunk: JPEG quality.")] = 90,
+    objects: Annotated[int, typer.Option(min=16, help="How many to read for the probe.")] = 256,
+    cache_dir: Annotated[Path | None, typer.Option(help="On the cache's disk, to measure that.")] = None,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read some objects, and predict rates, cache hits, disk, requests, and what will be the limit."""
+    with answering(as_json) as output:
+        options = storage_options(storage_option, endpoint_url, anon)
+        from fastload.cache.cache import parse_size
+        from fastload.cli._model import Demand, Node
+        from fastload.cli._probe import probe_disk, probe_store
+
+        capacity = parse_size(cache_size)
+        disk = None if cache_dir is None else probe_disk(cache_dir)
+        kept = {"short_side": short_side, "quality": quality}
+        probe = probe_store(url, options, objects=objects, size=size, cache=kept)
+        node = Node(CORES, num_workers, capacity, *(disk or (None, None)))
+        document = _predict(probe, node, Demand(gpus * gpu_rate, epochs))
+        document["settings"] = {
+            "url": probe.url,
+            "cache_size": capacity,
+            "gpus": gpus,
+            "gpu_rate": gpu_rate,
+            "num_workers": num_workers,
+            "epochs": epochs,
+            "size": size,
+            **kept,
+        }
+        _print_report(document, output)
+        output.document(document)
+
+
+def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
+    """The model of every mode, and what follows from it."""
+    from fastload.cli._machine import describe_machine
+    from fastload.cli._model import predict
+
+    predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
+    best = min(predictions, key=lambda name: predictions[name].total_seconds)
+    measured = asdict(probe.data) | {"probed": probe.objects}
+    measured |= {"disk_write": node.disk_write, "disk_read": node.disk_read}
+    return {
+        "command": "plan",
+        **describe_machine(),
+        "measured": measured | {"modes": {name: asdict(mode) for name, mode in probe.modes.items()}},
+        "modes": {name: asdict(prediction) for name, prediction in predictions.items()},
+        "demand": demand.rate,
+        "best": best,
+        "advice": _advice(predictions[best], best, node),
+        "assumptions": _assumptions(probe, node),
+    }
+
+
+def _advice(prediction: Any, best: str, node: Any) -> list[str]:
+    advice = [f"mode '{best}' takes the least time"]
+    for name, epoch in (("epoch 1", prediction.first), ("later", prediction.later)):
+        advice.append(f"{name}: {ADVICE[epoch.limit]}")
+    if prediction.hit_rate < 1:
+        advice.append(
+            f"the cache will have {prediction.hit_rate:.0%} of the samples: for all of them it takes "
+            f"{short_bytes(prediction.disk_bytes)}, now it has {short_bytes(node.cache_bytes)}"
+        )
+    return advice
+
+
+def _assumptions(probe: Any, node: Any) -> list[str]:
+    disk = "measured" if node.disk_read is not None else "taken to be fast enough (--cache-dir measures it)"
+    network = "no ceiling was met" if probe.data.network is None else "the ceiling that the probe met"
+    server = (
+        "the store runs on this machine, and takes its CPU" if probe.server_here else "this process's CPU"
+    )
+    return [
+        f"{probe.objects} random objects stand for all {probe.data.objects:,}",
+        f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
+        f"network: {network}; disk: {disk}",
+        "the cache fills in epoch 1 and keeps what it has; 128 requests in flight a worker, 1,024 a node",
+    ]
+
+
+def _print_report(document: dict[str, Any], output: Output) -> None:
+    """One column a mode, then advice and assumptions."""
+    measured, modes, console = document["measured"], document["modes"], output.console
+    console.print(
+        f"{measured['objects']:,} images of {short_bytes(measured['object_bytes'])}; a GET takes "
+        f"{measured['request_seconds'] * 1000:.1f} ms and {measured['get_cpu'] * 1000:.2f} ms of a core; "
+        f"the GPUs take {document['demand']:,.0f} images/s",
+        soft_wrap=True,
+    )
+    table = Table(header_style="bold")
+    table.add_column("")
+    for name in modes:
+        table.add_column(name + (" *" if name == document["best"] else ""), justify="right")
+    for title, cell in _ROWS:
+        table.add_row(title, *(cell(measured["modes"][name], mode) for name, mode in modes.items()))
+    console.print(table)
+    for line in document["advice"]:
+        console.print(line, soft_wrap=True)
+    for line in document["assumptions"]:
+        console.print(f"assumed: {line}", style="dim", soft_wrap=True)
+
+
+def _rate(epoch: dict[str, Any]) -> str:
+    return f"{epoch['rate']:,.0f} ({epoch['limit']})"
+
+
+_ROWS: list[tuple[str, Any]] = [
+    ("bytes a sample", lambda cost, _: short_bytes(cost["stored_bytes"])),
+    ("decode + crop, ms of a core", lambda cost, _: f"{cost['transform_cpu'] * 1000:.2f}"),
+    ("disk for all", lambda _, mode: short_bytes(mode["disk_bytes"])),
+    ("from the cache, later", lambda _, mode: f"{mode['hit_rate']:.0%}"),
+    ("epoch 1, images/s (limit)", lambda _, mode: _rate(mode["first"])),
+    ("later, images/s (limit)", lambda _, mode: _rate(mode["later"])),
+    ("in flight for the GPUs, epoch 1", lambda _, mode: f"{mode['first']['connections']:,}"),
+    ("in flight for the GPUs, later", lambda _, mode: f"{mode['later']['connections']:,}"),
+    ("GETs, epoch 1", lambda _, mode: f"{mode['first']['requests']:,.0f}"),
+    ("GETs, later", lambda _, mode: f"{mode['later']['requests']:,.0f}"),
+    ("egress, epoch 1", lambda _, mode: short_bytes(mode["first"]["egress_bytes"])),
+    ("egress, later", lambda _, mode: short_bytes(mode["later"]["egress_bytes"])),
+    ("all epochs", lambda _, mode: f"{mode['total_seconds'] / 3600:,.2f} h"),
+]

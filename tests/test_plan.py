@@ -1,0 +1,225 @@
+"""`fastload plan`: the model is monotone and names the limit; the probe of a real S3 server makes sense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fastload.cli._app import app
+from fastload.cli._model import (
+    RECORD_BYTES,
+    Data,
+    Demand,
+    Mode,
+    Node,
+    connections_needed,
+    hit_rate,
+    predict,
+    predict_epoch,
+)
+from fastload.cli._photos import make_dataset
+from fastload.cli._s3 import delay_proxy, serve_s3
+
+IMAGES = 120
+# Figures as measured on 138 KB JPEGs, 20 ms away.
+DATA = Data(1_000_000, 138_000, 0.022, 0.0004)
+MODE = Mode(138_000, 0.0, 0.00002, 0.001)
+NODE = Node(8, 8, 1e12)
+DEMAND = Demand(3000, 10)
+
+
+def positive(least: float, most: float) -> Any:
+    return st.floats(least, most)
+
+
+datas = st.builds(
+    Data,
+    st.integers(1, 10**7),
+    positive(100, 1e7),
+    positive(1e-4, 2),
+    positive(1e-6, 1e-2),
+    st.none() | positive(1e6, 1e11),
+)
+modes = st.builds(Mode, positive(100, 1e7), positive(0, 1e-2), positive(0, 1e-2), positive(1e-6, 1e-2))
+disks = st.none() | positive(1e6, 1e11)
+nodes = st.builds(Node, st.integers(1, 256), st.integers(1, 256), positive(1, 1e14), disks, disks)
+demands = st.builds(Demand, positive(1, 1e6), st.integers(1, 100))
+
+
+# --- the model, by hand
+
+
+def test_the_stages_by_hand() -> None:
+    first = predict_epoch(DATA, MODE, NODE, DEMAND, hits=0)
+    assert first.stages == {
+        "cores": pytest.approx(8 / 0.0014),
+        "workers": pytest.approx(8 / 0.001),
+        "connections": pytest.approx(1024 / 0.022),
+    }
+    assert (first.limit, first.requests) == ("GPUs", 1_000_000)
+    assert first.connections == 66, "3,000 a second, 22 ms each"
+    later = predict_epoch(DATA, MODE, replace(NODE, disk_read=1e9), DEMAND, hits=0.5)
+    assert later.stages["cores"] == pytest.approx(8 / (0.001 + 0.00001 + 0.0002))
+    assert later.stages["disk read"] == pytest.approx(1e9 / 138_000 / 0.5)
+    assert later.egress_bytes == pytest.approx(138_000 * 500_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "node", "limit"),
+    [
+        (DATA, NODE, "cores"),
+        (DATA, replace(NODE, workers=1), "workers"),
+        (replace(DATA, request_seconds=2), NODE, "connections"),
+        (replace(DATA, network=1e8), NODE, "network"),
+        (DATA, replace(NODE, disk_write=1e8), "disk write"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_limit_is_named(data: Data, node: Node, limit: str) -> None:
+    assert predict(data, MODE, node, Demand(1e9)).first.limit == limit
+
+
+def test_a_cache_of_half_the_data_hits_half() -> None:
+    assert hit_rate(500 * (1000 + RECORD_BYTES), 1000, 1000) == 0.5
+    assert hit_rate(1e15, 1000, 1000) == 1
+    # An LRU cache of that size would hit 15 %: items come once an epoch, in random order.
+
+
+# --- the model, in general
+
+
+@given(data=datas, mode=modes, node=nodes, demand=demands)
+@settings(max_examples=150, deadline=None)
+def test_predictions_are_possible(data: Data, mode: Mode, node: Node, demand: Demand) -> None:
+    found = predict(data, mode, node, demand)
+    assert 0 < found.hit_rate <= 1
+    for epoch in (found.first, found.later):
+        assert 0 < epoch.rate == min(epoch.stages.values())
+        assert epoch.limit == "GPUs" or epoch.stages[epoch.limit] == epoch.rate < demand.rate
+        assert 0 <= epoch.requests <= data.objects
+        assert epoch.seconds >= data.objects / demand.rate * (1 - 1e-9)
+    assert found.first.requests == data.objects
+    assert found.later.requests == pytest.approx(data.objects * (1 - found.hit_rate))
+    assert found.total_seconds >= found.first.seconds
+
+
+@given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
+@settings(max_examples=150, deadline=None)
+def test_more_is_never_slower(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
+    before = predict(data, mode, node, demand)
+    more = [
+        replace(node, cores=node.cores * 2),
+        replace(node, workers=node.workers * 2),
+        replace(node, disk_read=node.disk_read and node.disk_read * factor),
+        replace(node, disk_write=node.disk_write and node.disk_write * factor),
+    ]
+    for bigger in more:
+        after = predict(data, mode, bigger, demand)
+        assert after.first.rate >= before.first.rate * (1 - 1e-9)
+        assert after.later.rate >= before.later.rate * (1 - 1e-9)
+        assert after.total_seconds <= before.total_seconds * (1 + 1e-9)
+
+
+@given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
+@settings(max_examples=150, deadline=None)
+def test_a_larger_cache_reads_less(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
+    before = predict(data, mode, node, demand)
+    after = predict(data, mode, replace(node, cache_bytes=node.cache_bytes * factor), demand)
+    assert after.hit_rate >= before.hit_rate
+    assert after.later.requests <= before.later.requests
+    assert after.later.connections <= before.later.connections
+    # And is not slower, where the disk is not what limits it and a read of it costs less than a GET.
+    assume(node.disk_read is None and mode.read_cpu == 0)
+    assert after.later.rate >= before.later.rate * (1 - 1e-9)
+
+
+@given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
+@settings(max_examples=150, deadline=None)
+def test_a_farther_store_is_never_faster(
+    data: Data, mode: Mode, node: Node, demand: Demand, factor: float
+) -> None:
+    before = predict(data, mode, node, demand)
+    farther = replace(data, request_seconds=data.request_seconds * factor, get_cpu=data.get_cpu * factor)
+    after = predict(farther, mode, node, demand)
+    assert after.first.rate <= before.first.rate * (1 + 1e-9)
+    assert after.first.connections >= before.first.connections
+
+
+@given(rate=positive(1, 1e6), misses=positive(0, 1), seconds=positive(1e-4, 10))
+def test_connections_by_littles_law(rate: float, misses: float, seconds: float) -> None:
+    needed = connections_needed(rate, misses, seconds)
+    assert needed / seconds >= rate * misses * (1 - 1e-9) > (needed - 1) / seconds * (1 - 1e-6) or needed == 0
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    root = tmp_path_factory.mktemp("s3")
+    make_dataset(root / "photos", IMAGES, classes=3)
+    (root / "photos" / "class_00" / "bad.jpg").write_bytes(b"no photo")
+    with serve_s3(root) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
+        options = {"key": server.key, "secret": server.secret, "endpoint_url": proxy.url}
+        words = [word for name, value in options.items() for word in ("--storage-option", f"{name}={value}")]
+        yield ["plan", "s3://photos", *words, "--gpus", "8", "--gpu-rate", "2500", "--num-workers", "2"]
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_plan(arguments: list[str], tmp_path: Path) -> None:
+    more = ["--cache-size", "2MB", "--cache-dir", str(tmp_path / "disk"), "--objects", "64", "--json"]
+    result = CliRunner().invoke(app, [*arguments, *more])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    measured, predicted = document["measured"], document["modes"]
+    assert measured["objects"] == IMAGES + 1
+    assert document["demand"] == 20_000
+    # Bounds that no noise reaches: 20 ms of delay, some decoding.
+    assert 0.02 <= measured["request_seconds"] < 1
+    assert 1e-5 < measured["get_cpu"] < 0.1
+    for mode in measured["modes"].values():
+        assert 1e-5 < mode["transform_cpu"] < 0.1
+    sizes = [measured["modes"][name]["stored_bytes"] for name in ("shrunk", "raw", "decoded")]
+    assert sizes == sorted(sizes)
+    assert measured["modes"]["decoded"]["stored_bytes"] == pytest.approx(256 * 341 * 3, rel=0.2)
+    assert measured["disk_write"] > 1e6 and measured["disk_read"] > 1e6
+    for mode in predicted.values():
+        assert 10 < mode["first"]["rate"] < 20_000
+        assert mode["first"]["limit"] != "GPUs"
+        assert 0 < mode["hit_rate"] < 1
+        assert mode["first"]["requests"] == IMAGES + 1
+        assert 400 <= mode["first"]["connections"] < 20_000
+        assert mode["later"]["connections"] < mode["first"]["connections"]
+    assert document["best"] in predicted
+    assert any("for all of them it takes" in line for line in document["advice"])
+    assert not list((tmp_path / "disk").iterdir()), "nothing is left on the disk"
+
+
+def test_plan_in_words(arguments: list[str]) -> None:
+    result = CliRunner().invoke(
+        app, [*arguments, "--cache-size", "1TB", "--objects", "32"], terminal_width=160
+    )
+    assert result.exit_code == 0, result.output
+    for word in ("shrunk", "decoded", "epoch 1", "in flight", "assumed: ", "the limit"):
+        assert word in result.stdout
+    for secret in (word.partition("=")[2] for word in arguments if word.startswith("secret=")):
+        assert secret not in result.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [("--cache-size", "much", "much"), ("--gpus", "0", "gpus"), ("--gpu-rate", "-1", "gpu-rate")],
+)
+def test_bad_arguments(option: str, value: str, says: str) -> None:
+    words = {"--cache-size": "1GB", "--gpus": "1", "--gpu-rate": "1"} | {option: value}
+    result = CliRunner().invoke(app, ["plan", "s3://x", *(word for pair in words.items() for word in pair)])
+    assert result.exit_code == 2
+    assert says in result.stderr
