@@ -101,7 +101,8 @@ def test_workers_say_it_once(photos: Path, tmp_path: Path) -> None:
     handler = logging.FileHandler(tmp_path / "log")
     logging.getLogger("fastload").addHandler(handler)
     try:
-        for _ in DataLoader(dataset, 4, num_workers=2):
+        # By fork, so that the workers have the handler.
+        for _ in DataLoader(dataset, 4, num_workers=2, multiprocessing_context="fork"):
             pass
     finally:
         logging.getLogger("fastload").removeHandler(handler)
