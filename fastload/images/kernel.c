@@ -162,9 +162,9 @@ end:
 static PyObject *jpeg_size(PyObject *self, PyObject *args) {
     PyObject *data;
     unsigned long long max_pixels;
-    int strict = false;
+    int strict;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OK|p", &data, &max_pixels, &strict)) return NULL;
+    if (!PyArg_ParseTuple(args, "OKp", &data, &max_pixels, &strict)) return NULL;
     Py_buffer view;
     if (get_file(data, &view) < 0) return NULL;
     const Limits limits = {max_pixels, strict};
