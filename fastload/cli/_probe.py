@@ -37,6 +37,7 @@ class Probe(NamedTuple):
     modes: dict[str, Mode]
     objects: int
     server_here: bool  # its CPU is ours too, and is counted
+    others: float  # cores that other processes kept busy meanwhile
 
 
 class Disk(NamedTuple):
@@ -63,10 +64,10 @@ def probe_store(
         deadline = time.monotonic() + SECONDS
         chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
         alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
-        here = _is_here(options)
+        here, others = _is_here(options), _busy_cores(0.2)
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
         list(dataset.warm(first))  # the client's start is not part of what a GET costs
-        get = _read_together(dataset, rest or chosen, deadline, here)
+        get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if raw.lookup(dataset._cache_key(index)) is not None][:DECODED]
         keys = [dataset._cache_key(index) for index in kept]
         payloads, read_cpu = _timed(lambda key: bytes(raw.read(key) or b""), keys)
@@ -76,7 +77,7 @@ def probe_store(
     data = Data(len(manifest), mean, alone, get.cpu / max(1, get.objects), network)
     scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # the chosen ones to all of them
     modes = _probe_modes(payloads, size, cache, read_cpu, scale)
-    return Probe(store.url, data, modes, len(chosen), here)
+    return Probe(store.url, data, modes, len(chosen), here, others)
 
 
 def _read_alone(store: Any, manifest: Manifest, indices: list[int], deadline: float) -> float:
@@ -99,9 +100,11 @@ class _Together(NamedTuple):
     own_cpu: float
 
 
-def _read_together(dataset: Any, indices: list[int], deadline: float, here: bool) -> _Together:
-    """Read through the window and into a cache, as training does."""
-    idle = _busy_cores(0.2) if here else 0.0
+def _read_together(dataset: Any, indices: list[int], deadline: float, others: float | None) -> _Together:
+    """Read through the window and into a cache, as training does.
+
+    With `others`, the cores that are busy anyway, all other CPU is the store's, and counts as well.
+    """
     machine, own, start = _machine_cpu(), time.process_time(), time.perf_counter()
     done = read = 0
     for warmed in dataset.warm(indices):
@@ -112,7 +115,7 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, here: bool
     if not done:
         raise StoreError("none of the objects of the probe could be read", stage="get")
     seconds, own_cpu = time.perf_counter() - start, time.process_time() - own
-    cpu = max(own_cpu, _machine_cpu() - machine - idle * seconds) if here else own_cpu
+    cpu = own_cpu if others is None else max(own_cpu, _machine_cpu() - machine - others * seconds)
     return _Together(done, read, seconds, cpu, own_cpu)
 
 

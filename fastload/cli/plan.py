@@ -4,7 +4,8 @@
  "settings": {"url", "cache_size", "gpus", "gpu_rate", "num_workers", "epochs", "size", "short_side",
  "quality"},
  "measured": {"objects", "object_bytes", "request_seconds", "get_cpu", "network", "probed", "disk_write",
- "disk_read", "modes": {MODE: {"stored_bytes", "prepare_cpu", "read_cpu", "transform_cpu"}}},
+ "disk_read", "others_busy_cores",
+ "modes": {MODE: {"stored_bytes", "prepare_cpu", "read_cpu", "transform_cpu"}}},
  "modes": {MODE: {"disk_bytes", "hit_rate", "total_seconds", "first": EPOCH, "later": EPOCH}},
  "demand" (samples/s of the GPUs), "best" (MODE), "advice": [...], "assumptions": [...]}
 
@@ -90,7 +91,11 @@ def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
     predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
     best = min(predictions, key=lambda name: predictions[name].total_seconds)
     measured = asdict(probe.data) | {"probed": probe.objects}
-    measured |= {"disk_write": node.disk_write, "disk_read": node.disk_read}
+    measured |= {
+        "others_busy_cores": round(probe.others, 2),
+        "disk_write": node.disk_write,
+        "disk_read": node.disk_read,
+    }
     return {
         "command": "plan",
         **describe_machine(),
@@ -123,6 +128,7 @@ def _assumptions(probe: Any, node: Any) -> list[str]:
     )
     return [
         f"{probe.objects} random objects stand for all {probe.data.objects:,}",
+        f"the machine is ours: now, others keep {probe.others:.1f} of its {node.cores} cores busy",
         f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
         f"network: {network}; disk: {disk}",
         "the cache fills in epoch 1 and keeps what it has; 128 requests in flight a worker, 1,024 a node",
