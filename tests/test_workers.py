@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from torch.utils.data import default_collate
 from fastload import DataLoader
 from fastload.errors import WorkerError
 from fastload.slots import SlotMap, SlotPool
-from fastload.workers import WorkerPool
 from tests.loaderdata import (
     At,
     FormatsItself,
@@ -63,7 +63,20 @@ def run(body: str, **options: Any) -> str:
 
 
 def ended_within(processes: list[psutil.Process], seconds: float) -> bool:
-    return not psutil.wait_procs(processes, timeout=seconds)[1]
+    """Whether they are gone, or dead and only not yet collected by the fork server that started them."""
+    deadline = time.monotonic() + seconds
+    while any(_runs(process) for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # --- samples and errors ------------------------------------------------------------------------------------
@@ -195,8 +208,9 @@ def test_a_death_is_reported_at_once() -> None:
     assert _time_to_report(_sleepy()) < 1
 
 
-def test_a_death_is_reported_without_end_of_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some other process holds the worker's end of the socket: then the look at the processes finds it."""
+@pytest.fixture
+def no_end_of_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Some other process holds the workers' ends of their sockets, so their deaths are no end-of-file."""
     from fastload.channel import Channel
 
     kept: list[Any] = []
@@ -208,17 +222,23 @@ def test_a_death_is_reported_without_end_of_file(monkeypatch: pytest.MonkeyPatch
         return ours, theirs
 
     monkeypatch.setattr(Channel, "pair", classmethod(leaky))
-    try:
-        assert _time_to_report(_sleepy()) < 2
-    finally:
-        for sock in kept:
-            sock.close()
+    yield
+    for sock in kept:
+        sock.close()
 
 
-def test_twin_without_both_guards_a_death_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerPool, "_obituary", lambda self, worker: TimeoutError("guard"))
-    with pytest.raises(TimeoutError, match="guard"):
-        list(DataLoader(Numbers(8, At(3, "kill")), num_workers=2))
+def test_a_death_is_reported_without_end_of_file(no_end_of_file: None) -> None:
+    assert _time_to_report(_sleepy()) < 2
+
+
+def test_twin_without_both_guards_a_death_is_not_reported(
+    no_end_of_file: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr("multiprocessing.process.BaseProcess.is_alive", lambda self: True)
+        with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+            list(DataLoader(Numbers(8, At(3, "kill")), num_workers=2, timeout=2))
 
 
 def test_persistent_workers_start_again_after_a_death() -> None:
@@ -279,7 +299,7 @@ def test_workers_end_with_their_trainer(context: str, signal_number: int, tmp_pa
     start = time.monotonic()
     trainer.send_signal(signal_number)
     assert ended_within(workers, 10)
-    assert time.monotonic() - start < 4  # measured: 0.02
+    assert time.monotonic() - start < 2
     trainer.communicate(timeout=10)
 
 
@@ -293,11 +313,11 @@ def test_ctrl_c(times: int) -> None:
     for _ in range(times):
         os.killpg(trainer.pid, signal.SIGINT)
     _, err = trainer.communicate(timeout=30)
-    assert (
-        time.monotonic() - start < 12
-    )  # measured: 5.3, the grace of a worker that sleeps; 0.4 with a second
+    assert time.monotonic() - start < 12
     assert trainer.returncode == -signal.SIGINT
-    assert err.count("Traceback") == 1 and err.rstrip().endswith("KeyboardInterrupt")
+    # The second Ctrl-C may find the trainer ending its workers; no worker says anything.
+    assert 1 <= err.count("Traceback") <= times and err.rstrip().endswith("KeyboardInterrupt")
+    assert "Process-" not in err
     assert ended_within(workers, 5)
     os.close(master)
     os.close(slave)
