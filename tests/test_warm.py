@@ -30,7 +30,10 @@ IMAGES = 60
 CLASSES = 3
 DELAY = 0.005
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
 
 
 class Bucket:
@@ -119,13 +122,23 @@ def test_a_bad_object_is_reported_and_skipped(bucket: Bucket, tmp_path: Path) ->
     assert "DecodeError" in failure["error"] and "HTML" in failure["error"]
 
 
-def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path, workers: int) -> None:
     before = bucket.gets()
-    code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", 0)
+    code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)
     assert (code, document["full"]) == (0, True)
     assert document["stored"] + document["left"] == IMAGES and 0 < document["stored"] < IMAGES / 2
     assert document["cache"]["bytes"] <= 2_000_000
+    assert document["cache"]["entries"] == document["stored"], (
+        "also what was dropped at the last moment is left"
+    )
     assert bucket.gets() - before <= IMAGES
+    again = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)[1]
+    assert [again[name] for name in ("skipped", "left", "full")] == [
+        document["stored"],
+        document["left"],
+        True,
+    ]
 
 
 def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:

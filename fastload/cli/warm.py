@@ -2,7 +2,7 @@
 
 {"command": "warm", "date", "machine": {...}, "versions": {...},
  "settings": {"url", "cache", "mode", "short_side", "quality", "size_limit", "num_workers", "shard": [i, n]},
- "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not looked at),
+ "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not in the cache),
  "full", "interrupted", "failures": [{"key", "error"}, ...] (the first), "read_bytes", "seconds",
  "objects_per_second", "megabytes_per_second", "listing_seconds", "cache": {"entries", "bytes"}}
 """
@@ -103,6 +103,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.stored: list[int] = []
         self.read_bytes = 0
         self.failures: list[tuple[int, str]] = []
         self.start = time.perf_counter()
@@ -115,6 +116,8 @@ class Tally:
     def add(self, warmed: Any) -> None:
         self.outcomes[warmed.outcome] += 1
         self.read_bytes += warmed.size
+        if warmed.outcome == "stored":
+            self.stored.append(warmed.sample)
         if warmed.outcome == "failed" and len(self.failures) < FAILURES_SHOWN:
             self.failures.append((warmed.sample, warmed.error))
 
@@ -145,9 +148,10 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
         except KeyboardInterrupt:
             interrupted = True
     seconds = time.perf_counter() - tally.start
-    # Here, where the workers have written what they had.
+    if tally.outcomes["full"]:
+        _recount(dataset, samples, tally)
+    counts, left = tally.outcomes, len(samples) - tally.done
     info = dataset.cache.info()
-    counts = tally.outcomes
     return {
         "command": "warm",
         **describe_machine(),
@@ -163,7 +167,7 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
         "stored": counts["stored"],
         "skipped": counts["present"],
         "failed": counts["failed"],
-        "left": len(samples) - tally.done,
+        "left": left,
         "full": counts["full"] > 0,
         "interrupted": interrupted,
         "failures": [{"key": dataset.key(sample), "error": error} for sample, error in tally.failures],
@@ -173,6 +177,16 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
         "megabytes_per_second": round(tally.read_bytes / seconds / 1e6, 2),
         "cache": {"entries": info["entries"], "bytes": info["bytes"]},
     }
+
+
+def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
+    """Look for every sample: the last records queued were dropped, and not all samples were looked at."""
+
+    def kept(sample: Any) -> bool:
+        return dataset.cache.lookup(dataset._cache_key(int(sample))) is not None
+
+    tally.outcomes["stored"] = sum(map(kept, tally.stored))
+    tally.outcomes["present"] = sum(map(kept, samples)) - tally.outcomes["stored"]
 
 
 def _follow(loader: Any, tally: Tally, bar: Bar) -> None:
