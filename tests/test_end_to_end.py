@@ -210,10 +210,11 @@ TRAINER = """
 """
 
 
-def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [5, pytest.param(20, marks=pytest.mark.stress)])
+def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path, rounds: int) -> None:
     """kill -9 of the trainer: good entries are kept, no bad sample is served, nothing is left behind."""
     cache = tmp_path / "cache"
-    rng = random.Random(0)
+    rng = random.Random(rounds)
     command = [
         sys.executable,
         "-c",
@@ -223,7 +224,7 @@ def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path) -
         *bucket.options.values(),
     ]
     entries = 0
-    for _ in range(20):
+    for _ in range(rounds):
         trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "start\n"
