@@ -21,6 +21,7 @@ from fastload.cli._model import (
     Mode,
     Node,
     connections_needed,
+    cores_left,
     hit_rate,
     predict,
     predict_epoch,
@@ -85,6 +86,10 @@ def test_the_stages_by_hand() -> None:
 )
 def test_the_limit_is_named(data: Data, node: Node, limit: str) -> None:
     assert predict(data, MODE, node, Demand(1e9)).first.limit == limit
+
+
+def test_other_processes_take_their_cores() -> None:
+    assert [cores_left(8, others) for others in (0, 1.5, 6)] == [8, 6.5, 4]
 
 
 def test_a_cache_of_half_the_data_hits_half() -> None:

@@ -134,11 +134,8 @@ def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path, workers: int) -> N
     )
     assert bucket.gets() - before <= IMAGES
     again = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)[1]
-    assert [again[name] for name in ("skipped", "left", "full")] == [
-        document["stored"],
-        document["left"],
-        True,
-    ]
+    assert (again["skipped"], again["full"]) == (document["stored"], True)
+    assert again["stored"] + again["left"] == document["left"], "a smaller object may have found room"
 
 
 def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:

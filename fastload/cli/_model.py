@@ -25,6 +25,7 @@ __all__ = [
     "Node",
     "Prediction",
     "connections_needed",
+    "cores_left",
     "hit_rate",
     "predict",
     "predict_epoch",
@@ -59,9 +60,12 @@ class Mode:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine: cores, worker processes, bytes for the cache, bytes per second of its disk if known."""
+    """One machine: cores, worker processes, bytes for the cache, bytes per second of its disk if known.
 
-    cores: int
+    `cores` are those that other processes leave us.
+    """
+
+    cores: float
     workers: int
     cache_bytes: float
     disk_write: float | None = None
@@ -98,6 +102,12 @@ class Prediction:
     first: Epoch
     later: Epoch
     total_seconds: float
+
+
+def cores_left(cores: int, others: float) -> float:
+    """What is left of the cores to a loader where other processes keep `others` busy: half of them at least,
+    since the kernel is fair."""
+    return max(cores - others, cores / 2)
 
 
 def hit_rate(cache_bytes: float, objects: int, stored_bytes: float) -> float:

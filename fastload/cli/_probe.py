@@ -64,7 +64,7 @@ def probe_store(
         deadline = time.monotonic() + SECONDS
         chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
         alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
-        here, others = _is_here(options), _busy_cores(0.2)
+        here, others = _is_here(options), _busy_cores(0.5)
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
         list(dataset.warm(first))  # the client's start is not part of what a GET costs
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)

@@ -60,14 +60,14 @@ def plan(
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
         from fastload.cache.cache import parse_size
-        from fastload.cli._model import Demand, Node
+        from fastload.cli._model import Demand, Node, cores_left
         from fastload.cli._probe import probe_disk, probe_store
 
         capacity = parse_size(cache_size)
         disk = None if cache_dir is None else probe_disk(cache_dir)
         kept = {"short_side": short_side, "quality": quality}
         probe = probe_store(url, options, objects=objects, size=size, cache=kept)
-        node = Node(CORES, num_workers, capacity, *(disk or (None, None)))
+        node = Node(cores_left(CORES, probe.others), num_workers, capacity, *(disk or (None, None)))
         document = _predict(probe, node, Demand(gpus * gpu_rate, epochs))
         document["settings"] = {
             "url": probe.url,
@@ -128,7 +128,7 @@ def _assumptions(probe: Any, node: Any) -> list[str]:
     )
     return [
         f"{probe.objects} random objects stand for all {probe.data.objects:,}",
-        f"the machine is ours: now, others keep {probe.others:.1f} of its {node.cores} cores busy",
+        f"other processes keep {probe.others:.1f} of {CORES} cores busy, and go on so",
         f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
         f"network: {network}; disk: {disk}",
         "the cache fills in epoch 1 and keeps what it has; 128 requests in flight a worker, 1,024 a node",
