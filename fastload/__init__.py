@@ -1,6 +1,6 @@
 """fastload: a drop-in torch DataLoader over object stores, with a first-epoch cache on local SSD.
 
-    from fastload import DataLoader, ImageFolder
+from fastload import DataLoader, ImageFolder
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
       among themselves. Its SSD then has to hold 1 / num_nodes of the data, and the store is read once per
       cluster. The shares depend on the dataset's length and num_nodes only, and are those of `fastload warm`.
       What it costs: a batch of one node is drawn from that node's samples. Nguyen et al., "Why Globally
-      Re-shuffle?" (IPDPS 2022), trained with local shuffles on up to 2,048 GPUs: where shares are small,
-      accuracy can suffer, and exchanging a part of the samples each epoch kept that of the global shuffle.
-      For that there is `exchange`: each epoch, this fraction of every node's samples, drawn anew, is read by
+      Re-shuffle?" (IPDPS 2022), report that exchanging a part of the samples each epoch kept the accuracy of
+      the global shuffle up to 2,048 GPUs. For that there is `exchange`: each
+      epoch, this fraction of every node's samples, drawn anew, is read by
       another node (from the store: as many GETs per epoch, unless its cache has room for them too).
 
     Args:

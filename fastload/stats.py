@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import ClassVar
 
 __all__ = ["Counters", "verdict"]
 
@@ -30,7 +31,7 @@ class Counters:
     Pickles as an empty set. Threads may share it.
     """
 
-    _all: weakref.WeakSet[Counters] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[Counters]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -84,7 +85,8 @@ os.register_at_fork(after_in_child=_forked)
 _ADVICE = {
     "get": "the store: reading objects. A cache, more connections or a closer bucket would help",
     "cache": "the cache: reading records from disk. A faster SSD or mode 'shrunk' would help",
-    "decode": "decoding and transforming samples. More workers, or a cache in mode 'shrunk' or 'decoded', would help",
+    "decode": "decoding and transforming samples. More workers, or a cache in mode 'shrunk' or 'decoded', "
+    "would help",
     "collate": "collating batches. More workers would help",
 }
 
@@ -92,8 +94,8 @@ _ADVICE = {
 def verdict(counters: Mapping[str, float]) -> str:
     """One sentence: who is the limit, and what would help.
 
-    The consumer is, where the workers waited for it longer than it waited for them; otherwise the stage in which
-    the workers spent most of their time.
+    The consumer is, where the workers waited for it longer than it waited for them; otherwise the stage in
+    which the workers spent most of their time.
     """
     if not counters.get("wait.batches"):
         return "nothing was loaded yet"

@@ -68,7 +68,7 @@ def no_leaks() -> Iterator[None]:
 def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers start by torch's default method, as in a trainer of one's own.
 
-    Other tests of this process have used the store's client, after which workers start by forkserver. Only for
-    tests whose workers never touch a store: theirs would hang.
+    Other tests of this process have used the store's client, after which workers start by forkserver. Only
+    for tests whose workers never touch a store: theirs would hang.
     """
     monkeypatch.setattr("fastload.store.native_client_used", lambda: False)

@@ -162,7 +162,7 @@ def test_objects_that_changed_or_vanished_since_the_listing(tmp_path: Path, num_
         (tmp_path / name).write_bytes(name.encode() * 1000)
     dataset = ObjectDataset(str(tmp_path))
     (tmp_path / "c").write_bytes(b"C" * 1000)
-    with pytest.raises(FastloadError, match="'c'.*changed"):
+    with pytest.raises(FastloadError, match=r"'c'.*changed"):
         list(DataLoader(dataset, 2, num_workers=num_workers, collate_fn=keep))
     (tmp_path / "c").unlink()
     with pytest.raises(NotFoundError, match="'c'"):
@@ -203,7 +203,8 @@ TRAINER = """
     import sys
     from fastload import DataLoader, ObjectDataset
     url, cache, endpoint, key, secret = sys.argv[1:]
-    dataset = ObjectDataset(url, cache=cache, storage_options=dict(endpoint_url=endpoint, key=key, secret=secret))
+    options = dict(endpoint_url=endpoint, key=key, secret=secret)
+    dataset = ObjectDataset(url, cache=cache, storage_options=options)
     print("start", flush=True)
     for batch in DataLoader(dataset, 4, shuffle=True, num_workers=2, collate_fn=lambda samples: samples):
         print(len(batch), flush=True)
@@ -234,7 +235,7 @@ def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path, r
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
         trainer.stdout.close()
-        gone, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, f"workers outlived the trainer: {alive}"
         with closing(Cache(cache)) as opened:
             report = opened.check()
