@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _PATIENCE = 10.0  # seconds that processes, threads and descriptors have to go away
 

@@ -10,6 +10,7 @@ import itertools
 import multiprocessing
 import pickle
 import re
+import signal
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,6 +57,8 @@ def outcome(body: Body, loader_class: Any) -> tuple[Any, list[str]]:
         except Exception as error:
             value = told(error)
             if loader_class is torch.utils.data.DataLoader:
+                # Else torch's handler may raise for them, in whatever runs when they die.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for worker in multiprocessing.active_children():
                     worker.terminate()  # torch's iterator often waits 10 s for them when an error ends it
     gc.collect()
