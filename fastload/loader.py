@@ -365,6 +365,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             self._turn.clear()
+        if not self._turn:
             for every in range(self._num_workers):
                 self._pool.finish(every)
             return False
