@@ -7,10 +7,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-import itertools
 import multiprocessing
 import time
 import weakref
@@ -25,10 +22,10 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
-from fastload.collate import BatchMaker
 from fastload.errors import ArgumentError
+from fastload.in_process import InProcessIterator
 from fastload.rows import as_rows
-from fastload.state import LoaderState, Progress, dataset_state, kept_globals, resume_fetcher
+from fastload.state import LoaderState, Progress
 from fastload.stats import Counters, verdict
 from fastload.workers import Result, WorkerPool, WorkerSetup
 
@@ -115,13 +112,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Any:
         with self._state.starting(self) as positions:
             iterator = super().__iter__()
-        if isinstance(iterator, _InProcessIterator):
+        if isinstance(iterator, InProcessIterator):
             iterator.take_up(positions)
         return iterator
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
-            return _InProcessIterator(self)
+            return InProcessIterator(self)
         self.check_worker_number_rationality()
         return _WorkerIterator(self)
 
@@ -180,89 +177,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "verdict": verdict(counters),
         }
 
+    # --- what both kinds of iterator ask
 
-class _InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
-    """`num_workers=0`: the same path in this process, with the same fetch window."""
+    def _samples_seed(self, base_seed: Any) -> int:
+        """Of the samples' randomness, in an epoch whose base seed is this."""
+        return int(base_seed if self.seed is None else self.seed)
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._coming: deque[Any] = deque()
-        self._maker: BatchMaker | None = None
-        self._ahead = 0
-        self._progress = loader._state.begin(loader, late_seed=True)
-        super().__init__(loader)
-        loader._state.started(loader, self, self._progress)
-        self._loader = loader
-        self._counters, self._bad = loader._counters, loader._bad
-        if self._dataset_kind == torch_dataloader._DatasetKind.Map:
-            self._dataset_fetcher = self._maker = BatchMaker(
-                self._dataset,
-                collate_fn=self._collate_fn,
-                auto_collation=self._auto_collation,
-                on_error=loader.on_error,
-                seeded=loader.seed is not None,
-                allocate=lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype),
-            )
-            self._maker.start_epoch(_seed(loader, self), self._progress.epoch)
-            if as_rows(self._dataset) is not None:
-                self._ahead = _batches_ahead(loader, 2)
+    def _samples_per_batch(self) -> int:
+        """How many samples of an iterable dataset make a batch."""
+        return self.batch_size or 1
 
-    def take_up(self, positions: list[dict[str, Any]] | None) -> None:
-        """Go to the place in an iterable dataset that was loaded, and note where that is."""
-        if self._maker is None and positions is not None:
-            resume_fetcher(self._dataset_fetcher, positions[0], _batch_size(self._loader))
-        self._progress.began(state=self._dataset_state())
-
-    def _dataset_state(self) -> Any:
-        return copy.deepcopy(dataset_state(self._dataset, self._dataset_fetcher))
-
-    def _next_index(self) -> Any:
-        """The next index batch, those after it announced to the dataset."""
-        for index in itertools.islice(self._sampler_iter, 1 + self._ahead - len(self._coming)):
-            if self._maker is not None and self._ahead:
-                self._maker.prefetch(index)
-            self._coming.append(index)
-        if not self._coming:
-            if self._maker is not None:
-                self._maker.flush_cache()  # a dataset that is not read ahead shows its last batch only now
-            raise StopIteration
-        return self._coming.popleft()
-
-    def _next_data(self) -> Any:
-        try:
-            data = self._read_next()
-        except StopIteration:
-            self._progress.ended(state=self._dataset_state())
-            self._progress.finish()
-            raise
-        except Exception:
-            self._progress.handed_out(state=self._dataset_state())
-            raise
-        self._progress.handed_out(state=self._dataset_state())
-        return data
-
-    def _read_next(self) -> Any:
-        if self._maker is None:
-            return super()._next_data()  # type: ignore[no-untyped-call]
-        index = self._next_index()
-        start = time.perf_counter()
-        # A seed sets the generators for each sample, and here they are the trainer's.
-        with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
-            data = self._maker(index)
-        if self._ahead and not self._coming:
-            self._maker.flush_cache()
-        if self._pin_memory:
-            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._counters.add("wait.seconds", time.perf_counter() - start)
-        self._counters.add("wait.batches")
-        self._counters.merge(self._maker.counters.drain())
-        self._bad.extend(self._maker.bad)
-        self._maker.bad.clear()
-        return data
-
-    def __del__(self) -> None:
-        if self._maker is not None:
-            for index in self._coming:
-                self._maker.cancel(index)
+    def _batches_ahead(self, least: int) -> int:
+        """How many index batches are announced in advance, where the dataset can read ahead."""
+        size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
+        return max(least, -(-_READ_AHEAD // size))
 
 
 class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
@@ -281,7 +209,7 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         readable = as_rows(self._dataset) is not None
-        self._ahead = _batches_ahead(loader, loader.prefetch_factor) if readable else loader.prefetch_factor
+        self._ahead = loader._batches_ahead(loader.prefetch_factor) if readable else loader.prefetch_factor
         self._sent = 0  # sequence number of the next index batch
         self._arrived: dict[int, tuple[int, Result]] = {}
         self._owner: dict[int, int] = {}  # batches that are due: sequence number -> worker
@@ -303,7 +231,9 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._discard(*self._arrived.pop(seq))
         self._owner.clear()
         self._first = self._sent
-        self._pool.start_epoch(self._sent, _seed(loader, self), self._progress.epoch, self._shared_seed)
+        self._pool.start_epoch(
+            self._sent, loader._samples_seed(self._base_seed), self._progress.epoch, self._shared_seed
+        )
         self._turn = deque(range(self._num_workers))
         self._turn.rotate(-self._progress.next_worker)
         for _ in range(self._ahead * self._num_workers):
@@ -427,12 +357,6 @@ class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._shutdown_workers()
 
 
-def _batches_ahead(loader: DataLoader[Any], least: int) -> int:
-    """How many index batches a worker is told of in advance, where the dataset can read ahead."""
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    return max(least, -(-_READ_AHEAD // size))
-
-
 def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:
     init = loader.worker_init_fn
     if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
@@ -450,19 +374,9 @@ def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:
         base_seed=int(iterator._base_seed),
         on_error=loader.on_error,
         seeded=loader.seed is not None,
-        batch_size=_batch_size(loader),
+        batch_size=loader._samples_per_batch(),
         positions=loader._state.worker_positions(),
     )
-
-
-def _seed(loader: DataLoader[Any], iterator: Any) -> int:
-    """Of the samples' randomness."""
-    return int(iterator._base_seed if loader.seed is None else loader.seed)
-
-
-def _batch_size(loader: DataLoader[Any]) -> int:
-    """How many samples of an iterable dataset make a batch."""
-    return loader.batch_size or 1
 
 
 def _context(loader: DataLoader[Any]) -> Any:

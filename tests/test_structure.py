@@ -30,7 +30,8 @@ MAY_IMPORT = {
     "slots": {"channel", "errors"},
     "workers": {"channel", "collate", "slots", "state", "stats", "errors"},
     "state": {"errors", "sampler"},
-    "loader": {"store", "collate", "rows", "workers", "sampler", "state", "stats", "errors"},
+    "in_process": {"collate", "rows", "state"},
+    "loader": {"store", "in_process", "rows", "workers", "state", "stats", "errors"},
     "cli": {"errors", "stats", "images", "cache", "store", "manifest"},
 }
 

@@ -1,0 +1,104 @@
+"""`num_workers=0`: the path from sampler to batch without a worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch.utils.data import dataloader as torch_dataloader
+from torch.utils.data._utils import pin_memory as torch_pin_memory
+
+from fastload.collate import BatchMaker
+from fastload.rows import as_rows
+from fastload.state import dataset_state, kept_globals, resume_fetcher
+
+__all__ = ["InProcessIterator"]
+
+
+class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
+    """The same path as with workers, in the trainer's process and with the same fetch window."""
+
+    def __init__(self, loader: Any) -> None:
+        self._coming: deque[Any] = deque()
+        self._maker: BatchMaker | None = None
+        self._ahead = 0
+        self._progress = loader._state.begin(loader, late_seed=True)
+        super().__init__(loader)
+        loader._state.started(loader, self, self._progress)
+        self._loader = loader
+        self._counters, self._bad = loader._counters, loader._bad
+        if self._dataset_kind == torch_dataloader._DatasetKind.Map:
+            self._dataset_fetcher = self._maker = BatchMaker(
+                self._dataset,
+                collate_fn=self._collate_fn,
+                auto_collation=self._auto_collation,
+                on_error=loader.on_error,
+                seeded=loader.seed is not None,
+                allocate=lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype),
+            )
+            self._maker.start_epoch(loader._samples_seed(self._base_seed), self._progress.epoch)
+            if as_rows(self._dataset) is not None:
+                self._ahead = loader._batches_ahead(2)
+
+    def take_up(self, positions: list[dict[str, Any]] | None) -> None:
+        """Go to the place in an iterable dataset that was loaded, and note where that is."""
+        if self._maker is None and positions is not None:
+            resume_fetcher(self._dataset_fetcher, positions[0], self._loader._samples_per_batch())
+        self._progress.began(state=self._dataset_state())
+
+    def _dataset_state(self) -> Any:
+        return copy.deepcopy(dataset_state(self._dataset, self._dataset_fetcher))
+
+    def _next_index(self) -> Any:
+        """The next index batch, those after it announced to the dataset."""
+        for index in itertools.islice(self._sampler_iter, 1 + self._ahead - len(self._coming)):
+            if self._maker is not None and self._ahead:
+                self._maker.prefetch(index)
+            self._coming.append(index)
+        if not self._coming:
+            if self._maker is not None:
+                self._maker.flush_cache()  # a dataset that is not read ahead shows its last batch only now
+            raise StopIteration
+        return self._coming.popleft()
+
+    def _next_data(self) -> Any:
+        try:
+            data = self._read_next()
+        except StopIteration:
+            self._progress.ended(state=self._dataset_state())
+            self._progress.finish()
+            raise
+        except Exception:
+            self._progress.handed_out(state=self._dataset_state())
+            raise
+        self._progress.handed_out(state=self._dataset_state())
+        return data
+
+    def _read_next(self) -> Any:
+        if self._maker is None:
+            return super()._next_data()  # type: ignore[no-untyped-call]
+        index = self._next_index()
+        start = time.perf_counter()
+        # A seed sets the generators for each sample, and here they are the trainer's.
+        with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
+            data = self._maker(index)
+        if self._ahead and not self._coming:
+            self._maker.flush_cache()
+        if self._pin_memory:
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        self._counters.add("wait.seconds", time.perf_counter() - start)
+        self._counters.add("wait.batches")
+        self._counters.merge(self._maker.counters.drain())
+        self._bad.extend(self._maker.bad)
+        self._maker.bad.clear()
+        return data
+
+    def __del__(self) -> None:
+        if self._maker is not None:
+            for index in self._coming:
+                self._maker.cancel(index)
