@@ -227,6 +227,25 @@ def test_gets_are_counted_exactly(tmp_path: Path) -> None:
     assert after.bytes_down > sum(map(len, bodies))
 
 
+def test_ranges_are_ranges(tmp_path: Path) -> None:
+    """What rclone sends under status 200 is 206 behind the proxy, and a whole object stays 200."""
+    with served(tmp_path, 0.002) as (server, proxy, client):
+        body = (tmp_path / "b" / "x" / "7").read_bytes()
+        for _ in range(2):
+            answer = client.get_object(Bucket="b", Key="x/7", Range="bytes=10-29")
+            assert answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+            assert answer["Body"].read() == body[10:30]
+            answer = client.get_object(Bucket="b", Key="x/7")
+            assert answer["ResponseMetadata"]["HTTPStatusCode"] == 200
+            assert answer["Body"].read() == body
+        store = fastload.open_store("s3://b", **{**server.options, "endpoint_url": proxy.url})
+        before = proxy.counts()
+        assert bytes(store.read_range("x/7", 10, 30)) == body[10:30]
+        after = proxy.counts()
+        assert after.object_gets == before.object_gets + 1, "one request, no second one for the whole object"
+        assert after.bytes_down - before.bytes_down < 2000
+
+
 def test_the_server_asks_for_its_key(tmp_path: Path) -> None:
     with served(tmp_path, 0) as (server, _, _):
         assert server.secret not in repr(server)

@@ -19,8 +19,8 @@ import numpy as np
 import psutil
 import pytest
 from faultserver import LIST, Fault, FaultServer
-from s3server import S3Server
 
+from fastload.cli._s3 import serve_s3
 from fastload.errors import NotFoundError, StoreError
 from fastload.manifest import Manifest, child, listing
 from fastload.store import open_store
@@ -336,7 +336,7 @@ def _run(body: str, server: Any, client: str = "", *, timeout: float = 60) -> li
 @pytest.mark.parametrize("client", ["", "s3fs"])
 def test_the_listing_leaves_this_process_fork_safe(client: str, tree: Path, tmp_path: Path) -> None:
     tree.rename(tmp_path / "bucket")
-    with S3Server(tmp_path) as server:
+    with serve_s3(tmp_path) as server:
         said = _run("run(labels=True)\nrun('s3://nobucket')\nrun('s3://bucket/nothing')\n", server, client)
     assert said[0] == "listed 8 dog/1.jpg"
     assert said[2].startswith("NotFoundError [list] bucket 'nobucket' does not exist")

@@ -17,8 +17,8 @@ from typing import Any
 import fsspec
 import pytest
 from faultserver import LIST, Fault, FaultServer
-from s3server import S3Server
 
+from fastload.cli._s3 import S3Server, serve_s3
 from fastload.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -97,7 +97,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def s3(tree: Path) -> Iterator[S3Server]:
-    with S3Server(tree) as server:
+    with serve_s3(tree) as server:
         yield server
 
 

@@ -10,9 +10,28 @@ import typer
 
 from fastload.errors import ArgumentError
 
-__all__ = ["CORES", "Anon", "EndpointUrl", "StorageOption", "storage_options"]
+__all__ = [
+    "CORES",
+    "Anon",
+    "CropSize",
+    "EndpointUrl",
+    "FolderUrl",
+    "NumWorkers",
+    "Quality",
+    "ShortSide",
+    "StorageOption",
+    "storage_options",
+]
 
 CORES = len(os.sched_getaffinity(0))
+
+FolderUrl = Annotated[
+    str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")
+]
+NumWorkers = Annotated[int, typer.Option(min=0, help="Worker processes.  [default: cores]")]
+CropSize = Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")]
+ShortSide = Annotated[int, typer.Option(min=1, help="shrunk, decoded: pixels of the shorter side.")]
+Quality = Annotated[int, typer.Option(min=1, max=100, help="shrunk: JPEG quality.")]
 
 EndpointUrl = Annotated[str | None, typer.Option(help="Not AWS: of MinIO, R2, OBS, ...")]
 Anon = Annotated[bool, typer.Option("--anon", help="Public data: send no credentials.")]

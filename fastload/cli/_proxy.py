@@ -8,6 +8,9 @@ connection costs one round trip before its first byte, as a TCP handshake does. 
 chunks leave in the order in which they came, whatever their connection: one queue and one timer serve them
 all. The proxy takes CPU from whatever is being measured beside it, so per chunk it does nothing else.
 
+It mends one thing: rclone answers a range with that range, but under status 200 instead of 206, and clients
+that check refuse it.
+
 Run as a process of its own: `python -m fastload.cli._proxy HOST PORT ROUND_TRIP_SECONDS COUNTERS_FD`.
 """
 
@@ -48,10 +51,15 @@ class Tally:
 
 
 class RequestReader:
-    """Finds the request heads in what a client sends, over any number of chunks, and counts them."""
+    """Finds the request heads in what a client sends, over any number of chunks, and counts them.
+
+    Attributes:
+        wants_range: whether the latest request asked for a range.
+    """
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
+        self.wants_range = False
         self._head = b""
         self._body_left = 0
 
@@ -72,10 +80,13 @@ class RequestReader:
     def _count(self, head: bytes) -> None:
         line, *fields = head.split(b"\r\n")
         method, target, _ = line.split(b" ", 2)
+        self.wants_range = False
         for field in fields:
             name, _, value = field.partition(b":")
             if name.lower() == b"content-length":
                 self._body_left = int(value)
+            elif name.lower() == b"range":
+                self.wants_range = True
         path, _, query = target.partition(b"?")
         if method != b"GET":
             self._tally.add("other_requests")
@@ -155,8 +166,13 @@ class Side(asyncio.Protocol):
 class ServerSide(Side):
     """The socket to the server."""
 
+    range_due = False  # whether what comes next is the answer to a request for a range
+
     def data_received(self, data: bytes) -> None:
         self._tally.add("bytes_down", len(data))
+        if self.range_due:
+            self.range_due = False
+            data = mend_status(data)
         self._line.send(self.other, data)
 
 
@@ -167,7 +183,7 @@ class ClientSide(Side):
         super().__init__(line, tally)
         self._requests = RequestReader(tally)
         self._upstream = upstream
-        self.other = ServerSide(line, tally)
+        self.other: ServerSide = ServerSide(line, tally)
         self.other.other = self
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -188,7 +204,17 @@ class ClientSide(Side):
 
     def data_received(self, data: bytes) -> None:
         self._requests.feed(data)
+        # No client here sends a request before it has the answer to its last one.
+        self.other.range_due = self._requests.wants_range
         self._line.send(self.other, data)
+
+
+def mend_status(answer: bytes) -> bytes:
+    """The first chunk of an answer, with status 206 where it is that of a range under status 200."""
+    head, end, body = answer.partition(b"\r\n\r\n")
+    if head.startswith(b"HTTP/1.1 200 OK\r\n") and b"\r\ncontent-range:" in head.lower():
+        head = head.replace(b"200 OK", b"206 Partial Content", 1)
+    return head + end + body
 
 
 class Upstream(NamedTuple):

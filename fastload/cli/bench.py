@@ -17,7 +17,16 @@ import typer
 from rich.table import Table
 
 from fastload.cli._bars import Bars
-from fastload.cli._options import CORES, Anon, EndpointUrl, StorageOption, storage_options
+from fastload.cli._options import (
+    CORES,
+    Anon,
+    CropSize,
+    EndpointUrl,
+    FolderUrl,
+    NumWorkers,
+    StorageOption,
+    storage_options,
+)
 from fastload.cli._output import JsonOption, Output, answering, short_bytes
 
 __all__ = ["bench"]
@@ -34,12 +43,12 @@ STAGES = {
 
 
 def bench(
-    url: Annotated[str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")],
+    url: FolderUrl,
     cache: Annotated[Path | None, typer.Option(help="A cache directory, filled in epoch 1.")] = None,
-    num_workers: Annotated[int, typer.Option(min=0, help="Worker processes.  [default: cores]")] = CORES,
+    num_workers: NumWorkers = CORES,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
     epochs: Annotated[int, typer.Option(min=1, help="How often to go through all images.")] = 2,
-    size: Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")] = 224,
+    size: CropSize = 224,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,

@@ -21,7 +21,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fastload.cli._options import CORES, Anon, EndpointUrl, StorageOption, storage_options
+from fastload.cli._options import (
+    CORES,
+    Anon,
+    CropSize,
+    EndpointUrl,
+    FolderUrl,
+    Quality,
+    ShortSide,
+    StorageOption,
+    storage_options,
+)
 from fastload.cli._output import JsonOption, Output, answering, short_bytes
 
 __all__ = ["plan"]
@@ -38,17 +48,15 @@ ADVICE = {
 
 
 def plan(
-    url: Annotated[str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")],
+    url: FolderUrl,
     cache_size: Annotated[str, typer.Option(metavar="SIZE", help="Disk for the cache: 500GB, 1.5TB, ...")],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine.")],
     gpu_rate: Annotated[float, typer.Option(min=0.001, help="Images per second that one of them takes.")],
     num_workers: Annotated[int, typer.Option(min=1, help="Worker processes.  [default: cores]")] = CORES,
     epochs: Annotated[int, typer.Option(min=1, help="For the time of the whole training.")] = 90,
-    size: Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")] = 224,
-    short_side: Annotated[
-        int, typer.Option(min=1, help="shrunk, decoded: pixels of the shorter side.")
-    ] = 256,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="shrunk: JPEG quality.")] = 90,
+    size: CropSize = 224,
+    short_side: ShortSide = 256,
+    quality: Quality = 90,
     objects: Annotated[int, typer.Option(min=16, help="How many to read for the probe.")] = 256,
     cache_dir: Annotated[Path | None, typer.Option(help="On the cache's disk, to measure that.")] = None,
     endpoint_url: EndpointUrl = None,

@@ -18,7 +18,17 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli._bars import Bar, Bars
-from fastload.cli._options import CORES, Anon, EndpointUrl, StorageOption, storage_options
+from fastload.cli._options import (
+    CORES,
+    Anon,
+    EndpointUrl,
+    FolderUrl,
+    NumWorkers,
+    Quality,
+    ShortSide,
+    StorageOption,
+    storage_options,
+)
 from fastload.cli._output import JsonOption, Output, answering, short_bytes
 from fastload.errors import ArgumentError
 
@@ -37,18 +47,16 @@ class Mode(str, Enum):
 
 
 def warm(
-    url: Annotated[str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")],
+    url: FolderUrl,
     cache: Annotated[Path, typer.Option(help="The cache directory that training will have.")],
     mode: Annotated[Mode, typer.Option(help="What is kept, as training will have it.")] = Mode.raw,
-    short_side: Annotated[
-        int, typer.Option(min=1, help="shrunk, decoded: pixels of the shorter side.")
-    ] = 256,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="shrunk: JPEG quality.")] = 90,
+    short_side: ShortSide = 256,
+    quality: Quality = 90,
     size_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="500GB, 200MiB, ...")] = None,
     objects: Annotated[
         bool, typer.Option("--objects", help="All objects, for ObjectDataset; else images, for ImageFolder.")
     ] = False,
-    num_workers: Annotated[int, typer.Option(min=0, help="Worker processes.  [default: cores]")] = CORES,
+    num_workers: NumWorkers = CORES,
     shard: Annotated[
         str | None,
         typer.Option(
