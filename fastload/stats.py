@@ -3,12 +3,19 @@
 A counter set is a flat dict of floats, `"stage.counter" -> value`, so that merging is addition, sending is
 cheap, and TensorBoard or Prometheus can take it as it is. The stages and their counters:
 
+    sampler  seconds (the trainer's process drew index batches)
     get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed
     cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures
-    decode   samples, seconds (decode and transform)
-    collate  batches, bytes, seconds
-    idle     seconds (a worker waited for index batches: the consumer is the slower one)
-    wait     batches, seconds (the consumer waited for a batch)
+    decode   samples, seconds (decode and transform, without the get and cache seconds spent inside)
+    collate  samples, batches, bytes, seconds (samples: as many as were asked for)
+    idle     seconds (a worker had no batch to make), of which:
+    slot     seconds (its finished batches waited for the consumer)
+    wait     batches, seconds (the consumer waited for a batch), first_seconds (for the first of an epoch)
+    consumer seconds (from one batch to the call for the next)
+    copy     batches, bytes, seconds (on the copy stream, by its events), wait_seconds (the trainer's process
+             waited for copies to end)
+    device   seconds (of the device's own clock that were watched, by events), idle.seconds (of these, it had
+             no batch to work on): "device.seconds" and "device.idle.seconds"
     bad      samples (skipped or replaced under `on_error`)
 """
 
