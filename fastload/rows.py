@@ -1,16 +1,32 @@
-"""What a dataset may offer beside `__getitem__`: being read ahead, and written row by row into the batch."""
+"""What a dataset may offer beside `__getitem__`.
+
+It may be read ahead, be written row by row into the batch, and be read as streams while its samples are not
+numbered yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import Subset
 
+from fastload.errors import ArgumentError
 from fastload.stats import Counters
 
-__all__ = ["Allocate", "CacheFilling", "Failures", "RowDataset", "Todo", "as_filling", "as_rows"]
+__all__ = [
+    "Allocate",
+    "CacheFilling",
+    "Failures",
+    "RowDataset",
+    "SampleStream",
+    "StreamDataset",
+    "Todo",
+    "as_filling",
+    "as_rows",
+    "as_streams",
+]
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 Todo = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
@@ -51,6 +67,85 @@ class RowDataset(Protocol):
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         """Make row `target` equal to row `source`."""
+
+
+class SampleStream(Protocol):
+    """One of the streams of an epoch, in the process that reads it."""
+
+    def take(self, n: int) -> list[int]:
+        """The ids of the next `n` samples: fewer at the end, none when it is over.
+
+        Their bytes are here when this returns, and stay until `fill()` or `[]` of the dataset has used them.
+        An id is the sample's own in every epoch and process, for example shard << 32 | ordinal.
+
+        Raises:
+            What stands in the way of the stream itself: a store that is down, a shard that is damaged where
+            its next record should begin. A single bad record is not raised here but by `fill()` or `[]`, so
+            that `on_error` can cover it. After an error the stream is not asked again.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, a few kilobytes of JSON: a stream opened from it goes on with the very next sample.
+
+        It is asked for after each batch, and must not change once it was returned.
+        """
+
+    def close(self) -> None:
+        """Stop reading ahead, and let go of what was read. Harmless if repeated."""
+
+
+@runtime_checkable
+class StreamDataset(Protocol):
+    """A map-style dataset whose samples may not be numbered yet; until then an epoch is read as streams.
+
+    Once they are, `must_stream()` is False and it is like any other map-style dataset. Until then `len()`
+    and `[index]` raise TypeError with a sentence that says so; `[id]` answers for ids that a stream of this
+    process has handed out, and so do the methods of `RowDataset`, where it is one.
+    """
+
+    def must_stream(self) -> bool:
+        """Whether the epoch that begins has to be read as streams.
+
+        Looks again, cheaply, for places that were learned since it was asked last, by other processes too.
+        False is for ever.
+        """
+
+    def plan_streams(
+        self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
+    ) -> list[dict[str, Any]]:
+        """The starting states of `count` streams of this rank, as `SampleStream.state()` would give them.
+
+        With those of the other ranks, planned from the same arguments, they cover every sample exactly once.
+        Streams may be empty. Called in the trainer's process, which a native client must not be used in.
+        """
+
+    def open_stream(self, state: dict[str, Any]) -> SampleStream:
+        """The stream from `state` on. Called in the process that reads it, several may be open there."""
+
+    def known_places(self) -> dict[int, bytes]:
+        """Where the samples of each shard are, as far as known: shard -> table, to be sent to other ranks."""
+
+    def learn_places(self, places: Mapping[int, bytes]) -> None:
+        """Tables from other ranks. They are kept where the workers of this node find them too."""
+
+
+def as_streams(dataset: Any) -> StreamDataset | None:
+    """The dataset as a `StreamDataset`; None where it is not one, and has numbers like any other.
+
+    Raises:
+        ArgumentError: a `Subset` of a dataset whose samples are not numbered yet.
+    """
+    if type(dataset) is not Subset:
+        return dataset if isinstance(dataset, StreamDataset) else None
+    inner: Any = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    if isinstance(inner, StreamDataset) and inner.must_stream():
+        raise ArgumentError(
+            f"a Subset chooses samples by number, and those of {type(inner).__name__} are not numbered before"
+            " its first epoch has been read: read that epoch whole, or give the dataset index files"
+        )
+    return None
 
 
 def as_filling(dataset: Any) -> CacheFilling | None:

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "cache": {"errors", "stats"},
     "fetch": {"store", "cache", "manifest", "stats", "errors"},
     "images": {"errors"},
-    "rows": {"stats"},
+    "rows": {"errors", "stats"},
     "collate": {"rows", "errors", "stats"},
     "datasets": {"fetch", "images", "manifest", "store", "cache", "rows", "errors", "stats"},
     "normalize": {"errors"},
