@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.objects import ObjectDataset
+    from fastload.images.by_epoch import ByEpoch
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader import DataLoader
     from fastload.normalize import Normalize
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
 # child needs none of it.
 _HOME = {
+    "ByEpoch": "fastload.images.by_epoch",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
     "DataLoader": "fastload.loader",
@@ -35,6 +37,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ByEpoch",
     "Cache",
     "CenterCrop",
     "DataLoader",

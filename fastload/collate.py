@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
-from fastload.rows import Allocate, Failures, RowDataset, Todo, as_filling, as_rows
+from fastload.rows import Allocate, Failures, RowDataset, Todo, as_filling, as_rows, start_epoch
 from fastload.stats import Counters
 
 __all__ = ["BatchMaker", "collate_into"]
@@ -91,6 +91,7 @@ class BatchMaker:
     def start_epoch(self, seed: int, epoch: int) -> None:
         """From now on samples are drawn with the randomness of this epoch."""
         self._seed, self._epoch = seed, epoch
+        start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
         """Start reading an index batch that will be asked for after those announced before."""

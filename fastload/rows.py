@@ -26,6 +26,7 @@ __all__ = [
     "as_filling",
     "as_rows",
     "as_streams",
+    "start_epoch",
 ]
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -146,6 +147,17 @@ def as_streams(dataset: Any) -> StreamDataset | None:
             " its first epoch has been read: read that epoch whole, or give the dataset index files"
         )
     return None
+
+
+def start_epoch(dataset: Any, epoch: int) -> None:
+    """Tell a `RowDataset` that has a `start_epoch` which epoch the next samples are of; through `Subset` too.
+
+    Not of the protocol, since few need it; and not for other datasets, where the name may mean anything.
+    """
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
+        dataset.start_epoch(epoch)
 
 
 def as_filling(dataset: Any) -> CacheFilling | None:

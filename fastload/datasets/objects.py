@@ -15,6 +15,7 @@ from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
+from fastload.images.by_epoch import ByEpoch, current_transform
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
@@ -36,7 +37,7 @@ class ObjectDataset(Dataset[Any]):
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
         decode: bytes -> object; deterministic. Default: the bytes as they are, or whatever `transform` needs.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
-            tensor), or any callable on what `decode` returns.
+            tensor), or any callable on what `decode` returns; or a `ByEpoch` of these.
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
@@ -120,6 +121,10 @@ class ObjectDataset(Dataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_window": None}
 
+    def start_epoch(self, epoch: int) -> None:
+        if isinstance(self.transform, ByEpoch):
+            self.transform.start_epoch(epoch)
+
     # --- RowDataset: read ahead, and written straight into the batch
 
     def prefetch(self, indices: Iterable[int]) -> None:
@@ -176,7 +181,8 @@ class ObjectDataset(Dataset[Any]):
 
     @property
     def _fused(self) -> Crop | None:
-        return self.transform if self.decode is None and isinstance(self.transform, Crop) else None
+        transform = current_transform(self.transform)
+        return transform if self.decode is None and isinstance(transform, Crop) else None
 
     def _images_of(self, batch: Any) -> torch.Tensor:
         return batch  # type: ignore[no-any-return]
