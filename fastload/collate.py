@@ -18,7 +18,16 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
-from fastload.rows import Allocate, Failures, RowDataset, Todo, as_filling, as_rows, start_epoch
+from fastload.rows import (
+    Allocate,
+    Failures,
+    RowDataset,
+    Todo,
+    as_encoded_rows,
+    as_filling,
+    as_rows,
+    start_epoch,
+)
 from fastload.stats import Counters
 
 __all__ = ["BatchMaker", "collate_into"]
@@ -79,6 +88,7 @@ class BatchMaker:
     ) -> None:
         self._dataset = dataset
         self._rows = as_rows(dataset)
+        self._encoded_rows = as_encoded_rows(dataset)
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._on_error = on_error
@@ -115,14 +125,14 @@ class BatchMaker:
         if filling is not None:
             filling.close_cache()
 
-    def __call__(self, index: Any) -> Any:
-        """The collated batch of `index`.
+    def __call__(self, index: Any, *, encoded: bool = False) -> Any:
+        """The collated batch of `index`; with `encoded`, its images as `EncodedImages`.
 
         Raises:
             Whatever the dataset raises, with a note of the sample, where `on_error` does not cover it.
         """
         try:
-            return self._make(index)
+            return self._make_encoded(list(index)) if encoded else self._make(index)
         except StopIteration as error:
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
@@ -142,15 +152,25 @@ class BatchMaker:
         batch = rows.new_batch(len(indices), self._allocate if direct else _ordinary)
         if batch is None:
             return None
-
-        def fill(todo: Todo) -> Failures:
-            return rows.fill(batch, todo, self._seed, self._epoch)
-
-        self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
+        self._settle_rows(rows, batch, indices)
         if direct:
             return batch
         samples = [rows.sample(batch, row) for row in range(len(indices))]
         return self._collate(samples if self._auto_collation else samples[0])
+
+    def _make_encoded(self, indices: list[int]) -> Any:
+        assert self._rows is not None
+        assert self._encoded_rows is not None  # the loader has asked `why_not_encoded`
+        batch = self._encoded_rows.new_encoded_batch(len(indices), self._allocate)
+        self._settle_rows(self._rows, batch, indices)
+        with self.counters.timed("collate"):
+            return self._encoded_rows.finish_encoded_batch(batch)
+
+    def _settle_rows(self, rows: RowDataset, batch: Any, indices: list[int]) -> None:
+        def fill(todo: Todo) -> Failures:
+            return rows.fill(batch, todo, self._seed, self._epoch)
+
+        self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
 
     def _samples(self, index: Any, indices: list[Any]) -> Any:
         many = getattr(self._dataset, "__getitems__", None)

@@ -18,11 +18,13 @@ from fastload.stats import Counters
 __all__ = [
     "Allocate",
     "CacheFilling",
+    "EncodedRows",
     "Failures",
     "RowDataset",
     "SampleStream",
     "StreamDataset",
     "Todo",
+    "as_encoded_rows",
     "as_filling",
     "as_rows",
     "as_streams",
@@ -158,6 +160,27 @@ def start_epoch(dataset: Any, epoch: int) -> None:
         dataset = dataset.dataset
     if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
         dataset.start_epoch(epoch)
+
+
+@runtime_checkable
+class EncodedRows(Protocol):
+    """A `RowDataset` whose images can leave the worker encoded, to be decoded on the device."""
+
+    def why_not_encoded(self) -> str | None:
+        """None where that works as this dataset is set up; otherwise what stands in the way."""
+
+    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
+        """As `new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
+
+    def finish_encoded_batch(self, batch: Any) -> Any:
+        """The batch with all its rows filled, and `EncodedImages` in that place."""
+
+
+def as_encoded_rows(dataset: Any) -> EncodedRows | None:
+    """The dataset as `EncodedRows`, through torch's `Subset` too; None where it is not that."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, EncodedRows) else None
 
 
 def as_filling(dataset: Any) -> CacheFilling | None:

@@ -10,6 +10,7 @@ import torch
 
 from fastload.cache import Cache
 from fastload.datasets.objects import ObjectDataset
+from fastload.encoded import EncodedBatch
 from fastload.images.decode import decode_pil
 from fastload.rows import Allocate
 
@@ -85,15 +86,22 @@ class ImageFolder(ObjectDataset):
         images = super().new_batch(n, allocate)
         return None if images is None else [images, allocate((n,), torch.int64)]
 
+    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
+        return [super().new_encoded_batch(n, allocate), allocate((n,), torch.int64)]
+
+    def finish_encoded_batch(self, batch: Any) -> Any:
+        return [super().finish_encoded_batch(batch[0]), batch[1]]
+
     def sample(self, batch: Any, row: int) -> tuple[torch.Tensor, int]:
         images, labels = batch
         return images[row], int(labels[row])
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
-        for part in batch:
-            part[target] = part[source]
+        super().copy_row(batch, target, source)
+        labels = batch[1]
+        labels[target] = labels[source]
 
-    def _images_of(self, batch: Any) -> torch.Tensor:
+    def _images_of(self, batch: Any) -> torch.Tensor | EncodedBatch:
         return batch[0]  # type: ignore[no-any-return]
 
     def _fill_rows(

@@ -6,16 +6,19 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.datasets.forecast import announcing
 from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
-from fastload.errors import ArgumentError, FastloadError
+from fastload.encoded import EncodedBatch
+from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch import Window
-from fastload.images.by_epoch import ByEpoch, current_transform
+from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
@@ -139,6 +142,24 @@ class ObjectDataset(Dataset[Any]):
             return None
         return allocate((n, *self._fused.sample_shape), torch.uint8)
 
+    def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
+        assert self._fused is not None
+        return EncodedBatch(self._fused, n, allocate)
+
+    def finish_encoded_batch(self, batch: Any) -> Any:
+        return batch.finish()
+
+    def why_not_encoded(self) -> str | None:
+        fused = all(isinstance(transform, Crop) for transform in all_transforms(self.transform))
+        if self.decode is not None or not fused:
+            return (
+                "the dataset's transform has to be fastload's RandomResizedCrop or CenterCrop, without any "
+                f"decode=; found transform={self.transform!r}, decode={self.decode!r}"
+            )
+        if self._prefix.mode == "decoded":
+            return "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
+        return None
+
     def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
         failures: Failures = []
         for start in range(0, len(todo), _CHUNK):
@@ -159,7 +180,11 @@ class ObjectDataset(Dataset[Any]):
         return batch[row]
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
-        batch[target].copy_(batch[source])
+        images = self._images_of(batch)
+        if isinstance(images, EncodedBatch):
+            images.copy_row(target, source)
+        else:
+            images[target].copy_(images[source])
 
     # --- CacheFilling
 
@@ -184,7 +209,7 @@ class ObjectDataset(Dataset[Any]):
         transform = current_transform(self.transform)
         return transform if self.decode is None and isinstance(transform, Crop) else None
 
-    def _images_of(self, batch: Any) -> torch.Tensor:
+    def _images_of(self, batch: Any) -> torch.Tensor | EncodedBatch:
         return batch  # type: ignore[no-any-return]
 
     def _fill_rows(
@@ -192,18 +217,28 @@ class ObjectDataset(Dataset[Any]):
     ) -> Failures:
         if not rows:
             return []
-        assert self._fused is not None
-        images = self._images_of(batch).numpy()
-        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
-        out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
+        images = self._images_of(batch)
         seeds = [sample_seed(seed, epoch, index) for index in indices]
         with self.counters.timed("decode"):
-            failures = self._fused.fill(out, payloads, seeds)
-        if not adjacent:
-            images[rows] = out
+            if isinstance(images, EncodedBatch):
+                keys = [self._manifest.key(index) for index in indices]
+                failures = images.fill(rows, payloads, seeds, keys)
+            else:
+                failures = self._decode_into(images.numpy(), rows, payloads, seeds)
         for position, error in failures:
             error.key = self._manifest.key(indices[position])
         return [(rows[position], error) for position, error in failures]
+
+    def _decode_into(
+        self, images: NDArray[np.uint8], rows: list[int], payloads: list[Any], seeds: list[int]
+    ) -> list[tuple[int, DecodeError]]:
+        assert self._fused is not None
+        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
+        failures = self._fused.fill(out, payloads, seeds)
+        if not adjacent:
+            images[rows] = out
+        return failures
 
     def _take(self, index: int) -> Any:
         """What the window has of a sample; an error of reading or preparing it carries its key."""

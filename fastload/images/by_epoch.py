@@ -7,7 +7,7 @@ from typing import Any
 
 from fastload.errors import ArgumentError
 
-__all__ = ["ByEpoch", "current_transform"]
+__all__ = ["ByEpoch", "all_transforms", "current_transform"]
 
 
 class ByEpoch:
@@ -52,3 +52,8 @@ class ByEpoch:
 def current_transform(transform: Any) -> Any:
     """The transform that is in use, where it may be one by epochs."""
     return transform.current if isinstance(transform, ByEpoch) else transform
+
+
+def all_transforms(transform: Any) -> list[Any]:
+    """The transforms that will be in use in some epoch or other."""
+    return list(transform.transforms.values()) if isinstance(transform, ByEpoch) else [transform]

@@ -17,7 +17,7 @@ import numpy as np
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images import native
 from fastload.images.decode import MAX_PIXELS, open_image, resized_size
-from fastload.images.native import Item, Pixels, Source
+from fastload.images.native import Item, Source
 from fastload.images.rng import SampleRng
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class Crop(ABC):
 
     Attributes:
         sample_shape: (3, H, W), or (H, W, 3) with channels_last; dtype uint8.
+        clamp: pixels outside of the box do not count (crop, then resize), or do (resize, then crop).
     """
 
-    # Do pixels outside of the box not count (crop, then resize), or do they (resize, then crop)?
-    _clamp: bool
+    clamp: bool
 
     def __init__(
         self, size: int | Sequence[int], *, channels_last: bool, max_pixels: int, strict: bool
@@ -119,8 +119,8 @@ class Crop(ABC):
             if item[1] is image or isinstance(item[1], memoryview):
                 items.append(item)
             else:  # decoded here (PNG ...): done at once, so that only one such image is in memory
-                self._run(out, [item], failures)
-        self._run(out, items, failures)
+                failures.update(self.render(out, [item]))
+        failures.update(self.render(out, items))
         return sorted(failures.items())
 
     def __call__(self, image: Any) -> torch.Tensor:
@@ -138,23 +138,34 @@ class Crop(ABC):
         if hasattr(image, "convert"):
             image = np.asarray(image.convert("RGB"))
         out = np.empty((1, *self.sample_shape), np.uint8)
-        failures: dict[int, DecodeError] = {}
-        self._run(out, [self._item(0, image, TorchRng())], failures)
-        for error in failures.values():
+        for _, error in self.render(out, [self._item(0, image, TorchRng())]):
             raise error
         return torch.from_numpy(out[0])
+
+    def place(self, image: Source, seed: int) -> tuple[Source, int, int, Box, bool]:
+        """What `fill` would do with an image, found without decoding it.
+
+        Returns:
+            (source, width, height, box, flip): a JPEG's bytes, or the pixels of what is none; the size of the
+            full image; the box (x0, y0, x1, y1) to be resized, in its pixels; whether to flip the result.
+
+        Raises:
+            DecodeError: not an image, a damaged header, cut (if `strict`), or too large.
+        """
+        source, width, height = open_image(image, self.max_pixels, self.strict)
+        return source, width, height, *self._place(width, height, SampleRng(seed))
+
+    def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
+        """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""
+        failures = native.active().crop_resize(
+            out, items, self.channels_last, self.clamp, self.max_pixels, self.strict
+        )
+        return [(row, DecodeError(reason)) for row, reason in failures]
 
     def _item(self, k: int, image: Source, rng: Rng) -> Item:
         source, width, height = open_image(image, self.max_pixels, self.strict)
         box, flip = self._place(width, height, rng)
         return (k, source, *box, flip)
-
-    def _run(self, out: Pixels, items: list[Item], failures: dict[int, DecodeError]) -> None:
-        crop_resize = native.active().crop_resize
-        for k, reason in crop_resize(
-            out, items, self.channels_last, self._clamp, self.max_pixels, self.strict
-        ):
-            failures[k] = DecodeError(reason)
 
     def _options(self) -> str:
         """The arguments in `repr` that differ from their defaults, of those that both crops have."""
@@ -183,7 +194,7 @@ class RandomResizedCrop(Crop):
         ArgumentError: an argument is out of range.
     """
 
-    _clamp = True
+    clamp = True
 
     def __init__(
         self,
@@ -249,7 +260,7 @@ class CenterCrop(Crop):
         ArgumentError: an argument is out of range; `resize` is smaller than `size`.
     """
 
-    _clamp = False
+    clamp = False
 
     def __init__(
         self,
