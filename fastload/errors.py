@@ -40,7 +40,7 @@ class FastloadError(Exception):
 
     Args:
         message: what was found and what to do next.
-        stage: "argument", "list", "get", "cache", "decode", "transform", "collate" or "worker".
+        stage: "argument", "list", "get", "put", "cache", "decode", "transform", "collate" or "worker".
         key: the object key or sample index, where there is one.
     """
 

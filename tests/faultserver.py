@@ -4,7 +4,8 @@
         server.script("a.jpg", Fault(status=503), None)     # the first GET fails, later ones do not
         server.script(LIST, Fault(status=503), repeat=True)  # every listing page fails
 
-It speaks what clients use of S3: ListObjectsV2 in pages, GET and HEAD with Range and If-Match.
+It speaks what clients use of S3: ListObjectsV2 in pages, GET and HEAD with Range and If-Match, PUT, whole
+or in parts.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Fault:
         flip: invert the bits of the body's byte at this offset.
         etag: claim this ETag.
         body: answer 200 with this body, its true length and the object's ETag.
+        lost: do what is asked, and close the connection in place of the answer.
     """
 
     status: int = 0
@@ -56,6 +58,7 @@ class Fault:
     flip: int | None = None
     etag: str | None = None
     body: bytes | None = None
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Request:
     key: str
     headers: Mapping[str, str] = field(repr=False)
     query: Mapping[str, str]
+    body: bytes = field(default=b"", repr=False)
 
 
 class FaultServer:
@@ -73,6 +77,7 @@ class FaultServer:
 
     Attributes:
         objects: key -> body; may be changed while it runs.
+        parts: key -> part number -> body, of uploads that are not complete.
         requests: every request in order.
         page_size: keys per listing page.
         honours_if_match: a server that does not is allowed to exist.
@@ -82,6 +87,7 @@ class FaultServer:
 
     def __init__(self, objects: Mapping[str, bytes], *, page_size: int = 1000) -> None:
         self.objects = dict(objects)
+        self.parts: dict[str, dict[int, bytes]] = {}
         self.page_size = page_size
         self.honours_if_match = True
         self.checksums = False
@@ -141,7 +147,7 @@ class FaultServer:
         assert task is not None
         self._tasks.add(task)
         try:
-            while (request := await _read_request(reader)) is not None:
+            while (request := await _read_request(reader, writer)) is not None:
                 if not await self._answer(request, writer):
                     break
         except (ConnectionError, asyncio.CancelledError):
@@ -164,8 +170,12 @@ class FaultServer:
             status, headers, body = _error(404, "NoSuchBucket")
         elif request.key == LIST:
             status, headers, body = self._listing(request.query)
+        elif request.method in ("PUT", "POST", "DELETE"):
+            status, headers, body = self._upload(request)
         else:
             status, headers, body = self._object(request, fault)
+        if fault.lost:
+            return False
         if fault.body is not None:
             body = fault.body
         if fault.flip is not None:
@@ -207,6 +217,26 @@ class FaultServer:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(body)}"
         return 206, headers, body[start:stop]
 
+    def _upload(self, request: Request) -> tuple[int, dict[str, str], bytes]:
+        key, query = request.key, request.query
+        etag = hashlib.md5(request.body).hexdigest()
+        answer = ""
+        if request.method == "DELETE":
+            self.parts.pop(key, None)
+        elif request.method == "POST" and "uploads" in query:
+            self.parts[key] = {}
+            answer = (
+                f"<InitiateMultipartUploadResult><UploadId>{key}</UploadId></InitiateMultipartUploadResult>"
+            )
+        elif request.method == "POST":
+            self.objects[key] = b"".join(body for _, body in sorted(self.parts.pop(key).items()))
+            answer = f"<CompleteMultipartUploadResult><ETag>{etag}</ETag></CompleteMultipartUploadResult>"
+        elif "partNumber" in query:
+            self.parts[key][int(query["partNumber"])] = request.body
+        else:
+            self.objects[key] = request.body
+        return 200, {"ETag": f'"{etag}"'}, answer.encode()
+
     def _listing(self, query: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
         prefix, after = query.get("prefix", ""), bytes.fromhex(query.get("continuation-token", ""))
         after = after or query.get("start-after", "").encode()
@@ -234,7 +264,7 @@ class FaultServer:
         )
 
 
-async def _read_request(reader: asyncio.StreamReader) -> Request | None:
+async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Request | None:
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.IncompleteReadError:
@@ -247,9 +277,13 @@ async def _read_request(reader: asyncio.StreamReader) -> Request | None:
     path, _, query_text = target.partition("?")
     query = dict(urllib.parse.parse_qsl(query_text, keep_blank_values=True))
     bucket, _, key = path[1:].partition("/")
+    if headers.get("expect", "").lower() == "100-continue":
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    sent = await reader.readexactly(int(headers.get("content-length", "0")))
     if urllib.parse.unquote(bucket) != BUCKET:
         return Request(method, _NO_BUCKET, headers, query)
-    return Request(method, LIST if "list-type" in query else urllib.parse.unquote(key), headers, query)
+    key = LIST if "list-type" in query else urllib.parse.unquote(key)
+    return Request(method, key, headers, query, sent)
 
 
 async def _send_body(writer: asyncio.StreamWriter, body: bytes, fault: Fault) -> bool:

@@ -1,4 +1,4 @@
-"""One URL of an object store: list, head, read, read_range; synchronous and asynchronous.
+"""One URL of an object store: list, head, read, read_range, synchronous and asynchronous; and write.
 
 s3, gs, az and http(s) go through obstore, directories through the system, all else through fsspec.
 """
@@ -16,7 +16,7 @@ __all__ = ["ObjectInfo", "Reading", "Store", "native_client_used", "open_store"]
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
-    """Open `url` for reading. No request is made and nothing is started before the first call.
+    """Open `url`. No request is made and nothing is started before the first call.
 
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`, `http(s)://base`, `file://`, `memory://`, a path, or a

@@ -176,7 +176,7 @@ class Place:
         return _retryable(denied, "renewed" if _REFUSED_CREDENTIALS.search(text) else "never")
 
     def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
-        if key is not None and "NoSuchBucket" not in text:
+        if stage != "put" and key is not None and "NoSuchBucket" not in text:
             return NotFoundError(
                 f"no such object in {self.url!r}; if it was listed, it was deleted since: list again",
                 stage=stage,

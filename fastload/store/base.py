@@ -7,6 +7,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Union
 
 from fastload.errors import (
@@ -113,6 +114,14 @@ class Store(ABC):
             return b""
         return self._retried(lambda: self._read_range(key, start, stop, version), wait)
 
+    def write(self, key: str, body: Buffer | Path, *, wait: Wait = retry.sleep) -> None:
+        """Put an object there, in place of one that has this key already. `wait` as in `read`.
+
+        It is seen whole or not at all, whatever becomes of this process. A `Path` is a local file that is
+        sent piece by piece: the way for what is too large to be held in memory.
+        """
+        self._retried(lambda: self._write(key, body), wait)
+
     # One attempt each.
 
     @abstractmethod
@@ -123,6 +132,9 @@ class Store(ABC):
 
     @abstractmethod
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer: ...
+
+    @abstractmethod
+    def _write(self, key: str, body: Buffer | Path) -> None: ...
 
     def _renew(self, since: float) -> bool:
         """Get new credentials unless they are newer than `since`; False where there can be none."""

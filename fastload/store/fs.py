@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
+import shutil
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -26,6 +30,7 @@ from fastload.store.options import secret_values
 __all__ = ["FsspecStore"]
 
 _PAGE = 1000
+_COPY = 8 << 20
 # What file systems call the version of an object, and its time where they have no version.
 _VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum")
 _TIME_FIELDS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -94,6 +99,33 @@ class FsspecStore(Store):
                 check_end(key, span["end"], self._stat(key, path).size)
             check_length(key, body, size)
             return body
+
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        path = self._path(key)
+        with self._place.errors("put", key):
+            fs = self._fs()
+            fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+            if type(fs).mv is fsspec.AbstractFileSystem.mv:
+                # Object stores (renaming would be a copy), and memory. A file of theirs that is closed by an
+                # error would appear half, so no file is opened.
+                if isinstance(body, Path) and self._asynchronous:
+                    fs.put_file(str(body), path)
+                else:
+                    fs.pipe_file(path, body.read_bytes() if isinstance(body, Path) else bytes(body))
+                return
+            part = f"{path}.{secrets.token_hex(6)}.part"
+            try:
+                with fs.open(part, "wb") as file:
+                    if isinstance(body, Path):
+                        with body.open("rb") as source:
+                            shutil.copyfileobj(source, file, _COPY)
+                    else:
+                        file.write(body)
+                fs.mv(part, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    fs.rm_file(part)
+                raise
 
     def _stat(self, key: str, path: str) -> ObjectInfo:
         fs = self._fs()

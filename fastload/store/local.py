@@ -1,8 +1,11 @@
-"""Directories: `file://` URLs and plain paths, read by the system's own calls."""
+"""Directories: `file://` URLs and plain paths, by the system's own calls."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from fastload.store.base import (
 __all__ = ["LocalStore"]
 
 _PAGE = 1000
+_COPY = 8 << 20
 
 
 class LocalStore(Store):
@@ -93,6 +97,26 @@ class LocalStore(Store):
             _check_unchanged(before, _info(key, os.fstat(file.fileno())))
             check_length(key, body, stop - start)
             return body
+
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        path = Path(self._path(key))
+        part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.part")
+        with self._place.errors("put", key):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with part.open("xb") as file:
+                    if isinstance(body, Path):
+                        with body.open("rb") as source:
+                            shutil.copyfileobj(source, file, _COPY)
+                    else:
+                        file.write(body)
+                    file.flush()
+                    os.fsync(file.fileno())  # or a power cut could leave the name without the bytes
+                part.replace(path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+                raise
 
     def _path(self, key: str) -> str:
         check_key(key, why="keys are paths below the opened directory, without '.' and '..' in them")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -68,6 +69,10 @@ _LISTER = {
         "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15), "base": 3},
     },
 }
+# So do writes, and a part that fails is sent again by itself. No answer comes while a part is on its way.
+_WRITER = {**_LISTER, "client": {**_PATIENT, "read_timeout": "120s"}}
+_PART = 8 << 20  # bytes of one request of a large write
+_PARTS = 4  # on their way at a time
 _READER = {"client": _PATIENT, "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
 _FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
 # A prefix that no object has; listing it answers at once where the real listing may take its time.
@@ -102,6 +107,7 @@ class NativeStore(Store):
         # Readers are the only ones that most processes need, and building a client takes milliseconds.
         self._reader = PerProcess(lambda: self._client(_READER))
         self._lister = PerProcess(lambda: self._client(_LISTER))
+        self._writer = PerProcess(lambda: self._client(_WRITER))
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -207,12 +213,22 @@ class NativeStore(Store):
             self._connection, self._renewed = connection, time.monotonic()
             self._place = self._described(connection)
             self._reader.renew()
+            self._writer.renew()
             return True
 
-    def _errors(self, key: str) -> Any:
-        why = "obstore would read another one for it. For s3:// pass client='s3fs', or rename it"
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        import obstore
+
+        if self._address.kind == "http":
+            raise ArgumentError(f"{self.url!r}: http servers are for reading; write to the bucket as s3://")
+        with self._errors(key, "put"):
+            # What fits into a part is one request; S3 shows the parts of a larger one when all are there.
+            obstore.put(self._writer(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
+
+    def _errors(self, key: str, stage: str = "get") -> Any:
+        why = "obstore would take another one for it. For s3:// pass client='s3fs', or rename it"
         check_key(key, why=why)
-        return self._place.errors("get", key)
+        return self._place.errors(stage, key)
 
     def _without_markers(self, page: Page) -> Page:
         """Leave out directory markers: empty objects "name/", which obstore lists as "name".

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fsspec.asyn import sync
@@ -33,6 +34,7 @@ __all__ = ["S3fsStore"]
 
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.
 _CONTACT_SECONDS = 7.0
+_MOST_IN_A_PUT = 5 << 30  # S3's own limit
 
 
 class S3fsStore(Store):
@@ -106,6 +108,19 @@ class S3fsStore(Store):
                 check_end(key, stop, int(answer["ContentRange"].rpartition("/")[2]))
             check_length(key, body, answer["ContentLength"] if size is None else size)
             return body
+
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        request = {"Bucket": self._bucket, "Key": self._prefix + key}
+        with self._place.errors("put", key):
+            if isinstance(body, Path):
+                if body.stat().st_size > _MOST_IN_A_PUT:
+                    raise ArgumentError(
+                        f"{key!r} has more than 5 GiB: only the default client, not 's3fs', writes that"
+                    )
+                with body.open("rb") as file:
+                    self._call("put_object", {**request, "Body": file})
+            else:
+                self._call("put_object", {**request, "Body": bytes(body)})
 
     def _renew(self, since: float) -> bool:
         if not {"key", "secret", "token", "anon"}.isdisjoint(self._arguments):

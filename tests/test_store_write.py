@@ -1,0 +1,250 @@
+"""Writing: an object is there whole or not at all, faults are retried, errors name key and next step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec.implementations.local
+import pytest
+from faultserver import Fault, FaultServer
+
+from fastload.cli._s3 import S3Server, serve_s3
+from fastload.errors import AccessDeniedError, ArgumentError, NotFoundError, StoreError
+from fastload.store import Store, native, open_store, retry
+
+KINDS = ["obstore", "s3fs", "path", "memory"]
+BODY = bytes(range(256)) * 800  # 204,800 bytes
+CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
+clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    root = tmp_path_factory.mktemp("s3")
+    (root / "bucket").mkdir()
+    with serve_s3(root, read_only=False) as server:
+        yield server
+
+
+@pytest.fixture
+def faults() -> Iterator[FaultServer]:
+    with FaultServer({}) as server:
+        yield server
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds, not minutes, until writes give up."""
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=2, first=0.01, longest=0.3))
+    few = {"max_retries": 3, "retry_timeout": timedelta(seconds=2)}
+    few["backoff"] = {
+        "init_backoff": timedelta(milliseconds=5),
+        "max_backoff": timedelta(seconds=1),
+        "base": 2,
+    }
+    client = {"connect_timeout": "1s", "read_timeout": "1s", "timeout": "10s"}
+    monkeypatch.setattr(native, "_WRITER", {"client": client, "retry": few})
+    s3fs = pytest.importorskip("s3fs")
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+
+
+def opened(kind: str, s3: S3Server, tmp_path: Path) -> Store:
+    if kind == "path":
+        return open_store(tmp_path / "new" / "directory")
+    if kind == "memory":
+        return open_store(f"memory://{tmp_path.name}")
+    extra = {"client": "s3fs"} if kind == "s3fs" else {}
+    return open_store(f"s3://bucket/{tmp_path.name}-{kind}", **s3.options, **extra)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", ["bytes", "memoryview", "file"])
+def test_what_is_written_is_read(kind: str, form: str, s3: S3Server, tmp_path: Path) -> None:
+    store = opened(kind, s3, tmp_path)
+    bodies = {"a b.bin": BODY, "deep/er/empty": b"", "deep/large": BODY * 60, "ü%#?+": b"x"}
+    for key, body in bodies.items():
+        (tmp_path / "source").write_bytes(body)
+        store.write(key, {"bytes": body, "memoryview": memoryview(body), "file": tmp_path / "source"}[form])
+    store.write("a b.bin", b"in its place")
+    bodies["a b.bin"] = b"in its place"
+    infos = {info.key: info for page in opened(kind, s3, tmp_path).list() for info in page}
+    assert {key: info.size for key, info in infos.items()} == {key: len(body) for key, body in bodies.items()}
+    for key, body in bodies.items():
+        assert bytes(store.read(key, None, len(body))) == body
+
+
+@pytest.mark.parametrize("kind", ["path", "memory"])
+def test_a_key_stays_below_its_root(kind: str, s3: S3Server, tmp_path: Path) -> None:
+    store = opened(kind, s3, tmp_path)
+    for key in ["../up", "/etc/x", "a/../../x", "", ".", "a//b"]:
+        with pytest.raises(NotFoundError):
+            store.write(key, b"x")
+    assert not list(tmp_path.rglob("*"))
+
+
+# --- Faults -----------------------------------------------------------------------------------------------
+
+RECOVERED = {
+    "500": [Fault(status=500)],
+    "503": [Fault(status=503, code="SlowDown")] * 2,
+    "an answer lost": [Fault(lost=True)],
+    "no answer": [Fault(delay=1.5)],
+}
+
+
+@clients
+@pytest.mark.parametrize("name", RECOVERED)
+@pytest.mark.parametrize("size", [len(BODY), 20 << 20], ids=["whole", "in parts"])
+def test_faults_that_retries_help(
+    name: str, size: int, client: dict[str, Any], faults: FaultServer, impatient: None, tmp_path: Path
+) -> None:
+    body = (BODY * (size // len(BODY) + 1))[:size]
+    (tmp_path / "source").write_bytes(body)
+    faults.script("key", *RECOVERED[name])
+    open_store("s3://bucket", **faults.options, **client).write("key", tmp_path / "source")
+    assert faults.objects == {"key": body} and not faults.parts
+
+
+REFUSED = {
+    "403": (Fault(status=403, code="AccessDenied"), AccessDeniedError, "refused"),
+    "no bucket": (Fault(status=404, code="NoSuchBucket"), NotFoundError, "bucket 'bucket' does not exist"),
+    "503 for ever": (Fault(status=503, code="SlowDown"), StoreError, "attempts|SlowDown|503"),
+    "no answer": (Fault(lost=True), StoreError, "key"),
+}
+
+
+@clients
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("size", [1000, 20 << 20], ids=["whole", "in parts"])
+def test_faults_that_are_errors(
+    name: str, size: int, client: dict[str, Any], faults: FaultServer, impatient: None
+) -> None:
+    fault, expected, words = REFUSED[name]
+    store = open_store("s3://bucket", **faults.options, **client)
+    faults.script("key", fault, repeat=True)
+    start = time.monotonic()
+    with pytest.raises(expected, match=words) as caught:
+        store.write("key", bytes(size))
+    assert time.monotonic() - start < 30
+    assert (caught.value.key, caught.value.stage) == ("key", "put")
+    if fault.status:  # a lost answer leaves open whether the object was taken
+        assert not faults.objects
+    assert faults.options["secret"] not in str(caught.value)
+
+
+def test_one_part_that_fails_is_sent_again_alone(faults: FaultServer, impatient: None) -> None:
+    faults.script("key", None, None, Fault(status=500))
+    open_store("s3://bucket", **faults.options).write("key", bytes(20 << 20))
+    assert len(faults.objects["key"]) == 20 << 20
+    assert [request.method for request in faults.requests].count("PUT") == 3 + 1
+
+
+def test_renamed_where_renaming_is_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's local file system stands for sftp, smb, hdfs: what is being written has another name."""
+    from fastload.store.fs import FsspecStore
+
+    seen: list[list[str]] = []
+    mv = fsspec.implementations.local.LocalFileSystem.mv
+
+    def watched(fs: Any, source: str, target: str, **options: Any) -> None:
+        seen.append([path.name for path in tmp_path.iterdir()])
+        mv(fs, source, target, **options)
+
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "mv", watched)
+    (tmp_path / "source").write_bytes(BODY)
+    store = FsspecStore(f"local://{tmp_path}", "local", {})
+    store.write("key", tmp_path / "source")
+    store.write("deep/key", BODY)
+    assert (tmp_path / "key").read_bytes() == (tmp_path / "deep" / "key").read_bytes() == BODY
+    assert len(seen) == 2 and "key" not in seen[0]
+    assert sorted(path.name for path in tmp_path.rglob("*.part")) == []
+
+
+def test_http_is_not_written(faults: FaultServer) -> None:
+    with pytest.raises(ArgumentError, match="as s3://"):
+        open_store(f"{faults.endpoint_url}/bucket").write("key", b"x")
+    assert not faults.requests
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory(tmp_path: Path) -> None:
+    (tmp_path / "fixed").mkdir(mode=0o500)
+    with pytest.raises(AccessDeniedError, match="refused"):
+        open_store(tmp_path / "fixed").write("key", b"x")
+
+
+def test_the_destination_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    for store, key in ((open_store(tmp_path / "file"), "key"), (open_store(tmp_path), "file/key")):
+        with pytest.raises(StoreError) as caught:
+            store.write(key, b"x")
+        assert caught.value.key == key
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "no part is left"
+
+
+# --- Whole or not at all ----------------------------------------------------------------------------------
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fastload.store import open_store, fs, local
+class Killed:  # a body that kills us in its middle
+    def __enter__(self): return self
+    def __exit__(self, *why): pass
+    def read(self, size, left=[3]):
+        left[0] -= 1
+        if not left[0]: os.kill(os.getpid(), signal.SIGKILL)
+        return bytes(size)
+class Body(type(Path())):
+    def open(self, mode): return Killed()
+open_store(sys.argv[1]).write("key", Body("x"))
+"""
+
+
+def test_a_kill_in_the_middle_shows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"as it was")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "key").read_bytes() == b"as it was"
+    (part,) = [path for path in tmp_path.iterdir() if path.name != "key"]
+    assert part.name.startswith(".") and part.name.endswith(".part"), "a listing by *.tar passes it over"
+
+
+@pytest.mark.parametrize("kind", ["path", "memory"])
+def test_a_failure_in_the_middle_leaves_nothing(kind: str, s3: S3Server, tmp_path: Path) -> None:
+    class Broken(type(Path())):  # type: ignore[misc]
+        def open(self, mode: str) -> Any:
+            raise OSError(5, "Input/output error")
+
+    store = opened(kind, s3, tmp_path)
+    with pytest.raises(StoreError, match="Input/output"):
+        store.write("key", Broken("x"))
+    assert not [info for page in store.list() for info in page]
+
+
+def test_a_large_file_needs_little_memory(s3: S3Server) -> None:
+    """In a process of its own, whose peak nobody else raises."""
+    code = (
+        "import resource, sys, tempfile\n"
+        "from pathlib import Path\n"
+        "from fastload.store import open_store\n"
+        "store = open_store('s3://bucket', key=sys.argv[1], secret=sys.argv[2], endpoint_url=sys.argv[3])\n"
+        "store.write('warm', b'x')\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "with tempfile.TemporaryFile() as file:\n"
+        "    file.truncate(128 << 20)\n"
+        "    store.write('large', Path(f'/proc/self/fd/{file.fileno()}'))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    arguments = [s3.key, s3.secret, s3.endpoint_url]
+    said = subprocess.check_output([sys.executable, "-c", code, *arguments], text=True, timeout=60)
+    assert open_store("s3://bucket", **s3.options).head("large").size == 128 << 20
+    assert int(said) < 64 << 10, "KiB: some parts, not the file"
