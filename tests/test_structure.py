@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "cache": {"errors", "stats"},
     "fetch": {"store", "cache", "manifest", "stats", "errors"},
     "images": {"errors"},
+    "formats": {"errors"},
     "rows": {"errors", "stats"},
     "encoded": {"images", "rows", "errors", "stats"},
     "collate": {"rows", "errors", "stats"},

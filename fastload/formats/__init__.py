@@ -1,0 +1,1 @@
+"""The file formats of shards: TFRecord, tf.train.Example, tar, and the index files beside them."""

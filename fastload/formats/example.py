@@ -1,0 +1,243 @@
+"""tf.train.Example without TensorFlow or protobuf: the wire format of four nested messages.
+
+    Example { 1: Features }                    Feature { 1: BytesList | 2: FloatList | 3: Int64List }
+    Features { 1: map<string, Feature> }       BytesList { 1: bytes... }  FloatList { 1: float... }
+    map entry { 1: key  2: value }             Int64List { 1: varint... }    packed or not
+
+Source: tensorflow/core/example/{example,feature}.proto and protobuf's encoding guide. Unknown fields are
+skipped, and of a name or list that repeats the last one counts. Every length is checked against the message
+that it lies in, and nothing is allocated by a length alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastload.errors import ArgumentError, DecodeError
+
+__all__ = ["Spec", "check_spec", "encode_example", "parse_example"]
+
+# Name of a feature -> bytes, str, int or float for exactly one value; a list of one of these, such as [int],
+# for any number: a list of bytes or str, an int64 array, a float32 array.
+Spec: TypeAlias = Mapping[str, Any]
+
+_KINDS = {bytes: 1, str: 1, float: 2, int: 3}
+_NAMES = {1: "bytes", 2: "float", 3: "int"}
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def check_spec(features: Spec) -> None:
+    """Raise `ArgumentError` unless `features` is a spec."""
+    if not isinstance(features, Mapping) or not features:
+        raise ArgumentError(f"features must be a dict of name: type, found {features!r}")
+    for name, wanted in features.items():
+        one = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted
+        if not isinstance(name, str) or not isinstance(one, type) or one not in _KINDS:
+            raise ArgumentError(
+                f"features[{name!r}] must be bytes, str, int, float, or a list of one of these such as "
+                f"[int], found {wanted!r}"
+            )
+
+
+def parse_example(record: memoryview, features: Spec) -> dict[str, Any]:
+    """The wanted features of one serialised Example, in the order of the spec.
+
+    Single bytes come as views of the record.
+
+    Raises:
+        DecodeError: not an Example; a wanted feature is missing, of another kind, or has not one value.
+    """
+    try:
+        found = _features(record, features)
+        return {name: _value(name, wanted, found) for name, wanted in features.items()}
+    except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, DecodeError):
+            raise
+        raise DecodeError(f"not a tf.train.Example: {error}") from error
+
+
+def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
+    several = isinstance(wanted, list)
+    kind = wanted[0] if several else wanted
+    if name not in found:
+        raise DecodeError(f"the Example has no feature {name!r}; it has {', '.join(sorted(found)) or 'none'}")
+    number, values = found[name]
+    if number == 0:  # a feature without any list is an empty list of any kind
+        values = np.empty(0, np.int64 if kind is int else np.float32) if kind in (int, float) else []
+    elif number != _KINDS[kind]:
+        raise DecodeError(f"feature {name!r} is a list of {_NAMES[number]}, not of {kind.__name__}")
+    if not several and len(values) != 1:
+        raise DecodeError(
+            f"feature {name!r} has {len(values)} values where features= says one; "
+            f"[{kind.__name__}] takes any number"
+        )
+    if kind is str:
+        values = [str(value, "utf-8") for value in values]
+    elif kind is bytes and several:
+        values = [bytes(value) for value in values]
+    if several:
+        return values
+    return values[0] if kind in (bytes, str) else kind(values[0])
+
+
+def _features(record: memoryview, wanted: Spec) -> dict[str, tuple[int, Any]]:
+    """Name -> (kind, values); of features that nobody wants only the name is read."""
+    found: dict[str, tuple[int, Any]] = {}
+    for number, wire, features in _fields(record):
+        if number != 1 or wire != _BYTES:
+            continue
+        for number, wire, entry in _fields(features):
+            if number != 1 or wire != _BYTES:
+                continue
+            name, feature = "", memoryview(b"")
+            for number, wire, content in _fields(entry):
+                if wire == _BYTES and number == 1:
+                    name = str(content, "utf-8")
+                elif wire == _BYTES and number == 2:
+                    feature = content
+            found[name] = _feature(feature) if name in wanted else (0, None)
+    return found
+
+
+def _feature(feature: memoryview) -> tuple[int, Any]:
+    kind, values = 0, memoryview(b"")
+    for number, wire, content in _fields(feature):
+        if wire == _BYTES and number in _NAMES:
+            kind, values = number, content
+    if kind == 1:
+        return kind, [content for number, wire, content in _fields(values) if (number, wire) == (1, _BYTES)]
+    if kind == 2:
+        return kind, _floats(values)
+    if kind == 3:
+        return kind, _ints(values)
+    return 0, None
+
+
+def _floats(values: memoryview) -> NDArray[np.float32]:
+    parts = [
+        content for number, wire, content in _fields(values) if number == 1 and wire in (_BYTES, _FIXED32)
+    ]
+    if any(len(part) % 4 for part in parts):
+        raise ValueError("a packed list of floats is no multiple of 4 bytes")
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    return np.frombuffer(data, "<f4").astype(np.float32)
+
+
+def _ints(values: memoryview) -> NDArray[np.int64]:
+    found: list[int] = []
+    for number, wire, content in _fields(values):
+        if number == 1 and wire == _VARINT:
+            found.append(content)
+        elif number == 1 and wire == _BYTES:
+            at, stop = 0, len(content)
+            while at < stop:
+                value, at = _varint(content, at)
+                found.append(value)
+    return np.array(found, np.uint64).view(np.int64)
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
+    """(field number, wire type, content) of a message: an int, or a view of the bytes."""
+    at, stop = 0, len(message)
+    content: Any
+    while at < stop:
+        tag, at = _varint(message, at)
+        wire = tag & 7
+        if wire == _BYTES:
+            size, at = _varint(message, at)
+            if size > stop - at:
+                raise ValueError(f"a field of {size} bytes where {stop - at} are left")
+            content = message[at : at + size]
+            at += size
+        elif wire == _VARINT:
+            content, at = _varint(message, at)
+        elif wire in (_FIXED32, _FIXED64):
+            size = 4 if wire == _FIXED32 else 8
+            if size > stop - at:
+                raise ValueError(f"a field of {size} bytes where {stop - at} are left")
+            content = message[at : at + size]
+            at += size
+        else:
+            raise ValueError(f"wire type {wire}")
+        if tag >> 3 == 0:
+            raise ValueError("field number 0")
+        yield tag >> 3, wire, content
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """A varint and the position after it."""
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    while True:
+        at += 1
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFF_FFFF_FFFF_FFFF, at + 1
+        shift += 7
+        if shift > 63:
+            raise ValueError("a varint of more than 10 bytes")
+
+
+def encode_example(features: Mapping[str, Any]) -> bytes:
+    """One serialised Example, features in the order of their names, numbers packed.
+
+    Args:
+        features: name -> bytes (or another buffer), str, int, bool, float, or a list, tuple or
+            one-dimensional array of these, all of one kind.
+
+    Raises:
+        ArgumentError: a value of another type, or an integer beyond 64 bits.
+    """
+    entries = [
+        _field(1, _field(1, name.encode()) + _field(2, _encode_feature(name, features[name])))
+        for name in sorted(features)
+    ]
+    return _field(1, b"".join(entries))
+
+
+def _encode_feature(name: str, value: Any) -> bytes:
+    values = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    if not isinstance(values, list | tuple):
+        values = [values]
+    if all(isinstance(one, bytes | bytearray | memoryview | str) for one in values):
+        data = b"".join(_field(1, one.encode() if isinstance(one, str) else one) for one in values)
+        return _field(1, data)
+    if all(isinstance(one, int) for one in values):
+        return _field(3, _field(1, b"".join(_encode_int(name, one) for one in values)))
+    if all(isinstance(one, int | float) for one in values):
+        return _field(2, _field(1, np.array(values, "<f4").tobytes()))
+    raise ArgumentError(
+        f"feature {name!r}: an Example keeps bytes, str, int and float and flat lists of one of these, "
+        f"found {_type_names(values)}"
+    )
+
+
+def _type_names(values: Sequence[Any]) -> str:
+    return ", ".join(sorted({type(one).__name__ for one in values}))
+
+
+def _encode_int(name: str, value: int) -> bytes:
+    if not -(2**63) <= value < 2**63:
+        raise ArgumentError(f"feature {name!r}: {value} does not fit into 64 bits")
+    return _encode_varint(value & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def _field(number: int, content: Any) -> bytes:
+    return b"".join((bytes([number << 3 | _BYTES]), _encode_varint(len(content)), content))
+
+
+def _encode_varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -1,0 +1,103 @@
+"""Index files beside shards: where each record of one shard is, as other tools wrote it down.
+
+tfrecord2idx     "offset size" per record, the size with its framing          (NVIDIA DALI, tfrecord)
+wds2idx          "v1.1 n" or "v1.2 n", then per sample: "extension offset size [name]" for each member,
+                 the offset being that of the content                         (NVIDIA DALI)
+wids             JSON: {"shardlist": [{"url": ..., "nsamples": ...}, ...]}     (WebDataset)
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastload.errors import DecodeError
+from fastload.formats.tar import BLOCK
+
+__all__ = ["Places", "parse_tfrecord_index", "parse_wds_index", "parse_wids"]
+
+# (offset, size) of each record of one shard, in order: uint64, shape (n, 2).
+Places = NDArray[np.uint64]
+
+
+def parse_tfrecord_index(text: bytes, shard_size: int) -> Places:
+    """The records of a shard of that size.
+
+    Raises:
+        DecodeError: not such an index, or not that shard's.
+    """
+    try:
+        numbers = np.array(text.split(), np.uint64).reshape(-1, 2)
+    except (ValueError, OverflowError) as error:
+        raise DecodeError(f"not an index of tfrecord2idx: {error}") from None
+    return _checked(numbers, shard_size, whole=True)
+
+
+def parse_wds_index(text: bytes, shard_size: int) -> Places:
+    """The samples of a shard of that size: each from the end of the one before, so that the headers that
+    belong to its members are with it.
+
+    Raises:
+        DecodeError: not such an index, or not that shard's.
+    """
+    first, _, rest = text.partition(b"\n")
+    version, _, count = first.partition(b" ")
+    fields = {b"v1.1": 3, b"v1.2": 4}.get(version)
+    if fields is None or not count.strip().isdigit():
+        raise DecodeError(f"not an index of wds2idx 1.1 or 1.2: its first line is {first[:80]!r}")
+    stops = []
+    try:
+        for line in rest.splitlines():
+            words = line.split()
+            if not words or len(words) % fields:
+                raise ValueError(f"a line of {len(words)} words")
+            stops.append(max(int(words[i + 1]) + int(words[i + 2]) for i in range(0, len(words), fields)))
+    except ValueError as error:
+        raise DecodeError(f"not an index of wds2idx: {error}") from None
+    if len(stops) != int(count):
+        raise DecodeError(f"the index has {len(stops)} lines and says {int(count)}")
+    try:
+        ends = -(-np.array(stops, np.uint64).astype(np.int64) // BLOCK) * BLOCK
+    except OverflowError:
+        raise DecodeError("an offset in the index is beyond 64 bits") from None
+    starts = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
+    return _checked(np.stack([starts, ends - starts], axis=1).astype(np.uint64), shard_size, whole=False)
+
+
+def parse_wids(text: bytes) -> list[tuple[str, int | None]]:
+    """(URL, number of samples) of each shard.
+
+    Raises:
+        DecodeError: not such a file.
+    """
+    try:
+        shards: Any = json.loads(text)
+        shards = shards["shardlist"] if isinstance(shards, dict) else shards
+        found = [(shard["url"], shard.get("nsamples")) for shard in shards]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DecodeError(f"not an index of wids: {type(error).__name__} {error}") from None
+    for url, count in found:
+        if not isinstance(url, str) or not isinstance(count, int | None):
+            raise DecodeError(f"not an index of wids: url {url!r}, nsamples {count!r}")
+    if not found:
+        raise DecodeError("the index of wids names no shards")
+    return found
+
+
+def _checked(places: Places, shard_size: int, *, whole: bool) -> Places:
+    """Raise unless the records lie one after the other within the shard; `whole`: and fill it."""
+    starts, sizes = places[:, 0], places[:, 1]
+    if len(places):
+        most = np.uint64(shard_size)
+        inside = bool((sizes <= most).all() and (starts <= most).all() and (starts + sizes <= most).all())
+        if not inside or not (sizes > 0).all() or not (starts[1:] >= starts[:-1] + sizes[:-1]).all():
+            raise DecodeError(
+                f"the index does not fit a shard of {shard_size:,} bytes: it is another one's, or an old one"
+            )
+    end = int(starts[-1] + sizes[-1]) if len(places) else 0
+    if whole and end != shard_size:
+        raise DecodeError(f"the index ends at byte {end:,} of a shard of {shard_size:,}: make it again")
+    return places

@@ -1,0 +1,101 @@
+"""Bytes that arrive in pieces, seen as one sequence; copied only where what is asked for spans two pieces."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple, Protocol
+
+from fastload.errors import DecodeError
+
+__all__ = ["Pieces", "Record", "Splitter"]
+
+
+class Record(NamedTuple):
+    """One record of a shard: the bytes [offset, offset + size), framing included.
+
+    `payload` is what the record carries, a view of the piece it came in; None where `error` says why not.
+    """
+
+    offset: int
+    size: int
+    payload: memoryview | None
+    error: DecodeError | None = None
+
+
+class Splitter(Protocol):
+    """Cuts the bytes of one shard into records, in order. One shard, one splitter."""
+
+    def feed(self, piece: memoryview) -> None:
+        """The next bytes of the shard."""
+
+    def close(self) -> None:
+        """There are no more bytes: this is the end of the shard, or of the part that is wanted."""
+
+    def next(self) -> Record | None:
+        """The next record; None where more bytes are needed, or after `close`, where there is none left.
+
+        A record whose place is sure but whose bytes are not comes with its `error`, and the next one follows.
+        Where it is not known where the next one begins, the record that should have been there comes with
+        its error and reaches to the end of the shard: it is the last. Nothing is searched for.
+        """
+
+
+class Pieces:
+    """A queue of bytes.
+
+    Attributes:
+        offset: of the next byte, in the shard.
+        available: bytes that are here.
+        closed: whether no more will come.
+    """
+
+    def __init__(self, offset: int) -> None:
+        self.offset = offset
+        self.available = 0
+        self.closed = False
+        self._first = memoryview(b"")
+        self._at = 0  # of the next byte, in the first piece
+        self._others: deque[memoryview] = deque()
+        self._joined = memoryview(b"")  # the next bytes once more, where they were asked for over a border
+
+    def feed(self, piece: memoryview) -> None:
+        """Append a piece, which must stay as it is."""
+        self.available += len(piece)
+        if self._at == len(self._first):
+            self._first, self._at = piece, 0
+        else:
+            self._others.append(piece)
+
+    def peek(self, n: int) -> memoryview | None:
+        """The next `n` bytes, which stay in the queue; None where fewer are here."""
+        stop = self._at + n
+        if stop <= len(self._first):
+            return self._first[self._at : stop]
+        if n > self.available:
+            return None
+        if n > len(self._joined):
+            self._joined = self._join(n)
+        return self._joined[:n]
+
+    def skip(self, n: int) -> None:
+        """Drop the next `n` bytes, which must be here."""
+        self.offset += n
+        self.available -= n
+        self._joined = memoryview(b"")
+        left = len(self._first) - self._at
+        while n >= left and self._others:
+            n -= left
+            self._first, self._at = self._others.popleft(), 0
+            left = len(self._first)
+        self._at += n
+
+    def _join(self, n: int) -> memoryview:
+        """A copy of the next `n` bytes. The pieces stay, so that what follows is not copied too."""
+        parts = [self._first[self._at :]]
+        n -= len(parts[0])
+        for piece in self._others:
+            if n <= 0:
+                break
+            parts.append(piece[:n])
+            n -= len(piece)
+        return memoryview(b"".join(parts))

@@ -1,0 +1,149 @@
+"""TFRecord framing, read in pieces.
+
+    uint64 length | uint32 masked CRC32C of the length | data | uint32 masked CRC32C of the data
+
+Little-endian. A CRC is masked by a rotation and a constant (tensorflow/core/lib/hash/crc32c.h). Both are
+always checked. A good CRC of the length makes the place of the next record sure, so bad data costs one
+record; a bad one ends the shard, for there is no mark in the format by which to find the next record.
+
+The crc32c package is used and not google-crc32c: that takes `bytes` only, and a copy of every record costs
+more than its checksum (8.4 against 5.1 us for 138 KB).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from crc32c import crc32c
+
+from fastload.errors import DecodeError
+from fastload.formats.pieces import Pieces, Record
+
+__all__ = ["FOOTER", "HEADER", "TFRecordSplitter", "frame", "masked_crc", "unframe"]
+
+HEADER = 12
+FOOTER = 4
+_HEADER = struct.Struct("<QI")
+_FOOTER = struct.Struct("<I")
+# A record of a compressed shard, whose inflated size nobody knows beforehand.
+_MOST_UNKNOWN = 1 << 30
+_GZIP = b"\x1f\x8b"
+
+
+def masked_crc(data: Any) -> int:
+    """The masked CRC32C of anything with the buffer protocol."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def frame(data: Any) -> tuple[bytes, bytes]:
+    """What comes before and after a record's data."""
+    length = struct.pack("<Q", len(data))
+    return length + _FOOTER.pack(masked_crc(length)), _FOOTER.pack(masked_crc(data))
+
+
+def unframe(record: memoryview) -> memoryview:
+    """The data of one whole record, which must be all of `record`.
+
+    Raises:
+        DecodeError: it is not.
+    """
+    if len(record) < HEADER + FOOTER:
+        raise DecodeError(f"a TFRecord has at least {HEADER + FOOTER} bytes, here are {len(record)}")
+    length = _checked_length(record[:HEADER])
+    if length != len(record) - HEADER - FOOTER:
+        raise DecodeError(
+            f"the record has {length:,} bytes of data, and its place {len(record) - HEADER - FOOTER:,}: the "
+            "index does not belong to this shard; make it again"
+        )
+    return _checked_data(record)
+
+
+class TFRecordSplitter:
+    """See `Splitter`.
+
+    Args:
+        offset: where the first record begins in the shard.
+        end: where the shard ends; None where that is unknown (a compressed shard).
+    """
+
+    def __init__(self, offset: int, end: int | None) -> None:
+        self._pieces = Pieces(offset)
+        self._end = end
+        self._size = 0  # of the record whose header was read
+        self._over = False
+
+    def feed(self, piece: memoryview) -> None:
+        self._pieces.feed(piece)
+
+    def close(self) -> None:
+        self._pieces.closed = True
+
+    def next(self) -> Record | None:
+        pieces = self._pieces
+        if self._over:
+            return None
+        if not self._size:
+            header = pieces.peek(HEADER)
+            if header is None:
+                return self._cut() if pieces.closed and pieces.available else None
+            try:
+                self._size = self._fitting(_checked_length(header)) + HEADER + FOOTER
+            except DecodeError as error:
+                return self._last(error)
+        size = self._size
+        record = pieces.peek(size)
+        if record is None:
+            return self._cut() if pieces.closed else None
+        self._size = 0
+        offset = pieces.offset
+        pieces.skip(size)
+        try:
+            return Record(offset, size, _checked_data(record))
+        except DecodeError as error:
+            return Record(offset, size, None, error)
+
+    def _fitting(self, length: int) -> int:
+        if self._end is None:
+            if length > _MOST_UNKNOWN:
+                raise DecodeError(f"a record of {length:,} bytes is more than {_MOST_UNKNOWN:,}, the most")
+        elif length > self._end - self._pieces.offset - HEADER - FOOTER:
+            raise DecodeError(
+                f"a record of {length:,} bytes begins {self._end - self._pieces.offset:,} bytes before the "
+                "end of the shard: the shard was cut"
+            )
+        return length
+
+    def _cut(self) -> Record:
+        return self._last(
+            DecodeError(
+                f"the shard was cut: it ends {self._pieces.available:,} bytes into a record"
+                + (f" of {self._size:,}" if self._size else "")
+            )
+        )
+
+    def _last(self, error: DecodeError) -> Record:
+        self._over = True
+        offset = self._pieces.offset
+        end = self._end if self._end is not None else offset + self._pieces.available
+        return Record(offset, end - offset, None, error)
+
+
+def _checked_length(header: memoryview) -> int:
+    length, crc = _HEADER.unpack(header)
+    if masked_crc(header[:8]) != crc:
+        hint = ""
+        if header[:2] == _GZIP:
+            hint = '; it looks like a gzip file: pass compression="gzip"'
+        raise DecodeError(
+            f"bad CRC of a record's length, so it is not known where the next record begins{hint}"
+        )
+    return int(length)
+
+
+def _checked_data(record: memoryview) -> memoryview:
+    data = record[HEADER:-FOOTER]
+    if masked_crc(data) != _FOOTER.unpack(record[-FOOTER:])[0]:
+        raise DecodeError(f"bad CRC of a record's {len(data):,} bytes of data")
+    return data
