@@ -2,32 +2,22 @@
 
     sampler ─ index batches ─▶ workers: fetch window ▶ cache ▶ decode · transform ▶ slot ─▶ in order ─▶ batch
 
-`_WorkerIterator._next_data` is that path, seen from the trainer.
+`WorkerIterator._next_data` is that path, seen from the trainer.
 """
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data import _utils as torch_utils
-from torch.utils.data import dataloader as torch_dataloader
-from torch.utils.data._utils import pin_memory as torch_pin_memory
 
-from fastload import store
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
-from fastload.rows import as_rows
-from fastload.state import LoaderState, Progress
+from fastload.state import LoaderState
 from fastload.stats import Counters, verdict
-from fastload.workers import Result, WorkerPool, WorkerSetup
+from fastload.worker_iterator import WorkerIterator
 
 __all__ = ["DataLoader"]
 
@@ -38,8 +28,6 @@ _ON_ERROR = ("raise", "skip", "replace")
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
 _READ_AHEAD = 256
 _BAD_SAMPLES_KEPT = 1000
-# By the fork server; obstore starts its threads with its first request, not on import.
-_PRELOADED = ["torch", "fastload.workers", "fastload.datasets.image_folder", "obstore.store"]
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -120,7 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if self.num_workers == 0:
             return InProcessIterator(self)
         self.check_worker_number_rationality()
-        return _WorkerIterator(self)
+        return WorkerIterator(self)
 
     def _forget(self, iterator: Any) -> None:
         """The workers of this iterator have ended: the next epoch starts new ones, if they are persistent."""
@@ -191,205 +179,3 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """How many index batches are announced in advance, where the dataset can read ahead."""
         size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
         return max(least, -(-_READ_AHEAD // size))
-
-
-class _WorkerIterator(torch_dataloader._BaseDataLoaderIter):
-    """`num_workers > 0`. Sequence numbers name index batches; batch i goes to worker i mod W."""
-
-    _progress: Progress
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._pool: WorkerPool | None = None
-        super().__init__(loader)
-        self._base_seed = loader._state.base_seed(int(self._base_seed))
-        # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
-        self._forget = weakref.WeakMethod(loader._forget)
-        self._counters, self._bad = loader._counters, loader._bad
-        self._in_order = loader.in_order
-        if not loader.prefetch_factor:
-            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        readable = as_rows(self._dataset) is not None
-        self._ahead = loader._batches_ahead(loader.prefetch_factor) if readable else loader.prefetch_factor
-        self._sent = 0  # sequence number of the next index batch
-        self._arrived: dict[int, tuple[int, Result]] = {}
-        self._owner: dict[int, int] = {}  # batches that are due: sequence number -> worker
-        self._pool = WorkerPool(_setup(self, loader), _context(loader))
-        self._pin_memory_thread = None
-        self._reset(loader, first_iter=True)
-
-    @property
-    def _workers(self) -> list[Any]:
-        return self._pool.processes if self._pool is not None else []
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        previous = None if first_iter else self._progress
-        self._progress = loader._state.begin(loader, late_seed=False, previous=previous)
-        super()._reset(loader, first_iter)
-        loader._state.started(loader, self, self._progress)
-        assert self._pool is not None
-        for seq in list(self._arrived):
-            self._discard(*self._arrived.pop(seq))
-        self._owner.clear()
-        self._first = self._sent
-        self._pool.start_epoch(
-            self._sent, loader._samples_seed(self._base_seed), self._progress.epoch, self._shared_seed
-        )
-        self._turn = deque(range(self._num_workers))
-        self._turn.rotate(-self._progress.next_worker)
-        for _ in range(self._ahead * self._num_workers):
-            self._submit()
-        if previous is not None and previous.ran_on:
-            # These workers' datasets went on after the break: only they know where this epoch begins.
-            while set(self._owner.values()) - {worker_id for worker_id, _ in self._arrived.values()}:
-                self._receive()
-
-    def _next_data(self) -> Any:
-        while True:
-            seq = self._due()
-            if seq is None:
-                self._progress.finish()
-                if not self._persistent_workers:
-                    self._shutdown_workers()
-                raise StopIteration
-            while seq not in self._arrived:
-                self._receive()
-                if not self._in_order:
-                    seq = self._due()
-                    assert seq is not None
-            worker_id, result = self._arrived.pop(seq)
-            del self._owner[seq]
-            if result.exhausted:
-                self._progress.ended(worker_id, result.after)
-                self._retire(worker_id)
-                continue
-            return self._deliver(worker_id, result)
-
-    def _due(self) -> int | None:
-        """The sequence number to hand over next, or None at the end of the epoch."""
-        due: dict[int, Any] = self._arrived if self._arrived and not self._in_order else self._owner
-        return next(iter(due), None)
-
-    def _deliver(self, worker_id: int, result: Result) -> Any:
-        assert self._pool is not None
-        self._counters.add("wait.batches")
-        self._pool.consume(worker_id)
-        try:
-            data = self._pool.unpack(worker_id, result.packed) if result.packed is not None else None
-        finally:
-            if not self._submit(worker_id):
-                self._pool.finish(worker_id)
-            self._progress.handed_out(result.seq - self._first, worker_id, result.after)
-            self._progress.next_worker = next(iter(self._owner.values()), 0)
-        if result.failure is not None:
-            result.failure.raise_it(f"in DataLoader worker process {worker_id}")
-        if self._pin_memory:
-            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        return data
-
-    def _submit(self, worker_id: int | None = None) -> bool:
-        """Give the next index batch to the worker whose turn it is; out of order, to the one that is free."""
-        assert self._pool is not None
-        if not self._turn:
-            return False
-        try:
-            index = self._next_index()  # type: ignore[no-untyped-call]
-        except StopIteration:
-            self._turn.clear()
-        if not self._turn:
-            for every in range(self._num_workers):
-                self._pool.finish(every)
-            return False
-        if self._in_order or worker_id is None or worker_id not in self._turn:
-            worker_id = self._turn[0]
-            self._turn.rotate(-1)
-        self._owner[self._sent] = worker_id
-        self._pool.submit(worker_id, self._sent, index)
-        self._sent += 1
-        return True
-
-    def _receive(self) -> None:
-        """Take in what the workers have sent, waiting for at least one result."""
-        assert self._pool is not None
-        start = time.perf_counter()
-        try:
-            received = self._pool.receive(self._timeout)
-        except BaseException:  # Ctrl-C too: what had come in by then may be lost, and would be waited for
-            self._shutdown_workers()
-            if (forget := self._forget()) is not None:
-                forget(self)
-            raise
-        finally:
-            self._counters.add("wait.seconds", time.perf_counter() - start)
-        for worker_id, result in received:
-            self._counters.merge(result.counters)
-            self._bad.extend(result.bad)
-            if result.seq in self._owner:
-                self._progress.began(worker_id, result.before)
-                self._arrived[result.seq] = (worker_id, result)
-            else:
-                self._discard(worker_id, result)
-
-    def _discard(self, worker_id: int, result: Result) -> None:
-        """A batch that nobody waits for any more; its slots go back."""
-        assert self._pool is not None
-        self._pool.consume(worker_id)
-        if result.packed is not None:
-            self._pool.unpack(worker_id, result.packed)
-
-    def _retire(self, worker_id: int) -> None:
-        """This worker's part of an iterable dataset is at its end."""
-        assert self._pool is not None
-        self._pool.consume(worker_id)
-        if worker_id in self._turn:
-            self._turn.remove(worker_id)
-        for seq in [seq for seq, owner in self._owner.items() if owner == worker_id]:
-            del self._owner[seq]
-            if seq in self._arrived:
-                self._discard(*self._arrived.pop(seq))
-        self._submit()
-
-    def _shutdown_workers(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def __del__(self) -> None:
-        if torch_utils is not None and not torch_utils.python_exit_status:
-            self._shutdown_workers()
-
-
-def _setup(iterator: _WorkerIterator, loader: DataLoader[Any]) -> WorkerSetup:
-    init = loader.worker_init_fn
-    if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
-        init = functools.partial(
-            torch_dataloader._sharding_worker_init_fn, init, iterator._world_size, iterator._rank
-        )
-    return WorkerSetup(
-        dataset=iterator._dataset,
-        collate_fn=iterator._collate_fn,
-        auto_collation=iterator._auto_collation,
-        drop_last=iterator._drop_last,
-        worker_init_fn=init,
-        num_workers=iterator._num_workers,
-        prefetch_factor=loader.prefetch_factor or 2,
-        base_seed=int(iterator._base_seed),
-        on_error=loader.on_error,
-        seeded=loader.seed is not None,
-        batch_size=loader._samples_per_batch(),
-        positions=loader._state.worker_positions(),
-    )
-
-
-def _context(loader: DataLoader[Any]) -> Any:
-    """The user's start method, or torch's default; forkserver where a fork would hang.
-
-    A child that uses obstore after its parent did hangs under fork; only a process that starts anew is safe.
-    """
-    context = loader.multiprocessing_context or multiprocessing.get_context()
-    if loader.multiprocessing_context is None and context.get_start_method() == "fork":
-        if not store.native_client_used():
-            return torch.multiprocessing
-        context = multiprocessing.get_context("forkserver")
-    if context.get_start_method() == "forkserver":
-        # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
-        context.set_forkserver_preload(_PRELOADED)
-    return context

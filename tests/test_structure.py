@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "workers": {"channel", "collate", "slots", "state", "stats", "errors"},
     "state": {"errors", "sampler"},
     "in_process": {"collate", "rows", "state"},
-    "loader": {"store", "in_process", "rows", "workers", "state", "stats", "errors"},
+    "worker_iterator": {"store", "rows", "workers", "state", "stats", "errors"},
+    "loader": {"in_process", "worker_iterator", "rows", "state", "stats", "errors"},
     "cli": {"errors", "stats", "images", "cache", "store", "manifest"},
 }
 
