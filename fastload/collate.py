@@ -95,7 +95,7 @@ class BatchMaker:
         self._seeded = seeded
         self._allocate = allocate
         self._seed = self._epoch = 0
-        self.counters = self._rows.counters if self._rows is not None else Counters()
+        self.counters = _counters(self._rows) or _counters(as_filling(dataset)) or Counters()
         self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
 
     def start_epoch(self, seed: int, epoch: int) -> None:
@@ -132,10 +132,13 @@ class BatchMaker:
             Whatever the dataset raises, with a note of the sample, where `on_error` does not cover it.
         """
         try:
-            return self._make_encoded(list(index)) if encoded else self._make(index)
+            batch = self._make_encoded(list(index)) if encoded else self._make(index)
         except StopIteration as error:
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
+        self.counters.add("collate.batches")
+        self.counters.add("collate.samples", len(index) if self._auto_collation else 1)
+        return batch
 
     def _make(self, index: Any) -> Any:
         indices = list(index) if self._auto_collation else [index]
@@ -175,7 +178,9 @@ class BatchMaker:
     def _samples(self, index: Any, indices: list[Any]) -> Any:
         many = getattr(self._dataset, "__getitems__", None)
         if many and self._auto_collation and self._on_error == "raise" and not self._seeded:
-            return many(index)
+            self.counters.add("decode.samples", len(indices))
+            with self.counters.timed("decode"):
+                return many(index)
         samples: list[Any] = [None] * len(indices)
 
         def fill(todo: Todo) -> Failures:
@@ -245,6 +250,12 @@ class BatchMaker:
 
     def _replacement(self, index: Any, attempt: int) -> int:
         return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
+
+
+def _counters(source: Any) -> Counters | None:
+    """Those of a dataset that counts by itself: one instance, so that time spent in reading is told apart."""
+    counters = getattr(source, "counters", None)
+    return counters if isinstance(counters, Counters) else None
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -32,6 +32,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         loader._state.started(loader, self, self._progress)
         self._loader = loader
         self._counters, self._bad = loader._counters, loader._bad
+        self._meter = loader._meter
+        self._meter.start(0)
         if self._dataset_kind == torch_dataloader._DatasetKind.Map:
             self._dataset_fetcher = self._maker = BatchMaker(
                 self._dataset,
@@ -67,9 +69,11 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         return self._coming.popleft()
 
     def _next_data(self) -> Any:
+        self._meter.asked()
         try:
             data = self._read_next()
         except StopIteration:
+            self._meter.stop()
             self._progress.ended(state=self._dataset_state())
             self._progress.finish()
             raise
@@ -77,12 +81,14 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
             self._progress.handed_out(state=self._dataset_state())
             raise
         self._progress.handed_out(state=self._dataset_state())
+        self._meter.handed_over()
         return data
 
     def _read_next(self) -> Any:
         if self._maker is None:
             return super()._next_data()  # type: ignore[no-untyped-call]
-        index = self._next_index()
+        with self._counters.timed("sampler"):
+            index = self._next_index()
         start = time.perf_counter()
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
@@ -92,7 +98,6 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         self._counters.add("wait.seconds", time.perf_counter() - start)
-        self._counters.add("wait.batches")
         self._counters.merge(self._maker.counters.drain())
         self._bad.extend(self._maker.bad)
         self._maker.bad.clear()

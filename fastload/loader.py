@@ -15,8 +15,10 @@ import torch.utils.data
 
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
+from fastload.sampler import find_rank
 from fastload.state import LoaderState
-from fastload.stats import Counters, verdict
+from fastload.stats import Counters, Meter
+from fastload.verdict import limit, verdict
 from fastload.worker_iterator import WorkerIterator
 
 __all__ = ["DataLoader"]
@@ -95,6 +97,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.seed = seed
         self._state = LoaderState()
         self._counters = Counters()
+        self._meter = Meter(self._counters)
         self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
 
     def __iter__(self) -> Any:
@@ -151,18 +154,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
-        """What happened since this loader was made, over all its workers.
+        """What this rank's loader did, with all its workers.
 
         Returns:
-            "epochs": iterations started; "counters": flat sums, see `fastload.stats`; "bad": (key, error) of
-            the last bad samples; "verdict": one sentence that names the slowest stage.
+            "rank": of torch.distributed or the launcher; "epochs": iterations started; "counters": flat sums
+            since the loader was made, see `fastload.stats`; "rates": flat numbers of the epoch that runs, or
+            the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would be faster without,
+            and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad samples.
         """
-        counters = self._counters.as_dict()
+        epoch, gauges = self._meter.counters(), self._meter.gauges()
         return {
+            "rank": find_rank()[0],
             "epochs": self._state.epoch,
-            "counters": counters,
-            "bad": list(self._bad),
-            "verdict": verdict(counters),
+            "counters": self._counters.as_dict(),
+            "rates": gauges,
+            "limit": limit(epoch),
+            "verdict": verdict(epoch, gauges),
+            "bad": list(self._bad.copy()),
         }
 
     # --- what both kinds of iterator ask

@@ -99,7 +99,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if mode == "eval" and drop_last:
             raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
         if num_replicas is None or rank is None:
-            found_rank, found_replicas = _find_rank()
+            found_rank, found_replicas = find_rank()
             num_replicas = found_replicas if num_replicas is None else num_replicas
             rank = found_rank if rank is None else rank
         if num_replicas < 1:
@@ -251,7 +251,7 @@ def _check_partition(partition: str | None, exchange: float, num_nodes: int | No
         raise ArgumentError("exchange draws what it moves, and shuffle=False draws nothing: leave one out")
 
 
-def _find_rank() -> tuple[int, int]:
+def find_rank() -> tuple[int, int]:
     """(rank, number of ranks) of this process, from torch.distributed or from its launcher."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()

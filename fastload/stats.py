@@ -1,4 +1,4 @@
-"""Per-stage counters, mergeable over processes, and the verdict that names the slowest stage.
+"""Per-stage counters, mergeable over processes; and the rates of an epoch.
 
 A counter set is a flat dict of floats, `"stage.counter" -> value`, so that merging is addition, sending is
 cheap, and TensorBoard or Prometheus can take it as it is. The stages and their counters:
@@ -7,8 +7,8 @@ cheap, and TensorBoard or Prometheus can take it as it is. The stages and their 
     get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed
     cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures
     decode   samples, seconds (decode and transform, without the get and cache seconds spent inside)
-    collate  samples, batches, bytes, seconds (samples: as many as were asked for)
-    idle     seconds (a worker had no batch to make), of which:
+    collate  samples (as many as were asked for), batches, seconds (the batch's copy into its slot too)
+    idle     seconds (a worker had no batch to make, though the epoch had more), of which:
     slot     seconds (its finished batches waited for the consumer)
     wait     batches, seconds (the consumer waited for a batch), first_seconds (for the first of an epoch)
     consumer seconds (from one batch to the call for the next)
@@ -25,11 +25,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
-__all__ = ["Counters", "verdict"]
+from fastload.cores import Cores
+
+__all__ = ["Counters", "Meter", "rates"]
+
+_READING = ("get.seconds", "cache.seconds")
 
 
 class Counters:
@@ -55,12 +59,16 @@ class Counters:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Add the seconds that the block takes to `<stage>.seconds`."""
-        start = time.perf_counter()
+        """Add the seconds that the block takes to `<stage>.seconds`, but for those it spends in reading.
+
+        A dataset may read in its `__getitem__`: the time is then the store's or the disk's, not decoding's.
+        """
+        start, reading = time.perf_counter(), sum(map(self.__getitem__, _READING))
         try:
             yield
         finally:
-            self.add(f"{stage}.seconds", time.perf_counter() - start)
+            reading = sum(map(self.__getitem__, _READING)) - reading
+            self.add(f"{stage}.seconds", time.perf_counter() - start - reading)
 
     def merge(self, other: Mapping[str, float]) -> None:
         """Add every counter of `other`."""
@@ -89,29 +97,115 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 
-_ADVICE = {
-    "get": "the store: reading objects. A cache, more connections or a closer bucket would help",
-    "cache": "the cache: reading records from disk. A faster SSD or mode 'shrunk' would help",
-    "decode": "decoding and transforming samples. More workers, or a cache in mode 'shrunk' or 'decoded', "
-    "would help",
-    "collate": "collating batches. More workers would help",
-}
 
+class Meter:
+    """The epoch that runs, or the last one: what it added to a loader's counters, and in what time.
 
-def verdict(counters: Mapping[str, float]) -> str:
-    """One sentence: who is the limit, and what would help.
+    The iterator tells it when the epoch begins and ends, and when a batch is asked for and handed over.
+    What happened between `stop` and the next `start` (a validation, a checkpoint) belongs to no epoch.
 
-    The consumer is, where the workers waited for it longer than it waited for them; otherwise the stage in
-    which the workers spent most of their time.
+    Attributes:
+        tick: called with every batch, and now and then while one is waited for.
     """
-    if not counters.get("wait.batches"):
-        return "nothing was loaded yet"
-    seconds = {stage: counters.get(f"{stage}.seconds", 0.0) for stage in _ADVICE}
-    wait, idle = counters.get("wait.seconds", 0.0), counters.get("idle.seconds", 0.0)
-    busy = sum(seconds.values())
-    if busy == 0 or (idle > busy and wait < idle):
-        return "the consumer is the limit: the loader waited for it, and a faster loader would change nothing"
-    stage = max(seconds, key=lambda name: seconds[name])
-    return (
-        f"the slowest stage is {stage} ({seconds[stage] / busy:.0%} of the workers' time): {_ADVICE[stage]}"
-    )
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._cores: Cores | None = None
+        self.tick: Callable[[], None] | None = None
+        self.workers = 0
+        self._before: dict[str, float] = {}
+        self._began = self._handed = self._busy = self._idle_cores = 0.0
+        self._first = True
+
+    def start(self, workers: int) -> None:
+        """An epoch begins, with so many workers."""
+        self._cores = self._cores or Cores()
+        self.workers = workers
+        self._before = self._counters.as_dict()
+        self._began = self._handed = time.perf_counter()
+        self._busy, self._idle_cores = self._cores.busy_seconds(), -1.0
+        self._first = True
+
+    def asked(self) -> None:
+        """The consumer asks for a batch."""
+        if not self._first:
+            self._counters.add("consumer.seconds", time.perf_counter() - self._handed)
+
+    def handed_over(self) -> None:
+        """The consumer gets a batch."""
+        self._handed = time.perf_counter()
+        self._counters.add("wait.batches")
+        if self._first:
+            self._first = False
+            waited = self._counters["wait.seconds"] - self._before.get("wait.seconds", 0)
+            self._counters.add("wait.first_seconds", waited)
+        if self.tick is not None:
+            self.tick()
+
+    def stop(self) -> None:
+        """The epoch is over."""
+        self._idle_cores = self._measure_idle_cores()
+
+    def counters(self) -> dict[str, float]:
+        """What this epoch added to the loader's counters."""
+        return {name: value - self._before.get(name, 0) for name, value in self._counters.as_dict().items()}
+
+    def gauges(self) -> dict[str, float]:
+        """The rates of this epoch, from its beginning to its latest batch; see `rates`. And:
+
+        workers          that make batches (0: the trainer's process does)
+        node.cores       that this process may use, by its affinity and control group
+        node.idle_cores  of these, as a mean over the epoch
+        """
+        idle = self._idle_cores if self._idle_cores >= 0 else self._measure_idle_cores()
+        cores = self._cores.usable if self._cores is not None else 0.0
+        node = {"workers": self.workers, "node.cores": cores, "node.idle_cores": idle}
+        return rates(self.counters(), self._handed - self._began) | node
+
+    def _measure_idle_cores(self) -> float:
+        if self._cores is None:
+            return 0.0
+        elapsed = time.perf_counter() - self._began
+        busy = (self._cores.busy_seconds() - self._busy) / max(elapsed, 1e-3)
+        return max(0.0, self._cores.usable - busy)
+
+
+_WORKER_STAGES = ("get", "cache", "decode", "collate")
+
+
+def rates(counters: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """What `counters` are per second, as flat numbers for TensorBoard or Prometheus.
+
+    <stage>.samples_per_second, <stage>.bytes_per_second   for every stage that counts them
+    loader.samples_per_second, loader.batches_per_second   handed to the consumer
+    get.share, cache.share, decode.share, collate.share, idle.share     of the workers' time
+    wait.share, consumer.share                             of `seconds`, in the trainer
+    cache.hit_share                                        of the cache's lookups
+    device.idle_share                                      of the device's time that was watched
+    """
+    seconds = max(seconds, 1e-9)
+
+    def share(part: float, whole: float) -> float:
+        return part / whole if whole > 0 else 0.0
+
+    found = {
+        f"{name}_per_second": value / seconds
+        for name, value in counters.items()
+        if name.endswith((".samples", ".bytes"))
+    }
+
+    def get(name: str) -> float:
+        return counters.get(name, 0.0)
+
+    batches = get("wait.batches")
+    found["loader.batches_per_second"] = batches / seconds
+    per_batch = share(get("collate.samples"), get("collate.batches"))
+    found["loader.samples_per_second"] = batches * per_batch / seconds
+    stages = (*_WORKER_STAGES, "idle")
+    busy = sum(get(f"{stage}.seconds") for stage in stages)
+    found |= {f"{stage}.share": share(get(f"{stage}.seconds"), busy) for stage in stages}
+    found |= {f"{stage}.share": get(f"{stage}.seconds") / seconds for stage in ("wait", "consumer")}
+    found["cache.hit_share"] = share(get("cache.hits"), get("cache.hits") + get("cache.misses"))
+    if get("device.seconds"):
+        found["device.idle_share"] = share(get("device.idle.seconds"), get("device.seconds"))
+    return found

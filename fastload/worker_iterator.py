@@ -37,7 +37,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._base_seed = loader._state.base_seed(int(self._base_seed))
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
         self._forget = weakref.WeakMethod(loader._forget)
-        self._counters, self._bad = loader._counters, loader._bad
+        self._counters, self._bad, self._meter = loader._counters, loader._bad, loader._meter
         self._in_order = loader.in_order
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
@@ -57,6 +57,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         previous = None if first_iter else self._progress
         self._progress = loader._state.begin(loader, late_seed=False, previous=previous)
+        self._meter.start(self._num_workers)
         super()._reset(loader, first_iter)
         loader._state.started(loader, self, self._progress)
         assert self._pool is not None
@@ -77,10 +78,12 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 self._receive()
 
     def _next_data(self) -> Any:
+        self._meter.asked()
         while True:
             seq = self._due()
             if seq is None:
                 self._progress.finish()
+                self._meter.stop()
                 if not self._persistent_workers:
                     self._shutdown_workers()
                 raise StopIteration
@@ -104,7 +107,6 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def _deliver(self, worker_id: int, result: Result) -> Any:
         assert self._pool is not None
-        self._counters.add("wait.batches")
         self._pool.consume(worker_id)
         try:
             data = self._pool.unpack(worker_id, result.packed) if result.packed is not None else None
@@ -117,6 +119,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             result.failure.raise_it(f"in DataLoader worker process {worker_id}")
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        self._meter.handed_over()
         return data
 
     def _submit(self, worker_id: int | None = None) -> bool:
@@ -125,7 +128,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if not self._turn:
             return False
         try:
-            index = self._next_index()  # type: ignore[no-untyped-call]
+            with self._counters.timed("sampler"):
+                index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             self._turn.clear()
         if not self._turn:

@@ -14,7 +14,9 @@ PACKAGE = Path(fastload.__file__).parent
 # part -> the parts of ours that it may import. One way only.
 MAY_IMPORT = {
     "errors": set(),
-    "stats": set(),
+    "cores": set(),
+    "stats": {"cores"},
+    "verdict": set(),
     "channel": set(),
     "partition": {"errors"},
     "sampler": {"partition", "errors"},
@@ -34,8 +36,8 @@ MAY_IMPORT = {
     "state": {"errors", "sampler"},
     "in_process": {"collate", "rows", "state"},
     "worker_iterator": {"store", "rows", "workers", "state", "stats", "errors"},
-    "loader": {"in_process", "worker_iterator", "rows", "state", "stats", "errors"},
-    "cli": {"errors", "stats", "images", "cache", "store", "manifest"},
+    "loader": {"in_process", "worker_iterator", "rows", "sampler", "state", "stats", "verdict", "errors"},
+    "cli": {"errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
 }
 
 

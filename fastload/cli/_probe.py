@@ -16,6 +16,7 @@ import numpy as np
 
 import fastload
 from fastload.cli._model import Data, Mode
+from fastload.cores import Cores
 from fastload.errors import DecodeError, StoreError
 from fastload.images import decode_resized, shrink
 from fastload.manifest import Manifest
@@ -27,6 +28,8 @@ DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
 DISK_BYTES = 64 << 20
 BUSY = 0.85  # of a core: from there on, a process that reads is held up by itself and not by the network
+
+_CORES = Cores()
 
 
 class Probe(NamedTuple):
@@ -105,7 +108,7 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, others: fl
 
     With `others`, the cores that are busy anyway, all other CPU is the store's, and counts as well.
     """
-    machine, own, start = _machine_cpu(), time.process_time(), time.perf_counter()
+    machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
     done = read = 0
     for warmed in dataset.warm(indices):
         done += warmed.outcome in ("stored", "present")
@@ -115,7 +118,7 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, others: fl
     if not done:
         raise StoreError("none of the objects of the probe could be read", stage="get")
     seconds, own_cpu = time.perf_counter() - start, time.process_time() - own
-    cpu = own_cpu if others is None else max(own_cpu, _machine_cpu() - machine - others * seconds)
+    cpu = own_cpu if others is None else max(own_cpu, _CORES.busy_seconds() - machine - others * seconds)
     return _Together(done, read, seconds, cpu, own_cpu)
 
 
@@ -196,20 +199,8 @@ def _is_here(options: dict[str, Any]) -> bool:
     return host == "localhost" or host.startswith("127.")
 
 
-def _machine_cpu() -> float:
-    """Core-seconds that the cores we may use have worked, for anybody."""
-    usable = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    ticks = 0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *fields = line.split()
-        if name in usable:
-            user, nice, system, _, _, irq, soft = map(int, fields[:7])
-            ticks += user + nice + system + irq + soft
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _busy_cores(seconds: float) -> float:
     """How many cores others keep busy now."""
-    before, start = _machine_cpu(), time.perf_counter()
+    before, start = _CORES.busy_seconds(), time.perf_counter()
     time.sleep(seconds)
-    return (_machine_cpu() - before) / (time.perf_counter() - start)
+    return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)

@@ -98,7 +98,7 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
     import fastload
     from fastload.cli._machine import describe_machine
     from fastload.cli._measure import measure_epoch, stage_counters
-    from fastload.stats import verdict
+    from fastload.verdict import verdict
 
     loader: Any = fastload.DataLoader(
         dataset, settings["batch_size"], shuffle=True, num_workers=settings["num_workers"]

@@ -170,7 +170,7 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
     """fastload: epoch 1 from the store, filling the cache, and epoch 2 from the cache."""
     import fastload
     from fastload.cli._measure import stage_counters
-    from fastload.stats import verdict
+    from fastload.verdict import verdict
 
     dataset = fastload.ImageFolder(
         f"s3://{bucket.name}/",

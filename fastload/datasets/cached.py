@@ -62,7 +62,8 @@ class CachedDataset(Dataset[Any]):
             raise IndexError(f"index {index} is out of range for {n} samples")
         index %= n
         key = self.cache.key("cached", self.fingerprint, str(index))
-        record = self.cache.read(key)
+        with self.counters.timed("cache"):
+            record = self.cache.read(key)
         if record is not None:
             try:
                 return load(record)

@@ -23,6 +23,7 @@ from fastload.channel import Channel
 from fastload.collate import BatchMaker, collate_into
 from fastload.slots import SlotPool
 from fastload.state import dataset_state, load_dataset, resume_fetcher
+from fastload.stats import Counters
 from fastload.workers.allocator import keep_freed_memory
 from fastload.workers.failure import Failure
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
@@ -79,7 +80,7 @@ class _Worker:
         self._slots = SlotPool(keep=setup.prefetch_factor + 2)
         self._work: deque[tuple[int, Any]] = deque()
         self._made = self._consumed = 0
-        self._idle = 0.0
+        self._counters = Counters()
         self._last_known = False
         self._fresh = True  # nothing was made in this epoch
         self._broken: Failure | None = None
@@ -132,10 +133,12 @@ class _Worker:
 
     def _listen(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, at least one."""
-        start = time.perf_counter()
+        start, full = time.perf_counter(), self._made - self._consumed >= self._setup.prefetch_factor
+        between_epochs = self._last_known and not self._work
         received = self._channel.receive(wait=wait)
-        if wait:
-            self._idle += time.perf_counter() - start
+        if wait and not between_epochs:
+            for stage in ("idle", "slot")[: 1 + full]:
+                self._counters.add(f"{stage}.seconds", time.perf_counter() - start)
         while received is not None:
             self._obey(received[0])
             received = self._channel.receive(wait=False)
@@ -183,10 +186,11 @@ class _Worker:
         if failure is None:
             try:
                 before = dataset_state(self._setup.dataset, self.maker) if self._fresh else None
-                batch = self.maker(index) if isinstance(self.maker, BatchMaker) else self.maker.fetch(index)
+                batch = self._fetch(index)
                 if self._last_known and not self._work:
                     self._flush_cache()
-                packed, fds = self._slots.pack(batch)
+                with self._counters.timed("collate"):
+                    packed, fds = self._slots.pack(batch)
                 del batch
             except Exception as error:
                 self._slots.abandon()
@@ -199,9 +203,18 @@ class _Worker:
         self._channel.send(Result(seq, packed, failure, exhausted, counters, bad, before, after), fds)
         self._channel.flush(wait=True)
 
+    def _fetch(self, index: Any) -> Any:
+        if isinstance(self.maker, BatchMaker):
+            return self.maker(index)
+        with self._counters.timed("decode"):
+            batch = self.maker.fetch(index)
+        self._counters.add("collate.batches")
+        self._counters.add("collate.samples", len(index) if self._setup.auto_collation else 1)
+        return batch
+
     def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
-        idle, self._idle = {"idle.seconds": self._idle}, 0.0
-        if not isinstance(self.maker, BatchMaker):
-            return idle, []
-        bad, self.maker.bad = self.maker.bad, []
-        return self.maker.counters.drain() | idle, bad
+        bad: list[tuple[str, str]] = []
+        if isinstance(self.maker, BatchMaker):
+            self._counters.merge(self.maker.counters.drain())
+            bad, self.maker.bad = self.maker.bad, []
+        return self._counters.drain(), bad

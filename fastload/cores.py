@@ -1,0 +1,95 @@
+"""The CPU cores that this process may use, and how busy they are: by affinity and control group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Cores"]
+
+
+class Cores:
+    """What this process and everybody beside it on the same cores have, and use.
+
+    `usable` is a number of cores: those of the affinity mask, or fewer (not a whole number, perhaps) where a
+    control group of version 1 or 2 has a CPU quota. `os.cpu_count()` knows neither, and in a container it is
+    the machine's.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+
+    def __init__(self, root: str = "/") -> None:
+        self._root = Path(root)
+        self._cpus = os.sched_getaffinity(0)
+        self.usable = float(len(self._cpus))
+        self._group: Path | None = None  # the folder whose quota binds
+        for folder in self._groups():
+            quota = _quota(folder)
+            if quota is not None and quota < self.usable:
+                self.usable, self._group = quota, folder
+
+    def busy_seconds(self) -> float:
+        """Core-seconds that these cores have worked, for anybody; only differences have a meaning.
+
+        Where a quota binds, what the control group has used of it.
+        """
+        used = _usage(self._group) if self._group is not None else None
+        return self._machine_seconds() if used is None else used
+
+    def _machine_seconds(self) -> float:
+        usable = {f"cpu{cpu}" for cpu in self._cpus}
+        ticks = 0
+        try:
+            lines = (self._root / "proc/stat").read_text().splitlines()
+        except OSError:  # some sandboxes have none: then nobody is known to be busy
+            return 0.0
+        for line in lines:
+            name, *fields = line.split()
+            if name in usable:
+                user, nice, system, _, _, irq, soft = map(int, fields[:7])
+                ticks += user + nice + system + irq + soft
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def _groups(self) -> Iterator[Path]:
+        """The folders of our control group and of those around it.
+
+        A container sees its own group as the root of the file system, under whatever path the host has it.
+        """
+        try:
+            lines = (self._root / "proc/self/cgroup").read_text().splitlines()
+        except OSError:
+            return
+        for line in lines:
+            _, kinds, path = line.split(":", 2)
+            if kinds and "cpu" not in kinds.split(","):
+                continue
+            top = self._root / "sys/fs/cgroup" / ("cpu" if kinds else "")
+            inside = top / path.lstrip("/")
+            yield from [inside, *(parent for parent in inside.parents if parent.is_relative_to(top))]
+
+
+def _quota(folder: Path) -> float | None:
+    """In cores; None where there is no limit, or the files are not what the kernel's documentation says."""
+    try:
+        if (folder / "cpu.max").exists():  # version 2: "max 100000" or "150000 100000"
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        cores = int(limit) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None
+
+
+def _usage(folder: Path) -> float | None:
+    """Core-seconds used by the group."""
+    try:
+        if (folder / "cpu.stat").exists() and (folder / "cpu.max").exists():
+            fields = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+            return int(fields["usage_usec"]) / 1e6
+        return int((folder / "cpuacct.usage").read_text()) / 1e9
+    except (OSError, ValueError, KeyError):
+        return None
