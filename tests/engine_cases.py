@@ -30,7 +30,7 @@ from conftest import _held
 from faultserver import Fault, FaultServer
 
 import fastload
-from fastload.fetch import window
+from fastload.fetch import source
 from fastload.store import base, native, retry, s3fs
 
 N = 24
@@ -241,13 +241,13 @@ def _secret_in(content: bytes) -> bool:
 
 @case("large objects")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((window, "_LARGE", 2000), (window, "_PIECE", 700)):
+    with changed((source, "_LARGE", 2000), (source, "_PIECE", 700)):
         return load(server, client)
 
 
 @case("large object changed between its ranges")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((window, "_LARGE", 2000), (window, "_PIECE", 700)):
+    with changed((source, "_LARGE", 2000), (source, "_PIECE", 700)):
         return load(server, client, before_read=lambda _: server.script(BAD, None, Fault(etag="0" * 32)))
 
 

@@ -20,12 +20,13 @@ from faultserver import Fault, FaultServer
 
 from fastload import ObjectDataset
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
-from fastload.fetch import Window, window
+from fastload.fetch import Window, source
 from fastload.fetch import hedge as hedge_rules
 from fastload.fetch.hedge import Hedge
 from fastload.fetch.limit import Limit
 from fastload.fetch.ranges import plan_ranges
-from fastload.fetch.window import _share
+from fastload.fetch.share import process_share
+from fastload.fetch.source import ObjectSource
 from fastload.manifest import Manifest
 from fastload.stats import Counters
 from fastload.store import open_store, retry
@@ -277,13 +278,13 @@ def test_a_node_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     (tmp_path / "x").touch()
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     plain, pinned = open_store(tmp_path), open_store(tmp_path, max_requests=80)
-    assert _share(pinned)[0].value == 80
+    assert process_share(pinned)[0].value == 80
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert _share(pinned)[0].value == 10
-    small = _share(plain)
+    assert process_share(pinned)[0].value == 10
+    small = process_share(plain)
     assert small[0]._most == 128 and small[1] == 256 << 20
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-    assert _share(plain)[0]._most == 16 and _share(plain)[1] == 64 << 20
+    assert process_share(plain)[0]._most == 16 and process_share(plain)[1] == 64 << 20
 
 
 def test_hedging_is_late_and_capped() -> None:
@@ -309,15 +310,16 @@ def test_the_window_loses_and_keeps_nothing(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
     """Requests, takes and cancellations in random order, within a bound on bytes of three objects."""
-    monkeypatch.setattr(window, "_LARGE", 3000)
-    monkeypatch.setattr(window, "_PIECE", 1000)
+    monkeypatch.setattr(source, "_LARGE", 3000)
+    monkeypatch.setattr(source, "_PIECE", 1000)
     draw = random.Random(seed)
     bodies = [draw.randbytes(draw.choice([0, 10, 2999, 3000, 7001])) for _ in range(40)]
     for number, body in enumerate(bodies):
         (tmp_path / f"{number:02d}").write_bytes(body)
     store = Pieces(f"file://{tmp_path}", str(tmp_path))
     manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
-    opened = Window(store, manifest, None, key=lambda index, version: b"", prepare=None, counters=Counters())
+    objects = ObjectSource(store, manifest, key=lambda index, version: b"")
+    opened = Window(objects, None, prepare=None, counters=Counters())
     opened._most_bytes = 20_000
     ahead: list[int] = []
     for _ in range(400):

@@ -17,7 +17,7 @@ from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
 from fastload.encoded import EncodedBatch
 from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.fetch import Window
+from fastload.fetch import ObjectSource, Window
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
@@ -110,14 +110,8 @@ class ObjectDataset(Dataset[Any]):
         """
         if self.cache is None:
             raise ArgumentError("warm() fills a cache: give the dataset one with cache=")
-        window = Window(
-            self._store,
-            self._manifest,
-            None,
-            key=self._cache_key,
-            prepare=self._prefix.prepare,
-            counters=self.counters,
-        )
+        source = ObjectSource(self._store, self._manifest, key=self._cache_key)
+        window = Window(source, None, prepare=self._prefix.prepare, counters=self.counters)
         indices = (self._checked(index) for index in indices)
         return warm(indices, self.cache, window, key=self._cache_key, size=self._manifest.size)
 
@@ -277,14 +271,8 @@ class ObjectDataset(Dataset[Any]):
     def _open_window(self) -> Window:
         """The window of this process: after a fork the parent's threads and clients are of no use here."""
         if self._window is None or self._window[0] != os.getpid():
-            window = Window(
-                self._store,
-                self._manifest,
-                self.cache,
-                key=self._cache_key,
-                prepare=announcing(self, self._prefix.prepare),
-                counters=self.counters,
-                on_change=self.on_change,
-            )
+            source = ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
+            prepare = announcing(self, self._prefix.prepare)
+            window = Window(source, self.cache, prepare=prepare, counters=self.counters)
             self._window = (os.getpid(), window)
         return self._window[1]

@@ -19,21 +19,12 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
 from fastload.fetch.hedge import Hedge
-from fastload.fetch.limit import Limit
-from fastload.fetch.ranges import plan_ranges
-from fastload.manifest import Manifest
+from fastload.fetch.share import process_share
+from fastload.fetch.source import Source
 from fastload.stats import Counters
-from fastload.store import ObjectInfo, Store
-from fastload.store.node import local_ranks
 
 __all__ = ["Window"]
 
-_NODE_REQUESTS = 1024  # in flight at most, unless the user says
-_PROCESS_REQUESTS = 128  # more threads than that cost more than they bring
-_NODE_BYTES = 4 << 30  # read, or being read, and not yet taken
-_PROCESS_BYTES = 256 << 20
-_LARGE = 16 << 20  # bytes from which on an object is read in pieces
-_PIECE = 8 << 20
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
 _CLOSE_SECONDS = 1.0
@@ -72,41 +63,31 @@ class _Part(NamedTuple):
 
 
 class Window:
-    """Reads samples of one dataset in one process.
+    """Reads samples of one dataset in one process: which when, and how many at once.
 
     Args:
-        store, manifest: what to read.
+        source: how a sample is read.
         cache: where to look first and what to fill, or None.
-        key: (index, version or None for the listed one) -> cache key.
         prepare: bytes from the store -> what is cached and handed out (None: the bytes themselves). Runs in
             the reader threads.
         counters: get.* and cache.* are added here.
-        on_change: what to do with an object that is no longer the listed one: "error", or "refresh", to ask
-            for its new version and size and read that.
     """
 
     def __init__(
         self,
-        store: Store,
-        manifest: Manifest,
+        source: Source,
         cache: Cache | None,
         *,
-        key: Callable[[int, str | None], bytes],
         prepare: Callable[[Any], Any] | None,
         counters: Counters,
-        on_change: str = "error",
     ) -> None:
-        self._store = store
-        self._manifest = manifest
+        self._source = source
         self._cache = cache
-        self._key = key
         self._prepare = prepare
         self._counters = counters
-        self._on_change = on_change
-        self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
         self._refused: tuple[float, AccessDeniedError] | None = None
-        self._limit, self._most_bytes = _share(store)
-        self._hedge = Hedge() if store.reading.hedge else None
+        self._limit, self._most_bytes = process_share(source.store)
+        self._hedge = Hedge() if source.store.reading.hedge else None
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # reader threads wait here for parts
         self._done = threading.Condition(lock)  # consumers wait here for reads
@@ -176,18 +157,18 @@ class Window:
     # --- for the consumer
 
     def _new_read(self, index: int) -> _Read:
-        read = _Read(index, self._size(index))
+        read = _Read(index, self._source.size(index))
         if self._cache is not None:
-            read.key = self._key(index, self._version(index))
+            read.key = self._source.cache_key(index)
             read.entry = self._cache.lookup(read.key)
             if read.entry is not None:
                 self._cache.will_need(read.entry)
         return read
 
     def _parts(self, read: _Read) -> list[_Part]:
-        if read.size < _LARGE or not self._store.native:
+        ranges = self._source.ranges(read.index)
+        if not ranges:
             return [_Part(read, 0, read.size)]
-        ranges = plan_ranges(read.size, _PIECE)
         read.missing = len(ranges)
         read.body = bytearray()  # made when the first part is read
         return [_Part(read, start, stop) for start, stop in ranges]
@@ -368,24 +349,20 @@ class Window:
                 self._done.notify_all()
 
     def _fetch(self, read: _Read) -> Any:
-        """Read a whole object and keep it; see `_keep`."""
-        key, version = self._manifest.key(read.index), self._version(read.index)
-        size = self._size(read.index)
+        """Read a whole sample and keep it; see `_keep`."""
         try:
-            body = self._ask(key, lambda: self._store.read(key, version, size, wait=self._pause))
+            body = self._ask(read, lambda: self._source.read(read.index, self._pause))
         except ObjectChangedError as error:
             return self._refresh(read, error)
         return self._keep(read, body)
 
     def _fetch_part(self, part: _Part) -> Any:
-        """Read a range of an object; with the last one that is missing, keep the object."""
+        """Read a range of a sample; with the last one that is missing, keep the sample."""
         read, start, stop = part
-        key, version, body = self._manifest.key(read.index), self._version(read.index), read.body
+        body = read.body
         assert body is not None
         try:
-            piece = self._ask(
-                key, lambda: self._store.read_range(key, start, stop, version, wait=self._pause)
-            )
+            piece = self._ask(read, lambda: self._source.read_part(read.index, start, stop, self._pause))
         except ObjectChangedError as error:
             return self._refresh(read, error)
         memoryview(body)[start:stop] = memoryview(piece)
@@ -398,24 +375,23 @@ class Window:
     def _refresh(self, read: _Read, error: ObjectChangedError) -> Any:
         """Read the version that is there now in place of the listed one, which `error` says is gone."""
         read.changes += 1
-        if self._on_change != "refresh" or read.changes > _CHANGES:
+        if read.changes > _CHANGES:
             raise error
-        info = self._store.head(self._manifest.key(read.index), wait=self._pause)
-        self._fresh[read.index] = info
+        self._source.refresh(read.index, error, self._pause)
         self._counters.add("get.refreshed")
         if self._cache is not None:
             self._unclaim(read)
-            read.key = self._key(read.index, info.version)
+            read.key = self._source.cache_key(read.index)
             payload = self._cache.read(read.key)
             if payload is not None:
                 return payload
         return self._fetch(read)
 
-    def _ask(self, key: str, request: Callable[[], Any]) -> Any:
+    def _ask(self, read: _Read, request: Callable[[], Any]) -> Any:
         """Make a request, unless the store has just refused our credentials, which it would do again."""
         refused = self._refused
         if refused is not None and time.monotonic() - refused[0] < _REFUSED_SECONDS:
-            raise AccessDeniedError(refused[1].message, stage="get", key=key)
+            raise AccessDeniedError(refused[1].message, stage="get", key=self._source.name(read.index))
         self._counters.add("get.requests")
         try:
             return request()
@@ -434,31 +410,10 @@ class Window:
             raise error
 
     def _keep(self, read: _Read, body: Any) -> Any:
-        """An object's bytes -> what is handed out, which goes into the cache too."""
+        """A sample's bytes -> what is handed out, which goes into the cache too."""
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body)
         if self._cache is not None and read.key is not None:
             self._cache.write(read.key, payload)
         return payload
-
-    def _version(self, index: int) -> str:
-        fresh = self._fresh.get(index)
-        return self._manifest.version(index) if fresh is None else fresh.version
-
-    def _size(self, index: int) -> int:
-        fresh = self._fresh.get(index)
-        return self._manifest.size(index) if fresh is None else fresh.size
-
-
-def _share(store: Store) -> tuple[Limit, int]:
-    """This process's part of what the node may have in flight: requests, and bytes."""
-    from torch.utils.data import get_worker_info
-
-    worker = get_worker_info()
-    processes = local_ranks() * (1 if worker is None else worker.num_workers)
-    size = max(_PROCESS_BYTES // 8, min(_PROCESS_BYTES, _NODE_BYTES // processes))
-    pinned = store.reading.max_requests
-    if pinned is not None:
-        return Limit(max(1, pinned // processes), pinned=True), size
-    return Limit(max(1, min(_PROCESS_REQUESTS, _NODE_REQUESTS // processes))), size

@@ -395,7 +395,7 @@ def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
         length += len(chunk)
         if length >= stop:
             break
-    return b"".join(parts)
+    return b"".join(parts)[:stop]
 
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:

@@ -1,0 +1,99 @@
+"""How one sample is read: what the window asks, and its two answers so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from fastload.errors import ObjectChangedError
+from fastload.fetch.ranges import plan_ranges
+from fastload.manifest import Manifest
+from fastload.store import ObjectInfo, Store
+from fastload.store.base import Buffer
+from fastload.store.retry import Wait
+
+__all__ = ["ObjectSource", "Source"]
+
+_LARGE = 16 << 20  # bytes from which on an object is read in pieces
+_PIECE = 8 << 20
+
+
+class Source(Protocol):
+    """Where samples come from, and how each is read. Called by several threads."""
+
+    store: Store
+
+    def name(self, index: int) -> str:
+        """The sample in error messages."""
+
+    def size(self, index: int) -> int:
+        """Bytes that are read for the sample."""
+
+    def cache_key(self, index: int) -> bytes:
+        """The key under which the cache has it."""
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        """The ranges in which to read it side by side; empty where `read` is the way."""
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        """The sample's bytes, by one request. `wait` as in `Store.read`."""
+
+    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        """The bytes of one of its ranges."""
+
+    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
+        """Take up the version that is there now in place of the one that is gone, or raise `error`."""
+
+
+class ObjectSource:
+    """A sample is an object.
+
+    Args:
+        store, manifest: what to read.
+        key: (index, version or None for the listed one) -> cache key.
+        on_change: what to do with an object that is no longer the listed one: "error", or "refresh", to ask
+            for its new version and size and read that.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        *,
+        key: Callable[[int, str | None], bytes],
+        on_change: str = "error",
+    ) -> None:
+        self.store = store
+        self._manifest = manifest
+        self._key = key
+        self._on_change = on_change
+        self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
+
+    def name(self, index: int) -> str:
+        return self._manifest.key(index)
+
+    def size(self, index: int) -> int:
+        fresh = self._fresh.get(index)
+        return self._manifest.size(index) if fresh is None else fresh.size
+
+    def cache_key(self, index: int) -> bytes:
+        return self._key(index, self._version(index))
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        size = self.size(index)
+        return plan_ranges(size, _PIECE) if size >= _LARGE and self.store.native else []
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        return self.store.read(self.name(index), self._version(index), self.size(index), wait=wait)
+
+    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        return self.store.read_range(self.name(index), start, stop, self._version(index), wait=wait)
+
+    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
+        if self._on_change != "refresh":
+            raise error
+        self._fresh[index] = self.store.head(self.name(index), wait=wait)
+
+    def _version(self, index: int) -> str:
+        fresh = self._fresh.get(index)
+        return self._manifest.version(index) if fresh is None else fresh.version
