@@ -169,7 +169,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def _discard(self, worker_id: int, result: Result) -> None:
         """A batch that nobody waits for any more; its slots go back."""
         assert self._pool is not None
-        self._pool.consume(worker_id)
+        if result.seq >= self._first:
+            self._pool.consume(worker_id)
         if result.packed is not None:
             self._pool.unpack(worker_id, result.packed)
 

@@ -99,6 +99,23 @@ def test_conjugate_tensors_are_stacked() -> None:
     assert batch[:, 0].tolist() == [-2j, 1 - 2j]
 
 
+def test_an_epoch_left_before_anything_was_received() -> None:
+    """Results of the epoch before are still on their way, as many as a worker may make in advance."""
+    loader = DataLoader(Numbers(20), num_workers=1, persistent_workers=True, timeout=20)
+    worker = psutil.Process(iter(loader)._workers[0].pid)
+    deadline = time.monotonic() + 20
+    while not _settled(worker):
+        assert time.monotonic() < deadline
+    assert len(list(loader)) == 20
+
+
+def _settled(process: psutil.Process) -> bool:
+    """Whether it has started, and uses no CPU for half a second."""
+    before = process.cpu_times()
+    time.sleep(0.5)
+    return process.cpu_times() == before and before.user > 0 and process.status() == psutil.STATUS_SLEEPING
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_stop_iteration_is_an_error(workers: int) -> None:
     def stop(index: Any) -> Any:

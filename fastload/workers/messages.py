@@ -37,7 +37,7 @@ class Epoch(NamedTuple):
 
 
 class Work(NamedTuple):
-    consumed: int  # batches of this worker that were taken out of the loader, or dropped, so far
+    consumed: int  # batches of this epoch and worker that were taken out of the loader, or dropped, so far
     released: list[int]
     seq: int  # -1: there are no more index batches in this epoch
     index: Any

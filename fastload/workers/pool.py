@@ -113,6 +113,7 @@ class WorkerPool:
     def start_epoch(self, first: int, seed: int, epoch: int, shared_seed: int | None = None) -> None:
         """Results older than sequence number `first` are not wanted any more."""
         for worker in self._workers:
+            worker.consumed = 0
             self._send(worker, Epoch(first, seed, epoch, shared_seed))
 
     def submit(self, worker_id: int, seq: int, index: Any) -> None:
@@ -120,7 +121,7 @@ class WorkerPool:
         self._tell(self._workers[worker_id], seq, index)
 
     def consume(self, worker_id: int) -> None:
-        """A batch of this worker has left the loader: it may make another one."""
+        """A batch of this epoch and worker has left the loader: it may make another one."""
         self._workers[worker_id].consumed += 1
 
     def finish(self, worker_id: int) -> None:

@@ -164,6 +164,9 @@ class _Worker:
 
     def _start_epoch(self, message: Epoch) -> None:
         self._fresh = True
+        # What was made for an earlier epoch and is still on its way fills no place in this one: nothing would
+        # tell this worker that it has left the loader.
+        self._made = self._consumed = 0
         if self._broken is not None:
             return
         if isinstance(self.maker, BatchMaker):
