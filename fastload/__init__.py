@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastload.cache import Cache
+    from fastload.dali import Dali
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.objects import ObjectDataset
@@ -26,6 +27,7 @@ _HOME = {
     "ByEpoch": "fastload.images.by_epoch",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
+    "Dali": "fastload.dali",
     "DataLoader": "fastload.loader",
     "DistributedSampler": "fastload.sampler",
     "ImageFolder": "fastload.datasets.image_folder",
@@ -40,6 +42,7 @@ __all__ = [
     "ByEpoch",
     "Cache",
     "CenterCrop",
+    "Dali",
     "DataLoader",
     "DistributedSampler",
     "ImageFolder",

@@ -11,7 +11,8 @@ progressive, CMYK ...) are decoded here and travel as pixels; damaged headers ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from fastload.rows import Allocate
 from fastload.stats import Counters
 
 __all__ = [
+    "Bad",
     "EncodedBatch",
     "EncodedImages",
     "ImageDecoder",
@@ -49,6 +51,7 @@ class EncodedImages:
         pixels: uint8 (k, *crop.sample_shape), the images that were decoded already.
         pixel_rows: int64 (n,), the row of `pixels` that a row has, or -1 for one that is still encoded.
         keys: object key of each row, for errors.
+        seconds: what the worker took for headers and crops, and for decoding what is in `pixels`.
     """
 
     crop: Crop
@@ -60,6 +63,7 @@ class EncodedImages:
     pixels: torch.Tensor
     pixel_rows: NDArray[np.int64]
     keys: list[str]
+    seconds: float
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -90,6 +94,12 @@ class EncodedImages:
         out[torch.from_numpy(rows).to(out.device)] = pixels[wanted]
 
 
+class Bad(Protocol):
+    """Takes (key, error) of images that nobody could decode: a list or deque."""
+
+    def extend(self, images: Iterable[tuple[str, str]], /) -> None: ...
+
+
 class ImageDecoder(Protocol):
     """What turns `EncodedImages` into pixels. Used by one thread of the trainer's process.
 
@@ -98,9 +108,8 @@ class ImageDecoder(Protocol):
     then returns to its worker): the decoder keeps what it still reads.
     """
 
-    name: str
-    counters: Counters  # decoder.batches, .samples, .kernel_batches, .rebuilt
-    bad: list[tuple[str, str]]  # (key, error) of images that nobody could decode
+    counters: Counters  # gets decoder.* and bad.samples, see `fastload.stats`
+    bad: Bad
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         """Begin to decode; the function returned waits for the result and may be called once, or never.
@@ -125,11 +134,13 @@ class EncodedBatch:
         self._boxes = np.zeros((n, 4), np.float64)
         self._flips = np.zeros(n, np.bool_)
         self._keys = [""] * n
+        self._seconds = 0.0
 
     def fill(
         self, rows: Sequence[int], images: Sequence[Source], seeds: Sequence[int], keys: Sequence[str]
     ) -> list[tuple[int, DecodeError]]:
         """Place a crop in each image; (position, error) of those that are bad, as `Crop.fill` has it."""
+        began = time.perf_counter()
         failures = []
         for position, (row, image, seed) in enumerate(zip(rows, images, seeds, strict=True)):
             try:
@@ -137,6 +148,7 @@ class EncodedBatch:
                 self._keys[row] = keys[position]
             except DecodeError as error:
                 failures.append((position, error))
+        self._seconds += time.perf_counter() - began
         return failures
 
     def _fill_row(self, row: int, image: Source, seed: int) -> None:
@@ -183,7 +195,16 @@ class EncodedBatch:
         for k, image in enumerate(pixels):
             decoded[k] = torch.from_numpy(image)
         return EncodedImages(
-            self._crop, data, spans, self._sizes, self._boxes, self._flips, decoded, pixel_rows, self._keys
+            self._crop,
+            data,
+            spans,
+            self._sizes,
+            self._boxes,
+            self._flips,
+            decoded,
+            pixel_rows,
+            self._keys,
+            self._seconds,
         )
 
 
@@ -226,12 +247,17 @@ def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tenso
     return images, [(encoded.keys[row], f"{type(error).__name__}: {error}") for row, error in failures]
 
 
-def start_decoding(batch: Any, decoder: ImageDecoder) -> Callable[[], Any]:
+def start_decoding(
+    batch: Any, start: Callable[[EncodedImages], Callable[[], torch.Tensor]]
+) -> Callable[[], Any]:
     """Begin to decode every `EncodedImages` in a batch: itself, or in a list, tuple or dict.
+
+    Args:
+        start: `ImageDecoder.start`.
 
     Returns a function that waits for the result, the batch with pixels; it may be called once, or never.
     """
-    started = _map(batch, EncodedImages, lambda encoded: _Started(decoder.start(encoded)))
+    started = _map(batch, EncodedImages, lambda encoded: _Started(start(encoded)))
     return lambda: _map(started, _Started, lambda part: part.result())
 
 

@@ -12,6 +12,8 @@ cheap, and TensorBoard or Prometheus can take it as it is. The stages and their 
     slot     seconds (its finished batches waited for the consumer)
     wait     batches, seconds (the consumer waited for a batch), first_seconds (for the first of an epoch)
     consumer seconds (from one batch to the call for the next)
+    decoder  batches, samples (that came encoded), seconds (the trainer's process fed the decoder and waited
+             for it), fallbacks (batches that it gave up, and the kernel decoded), rebuilt
     copy     batches, bytes, seconds (on the copy stream, by its events), wait_seconds (the trainer's process
              waited for copies to end)
     device   seconds (of the device's own clock that were watched, by events), idle.seconds (of these, it had

@@ -16,15 +16,11 @@ from fastload.errors import DecodeError
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.headers import is_plain_jpeg
 from fastload.slots import SlotMap, SlotPool
-from fastload.stats import Counters
+from tests.encodedimages import ordinary
 from tests.photos import pillow_jpeg, png, scene, variants
 
 PLAIN = {"444", "422", "420", "440", "411", "gray", "optimised", "quality 5", "with EXIF and ICC"}
 PLAIN |= {"restarts by row", "restarts by block"}
-
-
-def _ordinary(shape: object, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)  # type: ignore[call-overload]
 
 
 def _encode(
@@ -33,7 +29,7 @@ def _encode(
     """The batch, and what the CPU path makes of the same files and seeds."""
     names, images = list(files), list(files.values())
     seeds = [seed + k for k in range(len(images))]
-    batch = EncodedBatch(crop, len(images), _ordinary)
+    batch = EncodedBatch(crop, len(images), ordinary)
     assert batch.fill(range(len(images)), images, seeds, names) == []
     expected = np.empty((len(images), *crop.sample_shape), np.uint8)
     assert crop.fill(expected, images, seeds) == []
@@ -118,7 +114,7 @@ def test_the_kernel_makes_the_same_of_it(crop: RandomResizedCrop | CenterCrop) -
 def test_bytes_are_laid_out_to_fit() -> None:
     """Exactly the bytes of the files; a row copied from another shares its file."""
     files = {"a": variants()["420"], "b": variants()["gray"], "c": variants()["progressive"]}
-    batch = EncodedBatch(RandomResizedCrop(16), 5, _ordinary)
+    batch = EncodedBatch(RandomResizedCrop(16), 5, ordinary)
     assert batch.fill([0, 2, 4], list(files.values()), [1, 2, 3], list(files)) == []
     batch.copy_row(1, 0)
     batch.copy_row(3, 4)
@@ -143,10 +139,10 @@ def test_bad_images_are_found_where_they_are_read() -> None:
     """Damaged headers, cut files, no images and too large ones: errors of `fill`, each with its position."""
     good = variants()["420"]
     images = [good, good[:-40], b"", b"<html>", good[:30], png(Image.fromarray(scene(9, 9)))[:50]]
-    batch = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119), len(images), _ordinary)
+    batch = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119), len(images), ordinary)
     failures = batch.fill(range(len(images)), images, range(len(images)), "abcdef")
     assert [position for position, _ in failures] == [1, 2, 3, 4, 5]
-    small = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119 - 1), 1, _ordinary)
+    small = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119 - 1), 1, ordinary)
     [(position, error)] = small.fill([0], [good], [0], ["a"])
     assert position == 0 and "max_pixels" in str(error)
 
@@ -161,7 +157,7 @@ def test_on_error_where_nobody_can_decode() -> None:
     good = pillow_jpeg(scene(64, 48))
     crop = RandomResizedCrop(16, scale=(1, 1))
     encoded, _ = _encode(crop, {"a": good, "b": good})
-    spoilt = EncodedBatch(crop, 3, _ordinary)
+    spoilt = EncodedBatch(crop, 3, ordinary)
     assert spoilt.fill([0, 1, 2], [good, _damaged(good), good], [0, 1, 2], ["a", "bad.jpg", "c"]) == []
     encoded = spoilt.finish()
     assert len(encoded.encoded_rows) == 3  # its header says nothing of it
@@ -171,7 +167,7 @@ def test_on_error_where_nobody_can_decode() -> None:
     images, bad = decode_by_kernel(encoded, "skip")
     assert [key for key, _ in bad] == ["bad.jpg"]
     assert any(torch.equal(images[1], images[row]) for row in (0, 2))
-    alone = EncodedBatch(crop, 1, _ordinary)
+    alone = EncodedBatch(crop, 1, ordinary)
     alone.fill([0], [_damaged(good)], [0], ["bad.jpg"])
     with pytest.raises(DecodeError, match="bad"):
         decode_by_kernel(alone.finish(), "skip")
@@ -180,22 +176,17 @@ def test_on_error_where_nobody_can_decode() -> None:
 class _Recorder:
     """A decoder by the kernel that notes what it is asked."""
 
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.counters, self.bad, self.started = Counters(), [], 0
+    started = 0
 
     def start(self, encoded: EncodedImages):
         self.started += 1
         return lambda: decode_by_kernel(encoded, "raise")[0]
 
-    def close(self) -> None: ...
-
 
 def test_encoded_images_anywhere_in_a_batch() -> None:
     encoded, expected = _encode(RandomResizedCrop(16), {"a": variants()["420"]})
     decoder, labels = _Recorder(), torch.tensor([3])
-    finish = start_decoding([encoded, {"x": (encoded, labels)}, "text"], decoder)
+    finish = start_decoding([encoded, {"x": (encoded, labels)}, "text"], decoder.start)
     assert decoder.started == 2
     first, second, text = finish()
     assert np.array_equal(first.numpy(), expected) and np.array_equal(second["x"][0].numpy(), expected)

@@ -1,0 +1,228 @@
+"""Decoding by DALI. Here its CPU operators; what needs a GPU is in tests/gpu/."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from fastload.dali import Dali, why_no_dali
+from fastload.encoded import EncodedBatch, EncodedImages, decode_by_kernel
+from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.images import CenterCrop, RandomResizedCrop
+from fastload.stats import Counters
+from tests.encodedimages import encode, psnr, undecodable
+from tests.photos import pillow_jpeg, png, scene, variants
+
+if why_no_dali() is not None:
+    pytest.skip(str(why_no_dali()), allow_module_level=True)
+
+from fastload.dali import DaliDecoder
+
+CPU = torch.device("cpu")
+GOOD = pillow_jpeg(scene(96, 72))
+
+
+def _decoder(on_error: str = "raise", **options: int) -> DaliDecoder:
+    return DaliDecoder(CPU, on_error, Counters(), [], Dali(threads=2, **options))
+
+
+def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
+    """Batches of three images; the middle one of those in `bad` is one that nobody can decode."""
+    return [
+        encode(
+            RandomResizedCrop(24),
+            {f"{k}a": GOOD, f"{k}b": undecodable(GOOD) if k in bad else GOOD, f"{k}c": GOOD},
+            seed=10 * k,
+        )
+        for k in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 100])
+@pytest.mark.parametrize(
+    ("crop", "least"),
+    [
+        (RandomResizedCrop(64), 50),
+        (RandomResizedCrop((160, 120)), 50),
+        (CenterCrop(96), 50),
+        (CenterCrop((48, 96), resize=140), 50),
+        # The kernel decodes at a smaller scale where the crop is that small: see test_kernel.
+        (RandomResizedCrop((20, 30), channels_last=True), 35),
+    ],
+)
+def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, least: float, seed: int) -> None:
+    """Every kind of JPEG and a PNG, every box and flip: within `least` dB of the CPU path."""
+    encoded = encode(crop, variants() | {"png": png_of(60, 50)}, seed)
+    decoder = _decoder()
+    images = decoder.start(encoded)()
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert images.shape == expected.shape and images.dtype is torch.uint8 and images.is_contiguous()
+    found = {key: psnr(images[row], expected[row]) for row, key in enumerate(encoded.keys)}
+    assert min(found.values()) >= least, found
+    assert decoder.counters["decoder.samples"] == len(encoded.encoded_rows) > 0
+    decoder.close()
+
+
+def png_of(width: int, height: int) -> bytes:
+    from PIL import Image
+
+    return png(Image.fromarray(scene(width, height)))
+
+
+def test_a_flip_that_is_left_out_shows() -> None:
+    """The twin of the test above: it would see a missing flip, and a box that is one pixel off."""
+    encoded = encode(RandomResizedCrop(64, flip=1), {"a": GOOD})
+    expected, _ = decode_by_kernel(encoded, "raise")
+    decoder = _decoder()
+    encoded.flips[:] = False
+    assert psnr(decoder.start(encoded)()[0], expected[0]) < 30
+    encoded.flips[:] = True
+    encoded.boxes[:, [0, 2]] += 1 if encoded.boxes[0, 2] < 96 else -1
+    assert psnr(decoder.start(encoded)()[0], expected[0]) < 45
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 8])
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("bad", [set(), {0}, {3}, {1, 2, 3}, {0, 7}, {6, 7}])
+def test_a_bad_image_ends_the_pipeline_and_nothing_is_lost(ahead: int, depth: int, bad: set[int]) -> None:
+    """Each batch comes out as the kernel decodes it, or with its own error; however many are under way."""
+    decoder, batches = _decoder(queue_depth=depth), _batches(bad)
+    started, failed = [], set()
+    for k in range(len(batches) + ahead):
+        if k < len(batches):
+            started.append((k, decoder.start(batches[k])))
+        if k >= ahead - 1 and started:
+            number, result = started.pop(0)
+            try:
+                _check(result(), batches[number])
+            except DecodeError as error:
+                failed.add(number)
+                assert error.key == f"{number}b"
+    assert not started and failed == bad
+    assert decoder.counters["decoder.batches"] == len(batches)
+    assert decoder.counters["decoder.fallbacks"] >= len(bad)
+    assert bool(decoder.counters["decoder.rebuilt"]) == bool(bad)
+    decoder.close()
+
+
+def _check(images: torch.Tensor, encoded: EncodedImages) -> None:
+    expected, _ = decode_by_kernel(encoded, "skip")
+    assert min(psnr(image, wanted) for image, wanted in zip(images, expected, strict=True)) > 33
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_bad_images_are_replaced_and_named(on_error: str) -> None:
+    decoder, batches = _decoder(on_error), _batches({1, 2})
+    for batch in batches:
+        _check(decoder.start(batch)(), batch)
+    assert [key for key, _ in decoder.bad] == ["1b", "2b"]
+    assert decoder.counters["bad.samples"] == 2
+    decoder.close()
+
+
+def test_results_are_kept_until_they_are_taken() -> None:
+    """In any order, and some never: as when an epoch is broken off."""
+    decoder, batches = _decoder(), _batches(set(), 7)
+    results = [decoder.start(batch) for batch in batches]
+    for number in (4, 0, 5, 2):
+        _check(results[number](), batches[number])
+    _check(decoder.start(batches[0])(), batches[0])
+    decoder.close()
+
+
+def test_other_sizes_and_larger_batches() -> None:
+    """As with a progressive resolution, and with a last batch that is smaller."""
+    decoder = _decoder()
+    for size, n in ((24, 2), (24, 1), (24, 5), (40, 2), ((24, 40), 2), (24, 3)):
+        encoded = encode(RandomResizedCrop(size), {str(k): GOOD for k in range(n)})
+        pending = decoder.start(encoded), decoder.start(encoded)
+        for result in pending:
+            _check(result(), encoded)
+    encoded = encode(RandomResizedCrop(24, channels_last=True), {"a": GOOD})
+    assert decoder.start(encoded)().shape == (1, 24, 24, 3)
+    nothing = encode(RandomResizedCrop(24), {"png": png_of(30, 30)})
+    assert decoder.start(nothing)().shape == (1, 3, 24, 24)
+    decoder.close()
+
+
+def test_the_slot_is_kept_while_dali_reads_it_and_no_longer() -> None:
+    decoder = _decoder()
+    encoded = _batches(set(), 1)[0]
+    kept = weakref.ref(encoded.data)
+    result = decoder.start(encoded)
+    del encoded
+    gc.collect()
+    assert kept() is not None
+    images = result()
+    assert images.shape[0] == 3
+    del result
+    gc.collect()
+    assert kept() is None
+    decoder.close()
+    gc.collect()
+    assert int(images.sum()) > 0  # the pixels outlive the pipeline
+
+
+def test_a_decoder_that_only_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on and on by the kernel in the trainer's process, at a tenth of the speed."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Critical error in pipeline:\nencountered:\n\nout of memory\nCurrent pipeline is")
+
+    decoder, batches = _decoder(), _batches(set(), 8)
+    monkeypatch.setattr(decoder, "_collect", fail)
+    with pytest.raises(FastloadError, match=r"in a row on images that are sound.*out of memory"):
+        for batch in batches:
+            _check(decoder.start(batch)(), batch)
+    decoder.close()
+
+
+def test_damage_that_dali_does_not_mind() -> None:
+    """Known, and in the README: bad codes in the middle of a JPEG are an error of the kernel only."""
+    middle = GOOD.index(b"\xff\xda") + 40
+    damaged = GOOD[:middle] + b"\xff\xc4" + GOOD[middle + 2 :]
+    encoded = encode(RandomResizedCrop(24, scale=(1, 1)), {"a": damaged})
+    with pytest.raises(DecodeError):
+        decode_by_kernel(encoded, "raise")
+    decoder = _decoder()
+    assert decoder.start(encoded)().shape == (1, 3, 24, 24)
+    decoder.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hw_decoder_load": 1.5},
+        {"hw_decoder_load": -0.1},
+        {"queue_depth": 0},
+        {"queue_depth": None},
+        {"threads": 0},
+        {"width_hint": "large"},
+    ],
+)
+def test_options(options: dict[str, object]) -> None:
+    [name] = options
+    with pytest.raises(ArgumentError, match=name):
+        Dali(**options)  # type: ignore[arg-type]
+
+
+def test_no_leaks(no_leaks: None) -> None:
+    decoder, batches = _decoder(), _batches({2}, 4)
+    for k, batch in enumerate(batches):
+        result = decoder.start(batch)
+        if k == 2:
+            with pytest.raises(DecodeError):
+                result()
+    decoder.close()
+
+
+def test_batches_are_the_kernels_type() -> None:
+    batch = EncodedBatch(RandomResizedCrop(8), 1, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    assert batch.fill([0], [np.frombuffer(GOOD, np.uint8)], [0], ["a"]) == []
+    decoder = _decoder()
+    assert decoder.start(batch.finish())().shape == (1, 3, 8, 8)
+    decoder.close()

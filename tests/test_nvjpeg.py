@@ -1,0 +1,172 @@
+"""Decoding by nvJPEG: the path around it, on the CPU, and what it has to wait for, with late engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fastload.encoded import EncodedImages, decode_by_kernel
+from fastload.errors import DecodeError
+from fastload.images import CenterCrop, RandomResizedCrop
+from fastload.nvjpeg import CpuEngine, Engine, NvJpegDecoder, why_no_nvjpeg
+from fastload.stats import Counters
+from tests.encodedimages import encode, psnr, undecodable
+from tests.photos import pillow_jpeg, scene, variants
+
+CPU = torch.device("cpu")
+GOOD = pillow_jpeg(scene(96, 72))
+
+
+def _decoder(on_error: str = "raise", engine: Engine | None = None) -> NvJpegDecoder:
+    return NvJpegDecoder(CPU, on_error, Counters(), [], engine)
+
+
+@pytest.mark.parametrize("seed", [0, 100])
+@pytest.mark.parametrize(
+    ("crop", "least"),
+    [
+        (RandomResizedCrop(64), 50),
+        (CenterCrop(96), 50),
+        (CenterCrop((48, 96), resize=140), 50),
+        (RandomResizedCrop((20, 30), channels_last=True), 35),  # where the kernel decodes at a smaller scale
+    ],
+)
+def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, least: float, seed: int) -> None:
+    encoded = encode(crop, variants(), seed)
+    images = _decoder().start(encoded)()
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert images.shape == expected.shape and images.dtype is torch.uint8 and images.is_contiguous()
+    found = {key: psnr(images[row], expected[row]) for row, key in enumerate(encoded.keys)}
+    assert min(found.values()) >= least, found
+
+
+class _LateEngine(CpuEngine):
+    """As the hardware engine: it does not wait for the work before it, and is not done when `decode` returns.
+
+    Attributes:
+        queued: memory that earlier work of the stream has not read yet; to be read when it is waited for.
+    """
+
+    def __init__(self) -> None:
+        self.queued: list[tuple[torch.Tensor, list[int]]] = []
+        self.read: list[list[int]] = []
+        self._writes: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def queue_read(self, memory: torch.Tensor) -> None:
+        self.queued.append((memory, memory.tolist()))
+
+    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for memory, _ in self.queued:
+            memory.zero_()  # freed memory is handed out at once, and the engine writes there at once
+        images = super().decode(files)
+        late = [torch.zeros_like(image) for image in images]
+        self._writes += zip(late, images, strict=True)
+        return late
+
+    def wait(self) -> None:
+        for memory, _ in self.queued:
+            self.read.append(memory.tolist())
+        self.queued.clear()
+        for late, image in self._writes:
+            late.copy_(image)
+        self._writes.clear()
+
+
+class _NeverWaitsBefore(_LateEngine):
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits % 2 == 0:
+            super().wait()
+
+
+class _NeverWaitsAfter(_LateEngine):
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits % 2 == 1:
+            super().wait()
+
+
+def _run(engine: _LateEngine) -> tuple[bool, bool]:
+    """(what was queued has read what was there, the images are right)."""
+    encoded = encode(RandomResizedCrop(32), {"a": GOOD, "b": GOOD})
+    decoder = _decoder(engine=engine)
+    expected = _decoder().start(encoded)()
+    engine.queue_read(torch.tensor([1, 2, 3]))
+    images = decoder.start(encoded)()
+    return engine.read == [[1, 2, 3]], torch.equal(images, expected)
+
+
+def test_engines_that_do_not_honour_stream_order() -> None:
+    """The stream is waited for before the engine writes, and the engine before anything reads."""
+    assert _run(_LateEngine()) == (True, True)
+
+
+def test_without_the_waits_it_shows() -> None:
+    """The twins: each of the two waits taken out is seen by the test above."""
+    assert _run(_NeverWaitsBefore())[0] is False
+    assert _run(_NeverWaitsAfter())[1] is False
+
+
+class _Broken(_LateEngine):
+    """Fails when part of a batch is under way."""
+
+    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        super().decode(files)
+        raise RuntimeError("nvjpegDecodeBatched failed: 8")
+
+
+def test_engines_are_waited_for_when_they_fail() -> None:
+    """The file's memory is a slot, which goes back to its worker."""
+    engine = _Broken()
+    encoded = encode(RandomResizedCrop(32), {"a": GOOD})
+    decoder = _decoder(engine=engine)
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert torch.equal(decoder.start(encoded)(), expected)
+    assert not engine._writes
+    assert decoder.counters["decoder.fallbacks"] == 1
+
+
+def test_an_engine_that_makes_another_size() -> None:
+    """Some turn images by their EXIF orientation: such a batch is the kernel's."""
+
+    class Turning(CpuEngine):
+        def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return [image.transpose(1, 2) for image in super().decode(files)]
+
+    encoded = encode(RandomResizedCrop(32), {"a": GOOD})
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert torch.equal(_decoder(engine=Turning()).start(encoded)(), expected)
+
+
+def _batch(k: int) -> EncodedImages:
+    return encode(RandomResizedCrop(24), {"a": GOOD, f"bad{k}": undecodable(GOOD), "c": GOOD}, seed=k)
+
+
+def test_bad_images() -> None:
+    decoder = _decoder()
+    failing = decoder.start(_batch(1))
+    good = encode(RandomResizedCrop(24), {"a": GOOD})
+    assert decoder.start(good)().shape == (1, 3, 24, 24)
+    with pytest.raises(DecodeError, match="bad1"):
+        failing()
+    decoder = _decoder("skip")
+    images = decoder.start(_batch(2))()
+    assert any(torch.equal(images[1], images[row]) for row in (0, 2))
+    assert [key for key, _ in decoder.bad] == ["bad2"]
+    assert decoder.counters["bad.samples"] == 1
+
+
+def test_torchvision_is_asked_for_on_a_gpu_only() -> None:
+    assert why_no_nvjpeg(CPU) is None
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        assert "pip install torchvision" in str(why_no_nvjpeg(torch.device("cuda")))
+    else:
+        assert why_no_nvjpeg(torch.device("cuda")) is None
