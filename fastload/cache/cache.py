@@ -7,19 +7,16 @@ import errno
 import hashlib
 import logging
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import lmdb
 
-from fastload.cache import audit
-from fastload.cache.audit import Report
-from fastload.cache.directory import DAMAGED, FOLDER, MANIFESTS, Directory, refuse_unsafe
+from fastload.cache import survey
+from fastload.cache.arguments import absolute, checked_int, parse_size
+from fastload.cache.directory import DAMAGED, MANIFESTS, Directory, refuse_unsafe
 from fastload.cache.record import (
-    FORMAT,
     KEY_SIZE,
     MAX_PAYLOAD,
     CorruptRecordError,
@@ -35,10 +32,6 @@ from fastload.stats import Counters
 __all__ = ["Cache", "parse_size"]
 
 Mode = Literal["raw", "shrunk", "decoded"]
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE | re.ASCII)
 
 # This process is short of something; the entry is not to blame.
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -77,13 +70,13 @@ class Cache:
         short_side: int = 256,
         quality: int = 90,
     ) -> None:
-        self.path = _absolute(path)
+        self.path = absolute(path)
         if mode not in get_args(Mode):
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
-        self.short_side = _checked_int("short_side", short_side, 65535)
-        self.quality = _checked_int("quality", quality, 100)
+        self.short_side = checked_int("short_side", short_side, 65535)
+        self.quality = checked_int("quality", quality, 100)
         try:
             refuse_unsafe(self.path, Path(self.path).stat())
         except FileNotFoundError:
@@ -336,105 +329,15 @@ class Cache:
 
     # -- for people and for `fastload cache`
 
-    def info(self) -> dict[str, Any]:
-        """What the directory holds; makes nothing where there is none.
+    info = survey.info
+    check = survey.check
+    clear = survey.clear
 
-        Keys: path, mode, format, size_limit, exists, entries, bytes (on disk, payloads with headers),
-        index_bytes, segments, disk_free. Which modes the entries have is not known: the mode is part of the
-        digest.
-
-        Raises:
-            CacheError: the directory cannot be opened.
-        """
-        empty = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
-        known = {"path": self.path, "mode": self.mode, "format": FORMAT, "size_limit": self.size_limit}
-        if not self._exists():
-            return known | empty | {"disk_free": _free(self.path)}
-        with self._must_open() as directory:
-            return known | audit.info(directory) | {"disk_free": _free(self.path)}
-
-    def check(self, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
-        """Read and verify every record. With `fix`, drop bad entries, index sound records that the index has
-        lost, and delete segments of dead processes that hold nothing of use.
-
-        Args:
-            progress: called with (entries done, entries in all).
-
-        Raises:
-            CacheError: the directory cannot be opened.
-        """
-        if not self._exists():
-            return Report()
-        with self._must_open() as directory:
-            return audit.check(directory, fix, progress)
-
-    def clear(self) -> int:
-        """Delete every record, in all modes, and the listings kept beside them; return the bytes freed.
-
-        Safe while others read and write; they go on with an empty cache. Files that fastload did not write
-        stay.
-
-        Raises:
-            CacheError: the directory cannot be opened, or only read.
-        """
-        if not self._exists():
-            return 0
-        with self._must_open() as directory:
-            return audit.clear(directory)
-
-    def _exists(self) -> bool:
-        return (Path(self.path) / FOLDER).is_dir()
-
-    @contextlib.contextmanager
-    def _must_open(self) -> Iterator[Directory]:
+    def open_aloud(self) -> Directory:
         """For calls that may fail aloud: the opened directory, with all that was written before in it."""
         self._notice_fork()
-        try:
-            if self._opened is None:
-                self._opened, self._tried = acquire(self.path, self), True
-            if self._opened.writer is not None:
-                self._opened.writer.flush(60.0)
-            yield self._opened
-        except (OSError, lmdb.Error) as error:
-            if isinstance(error, CacheError):
-                raise
-            raise CacheError(f"cache {self.path}: {error}") from error
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ArgumentError(f"path={text!r}: give the path of a directory")
-    if "://" in text:
-        raise ArgumentError(f"path={text!r} is a URL; the cache needs a directory on a local disk")
-    return str(Path(text).expanduser().absolute())
-
-
-def _checked_int(name: str, value: int, top: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= top:
-        raise ArgumentError(f"{name}={value!r}; give a whole number from 1 to {top}")
-    return value
-
-
-def parse_size(value: int | str) -> int:
-    """Bytes, from an int or from text such as "500GB" or "200MiB"."""
-    size = None
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
-    elif isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    if size is None or size < 1:
-        raise ArgumentError(
-            f'size_limit={value!r}; give bytes as a positive int, or text such as "500GB" or "200MiB"'
-        )
-    return size
-
-
-def _free(path: str) -> int:
-    """Free bytes on the disk that holds `path`, or would."""
-    here = Path(path)
-    while not here.exists() and here != here.parent:
-        here = here.parent
-    disk = os.statvfs(here)
-    return disk.f_bavail * disk.f_frsize
+        if self._opened is None:
+            self._opened, self._tried = acquire(self.path, self), True
+        if self._opened.writer is not None:
+            self._opened.writer.flush(60.0)
+        return self._opened

@@ -67,7 +67,7 @@ def plan(
     """Read some objects, and predict rates, cache hits, disk, requests, and what will be the limit."""
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
-        from fastload.cache.cache import parse_size
+        from fastload.cache.arguments import parse_size
         from fastload.cli._model import Demand, Node, cores_left
         from fastload.cli._probe import probe_disk, probe_store
 
