@@ -12,13 +12,14 @@ from typing import Any
 
 from fastload.cache.claims import FILES
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
+from fastload.cache.memory import NOTE
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
 
 __all__ = ["Report", "check", "clear", "info"]
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
-_ROOT_FILES = {MARKER, f"{MARKER}.tmp", "lock", "index", "segments", *FILES}
+_ROOT_FILES = {MARKER, f"{MARKER}.tmp", "lock", "index", "segments", NOTE, *FILES}
 
 
 @dataclasses.dataclass

@@ -16,6 +16,7 @@ import lmdb
 from fastload.cache import survey
 from fastload.cache.arguments import absolute, checked_int, parse_size
 from fastload.cache.directory import DAMAGED, MANIFESTS, Directory, refuse_unsafe
+from fastload.cache.memory import IN_MEMORY, Memory
 from fastload.cache.record import (
     KEY_SIZE,
     MAX_PAYLOAD,
@@ -55,6 +56,11 @@ class Cache:
             free). The index comes on top, about 100 bytes an object.
         short_side: "shrunk" and "decoded": pixels of the shorter side.
         quality: "shrunk": JPEG quality, 1 to 100.
+        memory: bytes of host memory, as int or text, for records that are then read where they lie, by all
+            processes of this node together: neither disk nor copy nor checksum. Filled as the records are
+            read, then it stays; the rest comes from the directory. Worth it for mode "decoded", where reading
+            a record costs as much as using it; the bytes must be free. The processes that share it are those
+            of one user and one pid namespace; the first one's budget counts.
 
     Raises:
         ArgumentError: an argument that cannot work.
@@ -69,6 +75,7 @@ class Cache:
         size_limit: int | str | None = None,
         short_side: int = 256,
         quality: int = 90,
+        memory: int | str | None = None,
     ) -> None:
         self.path = absolute(path)
         if mode not in get_args(Mode):
@@ -77,6 +84,7 @@ class Cache:
         self.size_limit = None if size_limit is None else parse_size(size_limit)
         self.short_side = checked_int("short_side", short_side, 65535)
         self.quality = checked_int("quality", quality, 100)
+        self.memory = None if memory is None else Memory(parse_size(memory, "memory"))
         try:
             refuse_unsafe(self.path, Path(self.path).stat())
         except FileNotFoundError:
@@ -95,6 +103,8 @@ class Cache:
         self._warned = False
         self._writer_failed = False
         self._counters = Counters()
+        if self.memory is not None:
+            self.memory.detach()
         parameters = {"raw": (), "shrunk": (self.short_side, self.quality), "decoded": (self.short_side,)}
         salt = repr((self.mode, *parameters[self.mode])).encode()
         self._hash = hashlib.blake2b(salt, digest_size=KEY_SIZE, person=b"fastload")
@@ -143,8 +153,8 @@ class Cache:
     def lookup(self, key: bytes) -> Entry | None:
         """The index entry of `key`, or None (a miss, counted). Reads no payload."""
         directory = self._open()
-        entry = None
-        if directory is not None:
+        entry = None if self.memory is None else self.memory.find(key)
+        if entry is None and directory is not None:
             try:
                 entry = directory.index.get(key)
             except CorruptRecordError:
@@ -158,7 +168,7 @@ class Cache:
     def will_need(self, entry: Entry) -> None:
         """Ask the kernel to read the record ahead."""
         directory = self._open()
-        if directory is not None:
+        if directory is not None and entry.segment != IN_MEMORY:
             # What goes wrong here, the read will find out.
             with contextlib.suppress(CorruptRecordError, OSError, OverflowError, lmdb.Error):
                 directory.files.get(entry.segment).will_need(entry)
@@ -173,7 +183,12 @@ class Cache:
             if entry is None:
                 return None
         directory = self._open()
-        if directory is not None:
+        if entry.segment == IN_MEMORY:
+            payload = None if self.memory is None else self.memory.read(entry)
+            if payload is not None:
+                self._count_hit(payload, "cache.memory_hits")
+                return payload
+        elif directory is not None:
             try:
                 payload = directory.read(key, entry)
             except CorruptRecordError:
@@ -185,11 +200,17 @@ class Cache:
                     self._drop(directory, key, entry)
             else:
                 if payload is not None:
-                    self._counters.add("cache.hits")
-                    self._counters.add("cache.bytes", len(payload))
+                    self._count_hit(payload)
+                    if self.memory is not None:
+                        self.memory.keep(key, payload)
                     return payload
         self._counters.add("cache.misses")
         return None
+
+    def _count_hit(self, payload: memoryview, *also: str) -> None:
+        for name in ("cache.hits", *also):
+            self._counters.add(name)
+        self._counters.add("cache.bytes", len(payload))
 
     def _drop(self, directory: Directory, key: bytes, entry: Entry) -> None:
         if directory.writer is not None:
@@ -207,6 +228,8 @@ class Cache:
             wait: seconds to wait for room in the queue. By default none: filling must not slow training.
         """
         directory = self._open()
+        if self.memory is not None:
+            self.memory.keep(key, memoryview(payload).cast("B"))
         if directory is None:
             return False
         try:
@@ -289,6 +312,8 @@ class Cache:
         """Write out, sync the index, let go of the directory. The next call opens it again."""
         self._notice_fork()
         directory, self._opened, self._tried = self._opened, None, False
+        if self.memory is not None:
+            self.memory.detach()
         if directory is not None:
             try:
                 release(directory, self)
@@ -304,11 +329,21 @@ class Cache:
         self._notice_fork()
         if not self._tried:
             try:
-                self._opened = acquire(self.path, self)
+                self._opened = self._acquire()
             except (OSError, lmdb.Error) as error:
                 self._failed(error)
             self._tried = True
         return self._opened
+
+    def _acquire(self) -> Directory:
+        """Open the directory and the memory. Threads may do so at once; `_tried` is set once all is there."""
+        directory = None
+        try:
+            directory = acquire(self.path, self)
+            return directory
+        finally:
+            if self.memory is not None:
+                self.memory.attach(None if directory is None else directory.root_fd)
 
     def _notice_fork(self) -> None:
         if self._pid != os.getpid():  # counters, warnings and the open directory are the parent's
@@ -337,7 +372,7 @@ class Cache:
         """For calls that may fail aloud: the opened directory, with all that was written before in it."""
         self._notice_fork()
         if self._opened is None:
-            self._opened, self._tried = acquire(self.path, self), True
+            self._opened, self._tried = self._acquire(), True
         if self._opened.writer is not None:
             self._opened.writer.flush(60.0)
         return self._opened

@@ -84,7 +84,7 @@ class Directory:
         self.path = Path(path) / FOLDER
         self.identity = identity(root_fd)
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
-        self._root_fd = root_fd
+        self.root_fd = root_fd
         self._reindex_left = False
         self._damaged = False
         self._lock_fd = -1
@@ -100,7 +100,7 @@ class Directory:
         self.writer: Writer | None = None
         if not self.readonly:
             first_job = self._reindex if self._reindex_left else None
-            self.claims = Claims(self._root_fd)
+            self.claims = Claims(self.root_fd)
             self.writer = Writer(self.index, self.claims, self.segments_fd, first_job)
 
     # -- opening
@@ -111,13 +111,13 @@ class Directory:
         try:
             for name in ("segments", "index"):
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(name, 0o700, dir_fd=self._root_fd)
-            self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self._root_fd)
+                    os.mkdir(name, 0o700, dir_fd=self.root_fd)
+            self._lock_fd = os.open("lock", flags, 0o600, dir_fd=self.root_fd)
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-        self.segments_fd = os.open("segments", _DIR_FLAGS, dir_fd=self._root_fd)
-        os.close(os.open("index", _DIR_FLAGS, dir_fd=self._root_fd))
+        self.segments_fd = os.open("segments", _DIR_FLAGS, dir_fd=self.root_fd)
+        os.close(os.open("index", _DIR_FLAGS, dir_fd=self.root_fd))
         for name in ("data.mdb", "lock.mdb"):
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISREG(os.lstat(self.path / "index" / name).st_mode):
@@ -177,7 +177,7 @@ class Directory:
 
     def _read_state(self) -> _State:
         try:
-            fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root_fd)
+            fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.root_fd)
             with os.fdopen(fd, "rb") as file:
                 found = json.loads(file.read(4096))
             return _State(str(found["boot"]), found["clean"] is True, found["reindex"] is True)
@@ -189,11 +189,11 @@ class Directory:
         text = json.dumps({"about": "a fastload cache; safe to delete", "format": FORMAT} | state._asdict())
         temporary = f"{MARKER}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self._root_fd), "w") as file:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self.root_fd), "w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, MARKER, src_dir_fd=self._root_fd, dst_dir_fd=self._root_fd)
+        os.replace(temporary, MARKER, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
 
     def mark_damaged(self) -> None:
         """LMDB called its file corrupt: the next process to open the directory alone makes a new index."""
@@ -278,10 +278,10 @@ class Directory:
     def _close_fds(self) -> None:
         if self.claims is not None:
             self.claims.close()
-        for fd in (self.segments_fd, self._lock_fd, self._root_fd):
+        for fd in (self.segments_fd, self._lock_fd, self.root_fd):
             if fd >= 0:
                 os.close(fd)
-        self.segments_fd = self._lock_fd = self._root_fd = -1
+        self.segments_fd = self._lock_fd = self.root_fd = -1
 
     def forget(self, held: bool) -> None:
         """After a fork, in the child: let go of what belongs to the parent, touching none of its locks."""

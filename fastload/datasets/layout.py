@@ -44,15 +44,19 @@ def dump(sample: Any) -> bytes:
     return bytes(out)
 
 
-def load(record: Any) -> Any:
+def load(record: Any, *, readonly: bool = False) -> Any:
     """The sample of a record. Arrays and tensors are views of the record where its memory is writable.
+
+    Args:
+        readonly: numpy arrays are views in any case, which then cannot be written to. Tensors know no such
+            thing, so they are copied.
 
     Raises:
         DecodeError: the record is not one that `dump` made.
     """
     memory = np.frombuffer(record, np.uint8)
     try:
-        value, end = _read(memory, 0, 0)
+        value, end = _read(memory, 0, 0, readonly)
     except (struct.error, IndexError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise DecodeError(f"not a cached sample: {error}") from error
     if end != memory.nbytes:
@@ -144,7 +148,7 @@ _WRITERS: dict[type, _Writer] = {
 }
 
 
-def _read(memory: Array, at: int, depth: int) -> tuple[Any, int]:
+def _read(memory: Array, at: int, depth: int, readonly: bool) -> tuple[Any, int]:
     tag, at = chr(memory[at]), at + 1
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH}")
@@ -155,9 +159,9 @@ def _read(memory: Array, at: int, depth: int) -> tuple[Any, int]:
     if tag in "Isb":
         return _read_bytes(memory, at, tag)
     if tag in "ltm":
-        return _read_container(memory, at, tag, depth)
+        return _read_container(memory, at, tag, depth, readonly)
     if tag in "agx":
-        return _read_block(memory, at, tag)
+        return _read_block(memory, at, tag, readonly)
     raise ValueError(f"unknown tag {tag!r} at byte {at - 1}")
 
 
@@ -173,19 +177,19 @@ def _read_bytes(memory: Array, at: int, tag: str) -> tuple[Any, int]:
     return value, at + size
 
 
-def _read_container(memory: Array, at: int, tag: str, depth: int) -> tuple[Any, int]:
+def _read_container(memory: Array, at: int, tag: str, depth: int, readonly: bool) -> tuple[Any, int]:
     (count,) = struct.unpack_from("<I", memory.data, at)
     at += 4
     items = []
     for _ in range(count * (2 if tag == "m" else 1)):
-        item, at = _read(memory, at, depth + 1)
+        item, at = _read(memory, at, depth + 1, readonly)
         items.append(item)
     if tag == "m":
         return dict(zip(items[::2], items[1::2], strict=True)), at
     return (items if tag == "l" else tuple(items)), at
 
 
-def _read_block(memory: Array, at: int, tag: str) -> tuple[Any, int]:
+def _read_block(memory: Array, at: int, tag: str, readonly: bool) -> tuple[Any, int]:
     name_size, ndim = int(memory[at]), int(memory[at + 1])
     name = memory[at + 2 : at + 2 + name_size].tobytes().decode()
     at += 2 + name_size
@@ -199,7 +203,8 @@ def _read_block(memory: Array, at: int, tag: str) -> tuple[Any, int]:
     if size > memory.nbytes - at:
         raise ValueError(f"an array of {size} bytes at byte {at} of {memory.nbytes}")
     data = memory[at : at + size]
-    if not data.flags.writeable or (data.ctypes.data % max(1, dtype.itemsize)):
+    usable = data.flags.writeable or (readonly and tag == "a")
+    if not usable or (data.ctypes.data % max(1, dtype.itemsize)):
         data = data.copy()
     value: Any
     if tag == "x" and size:

@@ -161,7 +161,7 @@ class ObjectDataset(Dataset[Any]):
             for row, index in todo[start : start + _CHUNK]:
                 try:
                     index = self._checked(index)
-                    payloads.append(self._prefix.restore(self._take(index)))
+                    payloads.append(self._prefix.restore(self._take(index), readonly=True))
                     rows.append(row)
                     indices.append(index)
                 except (FastloadError, IndexError) as error:

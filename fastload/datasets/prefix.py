@@ -54,14 +54,17 @@ class Prefix:
     def prepare(self) -> Callable[[Any], bytes] | None:
         return {"raw": None, "shrunk": self._shrink, "decoded": self._to_record}[self.mode]
 
-    def restore(self, payload: Any) -> Any:
+    def restore(self, payload: Any, *, readonly: bool = False) -> Any:
         """What the cache kept (or `prepare` returned) -> what the transform gets.
+
+        Args:
+            readonly: it is only read: pixels in the cache's memory are not copied out of it.
 
         Raises:
             DecodeError: the payload is not what it should be.
         """
         if self.mode == "decoded":
-            return load(payload)
+            return load(payload, readonly=readonly)
         return payload if self._decode is None else self._decode(bytes(payload))
 
     def _shrink(self, data: Any) -> bytes:
