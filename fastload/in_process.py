@@ -14,7 +14,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload.collate import BatchMaker
-from fastload.rows import as_rows
+from fastload.rows import Allocate, as_rows
 from fastload.state import dataset_state, kept_globals, resume_fetcher
 
 __all__ = ["InProcessIterator"]
@@ -27,10 +27,14 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._coming: deque[Any] = deque()
         self._maker: BatchMaker | None = None
         self._ahead = 0
+        self._feed: Any = None
         self._progress = loader._state.begin(loader, late_seed=True)
         super().__init__(loader)
         loader._state.started(loader, self, self._progress)
         self._loader = loader
+        self._feed = loader._new_feed()
+        if self._feed is not None and self._feed.copies:
+            self._pin_memory = False
         self._counters, self._bad = loader._counters, loader._bad
         self._meter = loader._meter
         self._meter.start(0)
@@ -41,7 +45,7 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 auto_collation=self._auto_collation,
                 on_error=loader.on_error,
                 seeded=loader.seed is not None,
-                allocate=lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype),
+                allocate=_allocator(self._pin_memory) if self._feed is None else self._feed.allocate,
             )
             self._maker.start_epoch(loader._samples_seed(self._base_seed), self._progress.epoch)
             if as_rows(self._dataset) is not None:
@@ -85,25 +89,40 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         return data
 
     def _read_next(self) -> Any:
-        if self._maker is None:
-            return super()._next_data()  # type: ignore[no-untyped-call]
+        if self._feed is not None:
+            self._feed.ask()
         with self._counters.timed("sampler"):
             index = self._next_index()
+        if self._maker is None:
+            return self._finished(self._dataset_fetcher.fetch(index))
         start = time.perf_counter()
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
             data = self._maker(index)
         if self._ahead and not self._coming:
             self._maker.flush_cache()
-        if self._pin_memory:
-            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        data = self._finished(data)
         self._counters.add("wait.seconds", time.perf_counter() - start)
         self._counters.merge(self._maker.counters.drain())
         self._bad.extend(self._maker.bad)
         self._maker.bad.clear()
         return data
 
+    def _finished(self, data: Any) -> Any:
+        """Taken to the device and transformed, or pinned, as asked for."""
+        if self._feed is not None:
+            data = self._feed.take(0, lambda: data)
+        if self._pin_memory:
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        return data
+
     def __del__(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
         if self._maker is not None:
             for index in self._coming:
                 self._maker.cancel(index)
+
+
+def _allocator(pinned: bool) -> Allocate:
+    return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)

@@ -1,6 +1,7 @@
 """fastload.DataLoader: torch's, with its own path from sampler to batch.
 
     sampler ─ index batches ─▶ workers: fetch window ▶ cache ▶ decode · transform ▶ slot ─▶ in order ─▶ batch
+                                       with device, batch_transform:  copy, transform, ahead ◀─┘ └─────▶
 
 `WorkerIterator._next_data` is that path, seen from the trainer.
 """
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch.utils.data
 
+from fastload.cuda import checked
+from fastload.device import Feed
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
 from fastload.sampler import find_rank
@@ -36,6 +39,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: every argument of torch's, in its order, with its default.
 
     Args:
+        device: where the batches come to lie. None: in host memory. "cuda", "cuda:1" or a torch.device: on
+            that GPU, copied one or two batches ahead beside the running work; `pin_memory` is then of no use.
+            "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
+        batch_transform: called with every batch in this process, for example `fastload.Normalize`; on a GPU
+            after the copy, beside the running work. It may be called for batches that are never handed out.
         on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
             is repeated in its place); "replace" (another sample takes its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.
@@ -44,7 +52,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             transforms are independent of the number of workers either way.)
 
     Raises:
-        ArgumentError: on_error or seed is not what it can be. ValueError, TypeError: as torch's.
+        ArgumentError: device, batch_transform, on_error or seed is not what it can be. ValueError, TypeError:
+            as torch's.
     """
 
     def __init__(
@@ -67,11 +76,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        device: str | torch.device | None = None,
+        batch_transform: Callable[[Any], Any] | None = None,
         on_error: str = "raise",
         seed: int | None = None,
     ) -> None:
         if on_error not in _ON_ERROR:
             raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
+        if not (batch_transform is None or callable(batch_transform)):
+            raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
         if seed is not None and not isinstance(seed, int):
             raise ArgumentError(f"seed must be an int or None, found {seed!r}")
         super().__init__(
@@ -93,6 +106,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        self.device = checked(device)
+        self.batch_transform = batch_transform
         self.on_error = on_error
         self.seed = seed
         self._state = LoaderState()
@@ -178,6 +193,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _samples_seed(self, base_seed: Any) -> int:
         """Of the samples' randomness, in an epoch whose base seed is this."""
         return int(base_seed if self.seed is None else self.seed)
+
+    def _new_feed(self) -> Feed | None:
+        """What takes the batches of one iterator to the device; None where they stay as they are."""
+        if self.device is None and self.batch_transform is None:
+            return None
+        return Feed(self.device, self.batch_transform, self._counters)
 
     def _samples_per_batch(self) -> int:
         """How many samples of an iterable dataset make a batch."""

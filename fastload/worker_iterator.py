@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch.utils.data
@@ -16,6 +18,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
+from fastload.device import Feed
 from fastload.rows import as_rows
 from fastload.state import Progress
 from fastload.workers import Result, WorkerPool, WorkerSetup
@@ -33,6 +36,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         self._pool: WorkerPool | None = None
+        self._feed: Feed | None = None
         super().__init__(loader)
         self._base_seed = loader._state.base_seed(int(self._base_seed))
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
@@ -46,7 +50,12 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._sent = 0  # sequence number of the next index batch
         self._arrived: dict[int, tuple[int, Result]] = {}
         self._owner: dict[int, int] = {}  # batches that are due: sequence number -> worker
-        self._pool = WorkerPool(_setup(self, loader), _context(loader))
+        self._feed = loader._new_feed()
+        pin = None
+        if self._feed is not None and self._feed.copies:
+            self._pin_memory = False
+            pin = self._feed.pin
+        self._pool = WorkerPool(_setup(self, loader), _context(loader), pin)
         self._pin_memory_thread = None
         self._reset(loader, first_iter=True)
 
@@ -63,6 +72,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         assert self._pool is not None
         for seq in list(self._arrived):
             self._discard(*self._arrived.pop(seq))
+        if self._feed is not None:
+            self._feed.rest()
         self._owner.clear()
         self._first = self._sent
         self._pool.start_epoch(
@@ -79,6 +90,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         self._meter.asked()
+        if self._feed is not None:
+            self._feed.ask()
         while True:
             seq = self._due()
             if seq is None:
@@ -92,6 +105,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 if not self._in_order:
                     seq = self._due()
                     assert seq is not None
+            self._stage_ahead()
             worker_id, result = self._arrived.pop(seq)
             del self._owner[seq]
             if result.exhausted:
@@ -105,11 +119,27 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         due: dict[int, Any] = self._arrived if self._arrived and not self._in_order else self._owner
         return next(iter(due), None)
 
+    def _stage_ahead(self) -> None:
+        """Start what is here and due next on its way to the device, before it is asked for."""
+        if self._feed is None or not self._feed.ahead:
+            return
+        assert self._pool is not None
+        self._receive(wait=False)
+        due: Iterable[int] = self._owner if self._in_order else self._arrived
+        here = itertools.takewhile(self._arrived.__contains__, due)
+        for seq in itertools.islice(here, 1 + self._feed.ahead):
+            worker_id, result = self._arrived[seq]
+            if result.packed is not None:
+                self._feed.stage(seq, functools.partial(self._pool.unpack, worker_id, result.packed))
+
     def _deliver(self, worker_id: int, result: Result) -> Any:
         assert self._pool is not None
         self._pool.consume(worker_id)
         try:
-            data = self._pool.unpack(worker_id, result.packed) if result.packed is not None else None
+            data = None
+            if result.packed is not None:
+                unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
+                data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
         finally:
             if not self._submit(worker_id):
                 self._pool.finish(worker_id)
@@ -144,19 +174,20 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._sent += 1
         return True
 
-    def _receive(self) -> None:
-        """Take in what the workers have sent, waiting for at least one result."""
+    def _receive(self, *, wait: bool = True) -> None:
+        """Take in what the workers have sent; with `wait`, at least one result."""
         assert self._pool is not None
         start = time.perf_counter()
         try:
-            received = self._pool.receive(self._timeout)
+            received = self._pool.receive(self._timeout) if wait else self._pool.arrived()
         except BaseException:  # Ctrl-C too: what had come in by then may be lost, and would be waited for
             self._shutdown_workers()
             if (forget := self._forget()) is not None:
                 forget(self)
             raise
         finally:
-            self._counters.add("wait.seconds", time.perf_counter() - start)
+            if wait:
+                self._counters.add("wait.seconds", time.perf_counter() - start)
         for worker_id, result in received:
             self._counters.merge(result.counters)
             self._bad.extend(result.bad)
@@ -171,7 +202,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         assert self._pool is not None
         if result.seq >= self._first:
             self._pool.consume(worker_id)
-        if result.packed is not None:
+        staged = self._feed is not None and self._feed.drop(result.seq)
+        if result.packed is not None and not staged:
             self._pool.unpack(worker_id, result.packed)
 
     def _retire(self, worker_id: int) -> None:
@@ -192,6 +224,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def __del__(self) -> None:
         if torch_utils is not None and not torch_utils.python_exit_status:
+            if self._feed is not None:
+                self._feed.close()
             self._shutdown_workers()
 
 

@@ -35,11 +35,17 @@ MAY_IMPORT = {
     "datasets": {"encoded", "fetch", "images", "manifest", "store", "cache", "rows", "errors", "stats"},
     "normalize": {"errors"},
     "slots": {"channel", "errors"},
+    "nested": set(),
+    "cuda": {"errors"},
+    "device": {"cuda", "nested", "stats"},
     "workers": {"channel", "collate", "slots", "state", "stats", "errors"},
     "state": {"errors", "sampler"},
-    "in_process": {"collate", "rows", "state"},
-    "worker_iterator": {"store", "rows", "workers", "state", "stats", "errors"},
-    "loader": {"in_process", "worker_iterator", "rows", "sampler", "state", "stats", "verdict", "errors"},
+    "in_process": {"device", "collate", "rows", "state"},
+    "worker_iterator": {"device", "store", "rows", "workers", "state", "stats", "errors"},
+    "loader": {
+        *("cuda", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),
+        *("stats", "verdict", "errors"),
+    },
     "cli": {"errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
 }
 

@@ -15,7 +15,8 @@ largest batch so far. Growing in place was rejected, since tensors already hande
 """
 
 from fastload.slots.map import SlotMap
+from fastload.slots.memory import Pin
 from fastload.slots.packing import PackedBatch
 from fastload.slots.pool import SlotPool
 
-__all__ = ["PackedBatch", "SlotMap", "SlotPool"]
+__all__ = ["PackedBatch", "Pin", "SlotMap", "SlotPool"]

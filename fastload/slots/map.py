@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fastload.slots.memory import Bytes, Lease, map_shared
+from fastload.slots.memory import Bytes, Lease, Pin, map_shared
 from fastload.slots.packing import PackedBatch, load
 
 __all__ = ["SlotMap"]
@@ -20,16 +20,20 @@ class SlotMap:
 
     `released` holds the ids to send back. Only appended to by finalizers, which may run in any thread and at
     any moment; a deque's append takes no lock.
+
+    Args:
+        pin: called with (address, bytes) of each slot that is mapped, once; returns what undoes it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pin: Pin | None = None) -> None:
+        self._pin = pin
         self.released: deque[int] = deque()
         self._memory: dict[int, Bytes] = {}
 
     def attach(self, packed: PackedBatch, fds: Sequence[int]) -> None:
         """Map the slots that are new with this batch; their descriptors are closed."""
         for (slot_id, nbytes), fd in zip(packed.new, fds, strict=True):
-            self._memory[slot_id] = map_shared(fd, nbytes)
+            self._memory[slot_id] = map_shared(fd, nbytes, self._pin)
         for slot_id in packed.retired:
             self._memory.pop(slot_id, None)
 

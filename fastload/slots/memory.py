@@ -6,14 +6,23 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Bytes", "Lease", "contiguous_stride", "extent", "map_shared", "storage_over", "tensor_over"]
+__all__ = [
+    "Bytes",
+    "Lease",
+    "Pin",
+    "contiguous_stride",
+    "extent",
+    "map_shared",
+    "storage_over",
+    "tensor_over",
+]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -28,6 +37,7 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 Bytes = npt.NDArray[np.uint8]
+Pin = Callable[[int, int], Callable[[], object]]  # (address, bytes) -> what undoes it
 
 
 class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -35,8 +45,10 @@ class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
     their base: its finalizer then runs when the last tensor over the slot dies."""
 
 
-def map_shared(fd: int, nbytes: int) -> Bytes:
+def map_shared(fd: int, nbytes: int, pin: Pin | None = None) -> Bytes:
     """Map the whole of `fd` shared and writable, and close it. Unmapped when the last view dies.
+
+    `pin` is told of the new mapping, and what it returns is called just before the memory is unmapped.
 
     `mmap.mmap` was rejected: before Python 3.13 it keeps a duplicate of the descriptor for each mapping, and
     `list(loader)` over a few thousand batches would run out of them.
@@ -54,6 +66,8 @@ def map_shared(fd: int, nbytes: int) -> Bytes:
         )
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(pages, _libc.munmap, address, nbytes).atexit = False
+    if pin is not None:  # finalizers run in reverse order
+        weakref.finalize(pages, pin(address, nbytes)).atexit = False
     return np.ctypeslib.as_array(pages)
 
 

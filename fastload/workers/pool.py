@@ -13,13 +13,13 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 from fastload.channel import Channel
 from fastload.errors import WorkerError
-from fastload.slots import PackedBatch, SlotMap
+from fastload.slots import PackedBatch, Pin, SlotMap
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
 from fastload.workers.worker import worker_main
 
@@ -43,7 +43,7 @@ class _Handle:
 
     process: Any
     channel: Channel
-    slots: SlotMap = field(default_factory=SlotMap)
+    slots: SlotMap
     consumed: int = 0
     answered: bool = False
 
@@ -54,13 +54,15 @@ class WorkerPool:
     Args:
         setup: see `WorkerSetup`.
         context: a multiprocessing context.
+        pin: registers the memory of slots with a device, see `SlotMap`.
     """
 
     _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
 
-    def __init__(self, setup: WorkerSetup, context: Any) -> None:
+    def __init__(self, setup: WorkerSetup, context: Any, pin: Pin | None = None) -> None:
         self._workers: list[_Handle] = []
         self._context = context
+        self._pin = pin
         self._open = True
         self._owner = os.getpid()
         self._alive.add(self)
@@ -90,7 +92,7 @@ class WorkerPool:
         finally:
             # Only the worker may hold this end, or its death would not be an end-of-file here.
             theirs.close()
-        return _Handle(process, ours)
+        return _Handle(process, ours, SlotMap(self._pin))
 
     @contextmanager
     def _interrupts_held(self) -> Iterator[None]:
@@ -162,6 +164,12 @@ class WorkerPool:
                     raise self._obituary(worker)
             if left == 0:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+
+    def arrived(self) -> list[tuple[int, Result]]:
+        """The results that are here, without waiting. A death is left for `receive` to report."""
+        with suppress(WorkerError):
+            return self._poll(0) if self._open else []
+        return []
 
     def _poll(self, seconds: float) -> list[tuple[int, Result]]:
         poll = select.poll()

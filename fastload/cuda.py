@@ -1,0 +1,206 @@
+"""What the feed needs of a device, and the two that there are: CUDA, and the CPU itself.
+
+Everything that fastload asks of CUDA goes through `Cuda`. Nothing is asked before the first batch, so that
+workers are forked from a process without a CUDA context, and nothing ever in a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fastload.errors import ArgumentError
+
+__all__ = ["Cpu", "Cuda", "Device", "Event", "checked"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process, not only the current one
+
+
+class Event(Protocol):
+    """A point in a stream's work. torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Whether the stream has come to it."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to another that the device has come to as well."""
+
+
+class Device(Protocol):
+    """A device with a side stream, on which copies and transforms run beside the consumer's work."""
+
+    def side(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, work goes to the side stream."""
+
+    def event(self) -> Event:
+        """The point that the current stream is at."""
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in host memory that the device reads by itself."""
+
+    def copy(self, leaf: Any) -> Any:
+        """A tensor, or an object with a method `to`, on the device. The host's memory is read until the next
+        event of this stream."""
+
+    def wait(self, event: Event) -> None:
+        """The current stream does nothing more before `event`. This thread does not wait."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The current stream uses the tensor: once dropped, its memory serves nobody before that is over."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Make host memory one that the device reads by itself; False where that cannot be done."""
+
+    def unregister(self, address: int) -> None:
+        """Undo it. Nothing must be reading there any more."""
+
+
+class Cuda:
+    """One CUDA device.
+
+    Args:
+        device: of type "cuda". Without an index: the current device at this moment, and for good, whatever
+            becomes the current one later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+        self._owner = os.getpid()
+        self._side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._consumer = torch.cuda.current_stream(self._device)
+        # What the transform uses may have been made just before the loop, by work that has not run yet.
+        self._side.wait_stream(self._consumer)
+
+    def side(self) -> contextlib.AbstractContextManager[Any]:
+        self._consumer = torch.cuda.current_stream(self._device)
+        return torch.cuda.stream(self._side)
+
+    def event(self) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.device(self._device):
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def copy(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            try:
+                return leaf.to(self._device, non_blocking=True)
+            except TypeError:  # a `to` that takes nothing but the device
+                return leaf.to(self._device)
+        if leaf.device == self._device:  # made by the consumer's stream, where there are no workers
+            self._side.wait_stream(self._consumer)
+            leaf.record_stream(self._side)
+            return leaf
+        if leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_pinned():
+            leaf = leaf.pin_memory()  # torch's allocator takes the block back after the copy
+        return leaf.detach().to(self._device, non_blocking=True).requires_grad_(leaf.requires_grad)
+
+    def wait(self, event: Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+
+    def register(self, address: int, nbytes: int) -> bool:
+        # Under the device that is fed: another one would get a context, and lose the memory for it.
+        with torch.cuda.device(self._device):
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if cudart.cudaHostRegister(address, nbytes, _PORTABLE) == cudart.cudaError.success:
+                return True
+            # The next kernel launch, whoever's it is, would raise this error again: take it out of the way.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device)
+            return False
+
+    def unregister(self, address: int) -> None:
+        if os.getpid() != self._owner:
+            return  # a fork has the mapping, but not the context
+        with torch.cuda.device(self._device):
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            cudart.cudaHostUnregister(address)
+
+
+class _Passed:
+    """An event that is over."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: Any) -> float:
+        return 0.0
+
+
+class Cpu:
+    """The same for batches that stay in host memory: nothing is copied, and nothing has to be waited for."""
+
+    _passed = _Passed()
+
+    def side(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Event:
+        return self._passed
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def copy(self, leaf: Any) -> Any:
+        return leaf
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def register(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unregister(self, address: int) -> None:
+        pass
+
+
+def checked(device: Any) -> torch.device | None:
+    """The argument `device` of a loader as a torch.device that can be used here. Makes no CUDA context.
+
+    Raises:
+        ArgumentError: it names no device, or none that is here.
+    """
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"device must be None, 'cpu', 'cuda' or 'cuda:<n>', found {device!r}") from error
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda":
+        raise ArgumentError(
+            f"device must be on the CPU or a CUDA GPU, found {device!r}: leave device out, and move the "
+            "batches in the training loop"
+        )
+    if not torch.cuda.is_available():
+        build = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        raise ArgumentError(
+            f"device={device!r} needs CUDA, and {build} (torch {torch.__version__}): run `nvidia-smi` and "
+            "install torch for that driver, or use device='cpu'"
+        )
+    if found.index is not None and found.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ArgumentError(f"device={device!r}: torch sees {count} GPUs here, from 'cuda:0' on")
+    return found

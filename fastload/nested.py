@@ -1,0 +1,103 @@
+"""Batches are nested: dicts, lists, tuples, named tuples and dataclasses of tensors and other things."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["mapped", "tensors"]
+
+
+def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
+    """The same structure with `move(leaf)` for every tensor, and every object that has a method `to`.
+
+    Containers are taken apart as torch's `pin_memory` does it, and dataclasses too. Other leaves stay, and so
+    do containers in which nothing changed. What is in the batch twice is moved once.
+    """
+    return _mapped(batch, move, {})
+
+
+def tensors(batch: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a batch, those inside objects of other libraries too."""
+    return _tensors(batch, set())
+
+
+def _mapped(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+    if id(value) in known:
+        return known[id(value)][1]
+    if isinstance(value, str | bytes | int | float | type) or value is None:
+        return value
+    if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
+        result = move(value)
+    elif isinstance(value, Mapping):
+        items = {key: _mapped(item, move, known) for key, item in value.items()}
+        result = value if all(items[key] is value[key] for key in items) else _mapping(value, items)
+    elif isinstance(value, Sequence):
+        moved = [_mapped(item, move, known) for item in value]
+        unchanged = all(new is old for new, old in zip(moved, value, strict=True))
+        result = value if unchanged else _sequence(value, moved)
+    elif dataclasses.is_dataclass(value):
+        result = _dataclass(value, move, known)
+    else:
+        return value
+    known[id(value)] = (value, result)  # with the value, which keeps its id valid
+    return result
+
+
+def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """`items` in a mapping of the same type: a copy of it, which keeps other attributes, where that works."""
+    try:
+        if isinstance(value, MutableMapping):
+            clone = copy.copy(value)
+            clone.update(items)
+            return clone
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def _sequence(value: Sequence[Any], items: list[Any]) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    try:
+        if isinstance(value, MutableSequence):
+            clone = copy.copy(value)
+            for position, item in enumerate(items):
+                clone[position] = item
+            return clone
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def _dataclass(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+    clone = value
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name, None)
+        moved = _mapped(item, move, known)
+        if moved is not item:
+            clone = copy.copy(value) if clone is value else clone
+            object.__setattr__(clone, field.name, moved)  # frozen ones too
+    return clone
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if id(value) in seen or isinstance(value, str | bytes | int | float | type) or value is None:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, seen)
+    elif isinstance(value, Sequence):
+        for item in value:
+            yield from _tensors(item, seen)
+    elif dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
+        # Not into everything: a leaf may know its dataset, and that a whole process.
+        for item in list(getattr(value, "__dict__", {}).values()):
+            yield from _tensors(item, seen)
