@@ -1,0 +1,311 @@
+"""The feed over the CPU and over a fake of CUDA whose copies come late; and the guards of memory it needs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fastload.device
+import fastload.loader
+from fastload import DataLoader
+from fastload.cuda import Cpu
+from fastload.device import Feed
+from fastload.errors import ArgumentError
+from fastload.slots import SlotMap, SlotPool, memory
+from fastload.stats import Counters
+from tests.fakecuda import GARBAGE, FakeCuda
+from tests.feed_cases import *  # noqa: F403
+from tests.feed_cases import Target, ids
+from tests.loaderdata import Numbers, numbered
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
+
+
+def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fastload.device, "Cuda", fake)
+    monkeypatch.setattr(fastload.loader, "checked", lambda name: None if name is None else torch.device(name))
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    _install(fake, monkeypatch)
+    yield fake
+    gc.collect()  # iterators that an exception holds
+    fake.stop()
+    assert fake.faults == []
+    assert not fake.registered, "memory is still registered, and its mapping is gone or leaks"
+
+
+@pytest.fixture(params=["cpu", "fake"])
+def target(request: pytest.FixtureRequest) -> Target:
+    if request.param == "cpu":
+        return Target("cpu", lambda transform: transform, "cpu")
+    return Target("cuda", request.getfixturevalue("fake").kernels, "cpu")
+
+
+# --- lifetimes ---------------------------------------------------------------------------------------------
+
+
+class Slots:
+    """A worker's pool and the trainer's map, in one process."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.pool, self.map = SlotPool(keep=4), SlotMap(feed.pin)
+
+    def send(self, number: int) -> Any:
+        """What loads a batch full of `number`, made in a free slot."""
+        while self.map.released:
+            self.pool.release(self.map.released.popleft())
+        tensor = self.pool.allocate((4, 25_000), torch.float32)
+        tensor.fill_(number)
+        packed, fds = self.pool.pack(tensor)
+        self.map.attach(packed, fds)
+        return lambda: self.map.unpack(packed)
+
+
+def _late_copy(fake: FakeCuda) -> list[int]:
+    """The first value of two batches, the copy of the first of which runs after the second was made."""
+    feed = Feed(torch.device("cuda"), None, Counters())
+    slots = Slots(feed)
+    fake.gate.clear()
+    feed.stage(0, slots.send(0))
+    second = slots.send(1)
+    fake.gate.set()
+    values = [int(feed.take(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
+    feed.close()
+    return values
+
+
+def test_a_slot_is_not_used_again_before_its_copy_ended(fake: FakeCuda) -> None:
+    assert _late_copy(fake) == [0, 1]
+
+
+def test_twin_without_the_hold_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Feed, "_hold", lambda self, copy: None)
+    assert _late_copy(fake) == [1, 1]
+
+
+def test_twin_with_a_hold_that_asks_nobody_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fakecuda.FakeEvent.query", lambda self: True)
+    monkeypatch.setattr("tests.fakecuda.FakeEvent.elapsed_time", lambda self, other: 0.0)
+    feed = Feed(torch.device("cuda"), None, Counters())
+    slots = Slots(feed)
+    fake.gate.clear()
+    feed.stage(0, slots.send(0))
+    feed._let_go()
+    slots.send(1)
+    fake.gate.set()
+    assert int(feed.take(0, None)[0, 0]) == 1
+    feed.close()
+
+
+def test_the_consumer_waits_for_the_copy(fake: FakeCuda) -> None:
+    fake._delay = 0.05
+    for batch in DataLoader(Numbers(8, numbered), batch_size=2, num_workers=1, device="cuda"):
+        ids(batch)
+
+
+def test_twin_that_does_not_wait_sees_garbage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCuda, "wait", lambda self, event: None)
+    feed = Feed(torch.device("cuda"), None, Counters())
+    slots = Slots(feed)
+    fake.gate.clear()
+    batch = feed.take(0, slots.send(7))
+    assert (batch.view(torch.uint8) == GARBAGE).all()
+    fake.gate.set()
+    feed.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_handed_over_is_kept_for_the_consumers_stream(fake: FakeCuda, workers: int) -> None:
+    def collate(samples: list[torch.Tensor]) -> Any:
+        return {"a": torch.stack(samples), "b": [samples[0].clone()]}
+
+    loader = DataLoader(
+        Numbers(12, numbered), batch_size=2, num_workers=workers, collate_fn=collate, device="cuda"
+    )
+    for batch in loader:
+        wait = max(i for i, (what, _) in enumerate(fake.log) if what == "wait")
+        kept = {address for what, address in fake.log[wait:] if what == "keep"}
+        assert kept == {batch["a"].data_ptr(), batch["b"][0].data_ptr()}
+
+
+def test_memory_is_unregistered_and_then_unmapped(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Libc:
+        mmap = memory._libc.mmap
+
+        def munmap(self, address: int, nbytes: int) -> None:
+            if threading.current_thread() is threading.main_thread():
+                fake.log.append(("munmap", address))
+            memory_libc.munmap(address, nbytes)
+
+    memory_libc = memory._libc
+    monkeypatch.setattr(memory, "_libc", Libc())
+
+    # Batches that grow make new slots, and the old ones go.
+    loader = DataLoader(
+        Numbers(40, lambda i: torch.full((25_000 * (1 + i // 4),), float(i))), num_workers=2, device="cuda"
+    )
+    for number, batch in enumerate(loader):
+        assert (batch == number).all()
+    del loader, batch
+    ends: dict[int, str] = {}
+    for what, address in fake.log:
+        if what == "register":
+            ends[address] = what
+        elif what == "unregister":
+            assert ends.pop(address) == "register"
+            ends[address] = what
+        elif what == "munmap" and address in ends:
+            assert ends.pop(address) == "unregister", "unmapped while it was registered"
+    assert not ends and sum(what == "register" for what, _ in fake.log) > 10
+
+
+def test_each_slot_is_registered_once(fake: FakeCuda) -> None:
+    loader = DataLoader(
+        Numbers(200, numbered), batch_size=4, num_workers=2, persistent_workers=True, device="cuda"
+    )
+    for _ in range(3):
+        for batch in loader:
+            ids(batch)
+    assert sum(what == "register" for what, _ in fake.log) <= 2 * 8
+    assert loader.stats()["counters"]["copy.batches"] > 145
+    assert loader.stats()["counters"]["copy.bytes"] == 3 * 200 * 100_000
+
+
+def test_memory_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(refuse=True)
+    _install(fake, monkeypatch)
+    loader = DataLoader(Numbers(40, numbered), batch_size=4, num_workers=2, device="cuda")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [i for batch in loader for i in ids(batch)] == list(range(40))
+    assert len(caught) == 1 and "could not be registered" in str(caught[0].message)
+    assert loader.stats()["counters"]["copy.unregistered"] >= 2
+    fake.stop()
+
+
+# --- the device and its owner ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_device_is_opened_with_the_first_batch(fake: FakeCuda, workers: int) -> None:
+    loader = DataLoader(Numbers(8, numbered), num_workers=workers, device="cuda:1")
+    iterator = iter(loader)
+    assert fake.opened == []
+    next(iterator)
+    assert fake.opened == [torch.device("cuda:1")]
+
+
+def test_one_batch_goes_while_the_next_ones_are_copied(fake: FakeCuda) -> None:
+    loader = DataLoader(Numbers(40, numbered), num_workers=2, prefetch_factor=4, device="cuda")
+    iterator = iter(loader)
+    next(iterator)
+    pool = iterator._pool
+    while len(iterator._arrived) < 4:
+        iterator._receive()
+    next(iterator)
+    assert len(iterator._feed._staged) == 2
+    assert len(pool._workers) == 2
+
+
+def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
+    """As workers of a second loader do, which inherit staged batches and registered slots."""
+    loader = DataLoader(Numbers(40, numbered), num_workers=1, device="cuda")
+    iterator = iter(loader)
+    next(iterator)
+    other = DataLoader(Numbers(12, numbered), batch_size=3, num_workers=2, device="cuda")
+    assert [i for batch in other for i in ids(batch)] == list(range(12))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            iterator._feed.close()  # FakeCuda raises in any other process
+            iterator._pool._workers.clear()
+            del iterator, loader
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [ids(batch)[0] for batch in iterator] == list(range(1, 40))
+
+
+def test_an_interrupt_loses_no_batch_silently(fake: FakeCuda) -> None:
+    calls = iter(range(100))
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return batch
+
+    iterator = iter(
+        DataLoader(Numbers(10, numbered), num_workers=1, device="cuda", batch_transform=transform)
+    )
+    got: list[int] = []
+    interrupts = 0
+    while len(got) + (interrupts > 0) < 10:
+        try:
+            got += ids(next(iterator))
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts in (1, 2) and got == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+def test_what_the_device_did_is_counted(fake: FakeCuda) -> None:
+    loader = DataLoader(Numbers(40, numbered), batch_size=4, num_workers=1, device="cuda")
+    for batch in loader:
+        del batch
+    counters = loader.stats()["counters"]
+    assert 0 <= counters["device.idle.seconds"] <= counters["device.seconds"]
+    assert counters["copy.seconds"] > 0
+    assert counters["copy.bytes"] == 40 * 100_000
+
+
+# --- arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "gpu"}, "device must be None"),
+        ({"device": object()}, "device must be None"),
+        ({"device": "meta"}, "device must be on the CPU or a CUDA GPU"),
+        ({"batch_transform": 3}, "batch_transform must be a function"),
+    ],
+)
+def test_arguments(options: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        DataLoader(Numbers(3), **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
+def test_no_gpu_is_said_at_once(device: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"needs CUDA, and .*use device='cpu'"):
+        DataLoader(Numbers(3), device=device)
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert fastload.cuda.checked("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ArgumentError, match="torch sees 2 GPUs here"):
+        DataLoader(Numbers(3), device="cuda:2")
+
+
+def test_the_arguments_are_kept_as_attributes() -> None:
+    loader = DataLoader(Numbers(3), device="cpu", batch_transform=len)
+    assert loader.device == torch.device("cpu") and loader.batch_transform is len
+    assert DataLoader(Numbers(3)).device is None
+
+
+def test_the_cpu_copies_nothing() -> None:
+    tensor = torch.arange(3)
+    assert Cpu().copy(tensor) is tensor
