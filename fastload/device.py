@@ -182,8 +182,8 @@ class Feed:
 
     def _copy(self, leaf: Any) -> Any:
         copy = self._device.copy(leaf)
-        if copy is not leaf:
-            self._counters.add("copy.bytes", getattr(leaf, "nbytes", 0))
+        if copy is not leaf and isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+            self._counters.add("copy.bytes", leaf.nbytes)
         return copy
 
     def _transformed(self, batch: Any) -> Any:
