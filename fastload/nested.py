@@ -22,7 +22,7 @@ def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a batch, those inside objects of other libraries too."""
+    """All strided tensors of a batch: those inside objects of other libraries, and parts of sparse ones, too."""
     return _tensors(batch, set())
 
 
@@ -90,7 +90,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from _parts(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item, seen)
@@ -101,3 +101,17 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         # Not into everything: a leaf may know its dataset, and that a whole process.
         for item in list(getattr(value, "__dict__", {}).values()):
             yield from _tensors(item, seen)
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout is torch.jagged:
+        return tensor.values(), tensor.offsets()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
