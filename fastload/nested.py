@@ -22,7 +22,7 @@ def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """All strided tensors of a batch: those inside objects of other libraries, and parts of sparse ones, too."""
+    """All strided tensors of a batch, with those inside other libraries' objects and the parts of sparse ones."""
     return _tensors(batch, set())
 
 
@@ -109,7 +109,7 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout is torch.jagged:
-        return tensor.values(), tensor.offsets()
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
