@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.objects import ObjectDataset
+    from fastload.datasets.tar import TarDataset
+    from fastload.datasets.tfrecord import TFRecordDataset
     from fastload.images.by_epoch import ByEpoch
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader import DataLoader
@@ -34,6 +36,8 @@ _HOME = {
     "Normalize": "fastload.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
+    "TFRecordDataset": "fastload.datasets.tfrecord",
+    "TarDataset": "fastload.datasets.tar",
     "cached": "fastload.datasets.cached",
     "open_store": "fastload.store",
 }
@@ -49,6 +53,8 @@ __all__ = [
     "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",
+    "TFRecordDataset",
+    "TarDataset",
     "__version__",
     "cached",
     "open_store",

@@ -162,7 +162,8 @@ def clear(directory: Directory) -> int:
 
 def _manifests(directory: Directory) -> list[Path]:
     """Listings that datasets keep beside the segments, in `Cache.manifests`."""
-    return sorted((directory.path.parent / MANIFESTS).glob("*.manifest"))
+    folder = directory.path.parent / MANIFESTS
+    return sorted(path for path in folder.glob("*") if path.suffix in (".manifest", ".places"))
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:

@@ -26,7 +26,7 @@ from fastload.rows import Allocate, Failures, Todo
 from fastload.stats import Counters
 from fastload.store import open_store
 
-__all__ = ["ObjectDataset"]
+__all__ = ["ObjectDataset", "decode_into"]
 
 # Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding
 # starts while the rest of the batch is still on its way.
@@ -218,21 +218,11 @@ class ObjectDataset(Dataset[Any]):
                 keys = [self._manifest.key(index) for index in indices]
                 failures = images.fill(rows, payloads, seeds, keys)
             else:
-                failures = self._decode_into(images.numpy(), rows, payloads, seeds)
+                assert self._fused is not None
+                failures = decode_into(self._fused, images.numpy(), rows, payloads, seeds)
         for position, error in failures:
             error.key = self._manifest.key(indices[position])
         return [(rows[position], error) for position, error in failures]
-
-    def _decode_into(
-        self, images: NDArray[np.uint8], rows: list[int], payloads: list[Any], seeds: list[int]
-    ) -> list[tuple[int, DecodeError]]:
-        assert self._fused is not None
-        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
-        out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
-        failures = self._fused.fill(out, payloads, seeds)
-        if not adjacent:
-            images[rows] = out
-        return failures
 
     def _take(self, index: int) -> Any:
         """What the window has of a sample; an error of reading or preparing it carries its key."""
@@ -276,3 +266,17 @@ class ObjectDataset(Dataset[Any]):
             window = Window(source, self.cache, prepare=prepare, counters=self.counters)
             self._window = (os.getpid(), window)
         return self._window[1]
+
+
+def decode_into(
+    crop: Crop, images: NDArray[np.uint8], rows: list[int], payloads: list[Any], seeds: list[int]
+) -> list[tuple[int, DecodeError]]:
+    """Transform encoded images into these rows of a batch; (position in `rows`, error) of the failed."""
+    if not rows:
+        return []
+    adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+    out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
+    failures = crop.fill(out, payloads, seeds)
+    if not adjacent:
+        images[rows] = out
+    return failures

@@ -23,7 +23,13 @@ class Record(NamedTuple):
 
 
 class Splitter(Protocol):
-    """Cuts the bytes of one shard into records, in order. One shard, one splitter."""
+    """Cuts the bytes of one shard into records, in order. One shard, one splitter.
+
+    Attributes:
+        over: no record follows, whatever bytes do.
+    """
+
+    over: bool
 
     def feed(self, piece: memoryview) -> None:
         """The next bytes of the shard."""

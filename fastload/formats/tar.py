@@ -56,7 +56,7 @@ class TarSplitter:
         self._pieces = Pieces(offset)
         self._end = end
         self._keys: set[str] = set()
-        self._over = False
+        self.over = False
         self._begin()
 
     def _begin(self) -> None:
@@ -74,7 +74,7 @@ class TarSplitter:
 
     def next(self) -> Record | None:
         pieces = self._pieces
-        while not self._over:
+        while not self.over:
             try:
                 found = self._member()
             except DecodeError as error:
@@ -82,7 +82,7 @@ class TarSplitter:
             if found is None and not pieces.closed:
                 return None
             if found is None or found.end == self._at:  # the end of the shard
-                self._over = True
+                self.over = True
                 return self._record() if self._key else None
             key, extension = sample_name(found.name)
             if found.skipped or not key:
@@ -159,7 +159,7 @@ class TarSplitter:
         return Record(offset, size, view)
 
     def _last(self, error: DecodeError) -> Record:
-        self._over = True
+        self.over = True
         offset = self._pieces.offset
         end = self._end if self._end is not None else offset + self._pieces.available
         return Record(offset, end - offset, None, error)

@@ -72,7 +72,7 @@ class TFRecordSplitter:
         self._pieces = Pieces(offset)
         self._end = end
         self._size = 0  # of the record whose header was read
-        self._over = False
+        self.over = False
 
     def feed(self, piece: memoryview) -> None:
         self._pieces.feed(piece)
@@ -82,7 +82,7 @@ class TFRecordSplitter:
 
     def next(self) -> Record | None:
         pieces = self._pieces
-        if self._over:
+        if self.over:
             return None
         if not self._size:
             header = pieces.peek(HEADER)
@@ -124,7 +124,7 @@ class TFRecordSplitter:
         )
 
     def _last(self, error: DecodeError) -> Record:
-        self._over = True
+        self.over = True
         offset = self._pieces.offset
         end = self._end if self._end is not None else offset + self._pieces.available
         return Record(offset, end - offset, None, error)

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from fastload.errors import NotFoundError
-from fastload.store.base import Page, Store
+from fastload.store.base import ObjectInfo, Page, Store
 
-__all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "TABLE", "write_listing"]
+__all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "TABLE", "Selection", "write_listing"]
 
 MAGIC = b"fastload"
 FORMAT = 1
@@ -39,12 +41,29 @@ TABLE = struct.Struct("<Q" + "QQ" * len(SECTIONS))
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
+_HEADS = 32  # at once
+
+
+class Selection(NamedTuple):
+    """Which objects of a listing to take.
+
+    pattern: a regular expression; keys that match it as a whole are taken.
+    required: keys that are taken and must be there, by name.
+    heads: ask for the required ones one by one, where a store cannot list (http).
+    """
+
+    pattern: str
+    required: tuple[str, ...] = ()
+    heads: bool = False
+
+
 def write_listing(
     store: Store,
     descriptor: int,
     *,
     images_only: bool,
     labels: bool,
+    selection: Selection | None = None,
     progress: Callable[[int], None],
 ) -> None:
     """List `store` and write the manifest's bytes to an empty file.
@@ -55,14 +74,15 @@ def write_listing(
         images_only: leave out keys without an image extension.
         labels: torchvision's ImageFolder: a class is a first path component, only images count, ordered by
             class, then directory, then file name. Else the order is that of the keys.
+        selection: which objects to take; None: all.
         progress: called with the number of objects listed so far, after every page.
 
     Raises:
         NotFoundError: nothing to read below the URL, or a class without any image.
         StoreError: the listing failed.
     """
-    rows = _Rows(images_only=images_only or labels, labels=labels)
-    for page in store.list():
+    rows = _Rows(images_only=images_only or labels, labels=labels, selection=selection)
+    for page in _heads(store, selection.required) if selection and selection.heads else store.list():
         rows.add(page)
         progress(rows.listed)
     rows.check(store.url)
@@ -79,8 +99,11 @@ def write_listing(
 class _Rows:
     """Listed objects in flat arrays, whose memory is that of the names and numbers alone."""
 
-    def __init__(self, *, images_only: bool, labels: bool) -> None:
+    def __init__(self, *, images_only: bool, labels: bool, selection: Selection | None = None) -> None:
         self._images_only, self._labels = images_only, labels
+        self._pattern = None if selection is None else re.compile(selection.pattern, re.DOTALL)
+        self._required = frozenset(() if selection is None else selection.required)
+        self._missing = set(self._required)
         self.listed = 0
         self.keys, self.versions = bytearray(), bytearray()
         self.key_lengths, self.version_lengths = array("Q"), array("Q")
@@ -96,6 +119,10 @@ class _Rows:
         if self._labels:
             page = [info for info in page if "/" in info.key]
             self._directories.update(info.key.partition("/")[0] for info in page)
+        if self._pattern is not None:
+            wanted, match = self._required, self._pattern.fullmatch
+            page = [info for info in page if info.key in wanted or match(info.key)]
+            self._missing.difference_update(info.key for info in page)
         if self._images_only:
             page = [info for info in page if info.key.lower().endswith(IMAGE_EXTENSIONS)]
         keys = [info.key.encode("utf-8", "surrogateescape") for info in page]
@@ -124,6 +151,12 @@ class _Rows:
         elif self._labels and empty:
             names = ", ".join(map(repr, empty[:10])) + (", ..." if len(empty) > 10 else "")
             why = f"no valid image for the classes {names}. Supported extensions: {known}"
+        elif self._missing:
+            some = sorted(self._missing)
+            names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
+            why = f"{len(some):,} of the objects named are not there: {names}"
+        elif not self.sizes and self._pattern is not None:
+            why = f"{self.listed:,} objects there, but none is of the kind that is read here"
         elif not self.sizes:
             why = f"{self.listed:,} objects there, but none is an image. Supported extensions: {known}"
         else:
@@ -164,6 +197,17 @@ class _Rows:
             return key
         directory, _, name = key.rpartition(b"/")
         return b"\0".join((key.partition(b"/")[0], directory, name))
+
+
+def _heads(store: Store, keys: tuple[str, ...]) -> Iterator[Page]:
+    def head(key: str) -> ObjectInfo | None:
+        try:
+            return store.head(key)
+        except NotFoundError:
+            return None
+
+    with ThreadPoolExecutor(_HEADS) as pool:
+        yield [info for info in pool.map(head, keys) if info is not None]
 
 
 def _split(joined: bytearray, lengths: array[int]) -> list[bytes]:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from fastload.manifest.child import run_in_child
-from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, write_listing
+from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.manifest.progress import ListingProgress
 from fastload.store import Store, native_client_used
 
@@ -105,6 +105,7 @@ class Manifest:
         refresh: bool = False,
         images_only: bool = False,
         labels: bool = False,
+        selection: Selection | None = None,
     ) -> Manifest:
         """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
 
@@ -115,22 +116,23 @@ class Manifest:
             store: what to list.
             directory: where manifests are kept. None: nowhere.
             refresh: list even where a saved manifest exists, and replace it.
-            images_only, labels: what to take; see `write_listing`.
+            images_only, labels, selection: what to take; see `write_listing`.
 
         Raises:
             NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not answer, refuses
                 access, or there is nothing to read.
         """
-        path = (
-            None if directory is None else Path(directory) / _file_name(store.identity, images_only, labels)
-        )
+        name = _file_name(store.identity, images_only, labels, selection)
+        path = None if directory is None else Path(directory) / name
         if path is not None and not refresh:
             saved = cls._load(path, store.identity)
             if saved is not None:
                 _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
                 return saved
         with ListingProgress(store.url) as progress:
-            manifest = cls.build(store, images_only=images_only, labels=labels, progress=progress)
+            manifest = cls.build(
+                store, images_only=images_only, labels=labels, selection=selection, progress=progress
+            )
         if path is not None:
             try:
                 manifest.save(path)
@@ -145,13 +147,21 @@ class Manifest:
         *,
         images_only: bool = False,
         labels: bool = False,
+        selection: Selection | None = None,
         progress: Callable[[int], None] = lambda listed: None,
     ) -> Manifest:
         """List a store into memory; arguments and errors as for `open` and `write_listing`."""
         descriptor = os.memfd_create("fastload-manifest")
 
         def work(report: Callable[[int], None]) -> None:
-            write_listing(store, descriptor, images_only=images_only, labels=labels, progress=report)
+            write_listing(
+                store,
+                descriptor,
+                images_only=images_only,
+                labels=labels,
+                selection=selection,
+                progress=report,
+            )
 
         try:
             if store.native and not native_client_used():
@@ -214,9 +224,11 @@ def _from_bytes(content: bytes) -> Manifest:
     return Manifest(descriptor)
 
 
-def _file_name(identity: str, images_only: bool, labels: bool) -> str:
-    selection = "labels" if labels else "images" if images_only else "all"
-    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{selection}.manifest"
+def _file_name(identity: str, images_only: bool, labels: bool, selection: Selection | None) -> str:
+    taken = "labels" if labels else "images" if images_only else "all"
+    if selection is not None:
+        taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}.manifest"
 
 
 def _is_whole(descriptor: int) -> bool:

@@ -1,0 +1,202 @@
+"""A record's named fields: split without copies, and opened only when a sample is made of them.
+
+    TFRecord   the features that the spec names         {"image": view of the bytes, "label": 7}
+    tar        the members, by their extension          {"__key__": "0001", "jpg": view, "cls": view}
+
+Splitting says which of them are images: these stay encoded, for a fused transform or for the cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from typing import Any, Protocol
+
+import numpy as np
+
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.example import Spec, check_spec, parse_example
+from fastload.formats.tar import read_sample
+from fastload.images.decode import decode_pil
+
+__all__ = ["ExampleFields", "Fields", "MemberFields"]
+
+_IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
+_UNSAFE = ("pyd", "pkl", "pickle", "pth", "pt")
+
+
+class Fields(Protocol):
+    """What a format's records are made of."""
+
+    @property
+    def key(self) -> str:
+        """What tells these fields from those of another set-up: part of the cache's keys."""
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        """The fields of a record, as they lie in it.
+
+        Raises:
+            DecodeError: it is not what the format says.
+        """
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        """The names of those that are encoded images."""
+
+    def open(self, name: str, value: Any) -> Any:
+        """A field that is no image -> what the sample has.
+
+        Raises:
+            DecodeError: its bytes are not of its kind, or of one that is refused.
+        """
+
+    def open_image(self, value: Any) -> Any:
+        """An image -> what the sample has where no fused transform takes it: its bytes, or (H, W, 3) pixels
+        where the cache keeps these."""
+
+
+class ExampleFields:
+    """Features of a tf.train.Example.
+
+    Args:
+        features: see `Spec`.
+        images: the features that are encoded images; None: the only one of type bytes.
+    """
+
+    def __init__(self, features: Spec, images: list[str] | None) -> None:
+        check_spec(features)
+        self._features = dict(features)
+        single = [name for name, kind in features.items() if kind is bytes]
+        self._images = images if images is not None else single if len(single) == 1 else []
+        for name in self._images:
+            if self._features.get(name) is not bytes:
+                raise ArgumentError(
+                    f"transform names {name!r} as an image, and features has it as "
+                    f"{self._features.get(name)!r}: write features={{{name!r}: bytes, ...}}"
+                )
+
+    @property
+    def key(self) -> str:
+        return repr((sorted((name, repr(kind)) for name, kind in self._features.items()), self._images))
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        return parse_example(payload, self._features)
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        return self._images
+
+    def open(self, name: str, value: Any) -> Any:
+        return bytes(value) if isinstance(value, memoryview) else value
+
+    def open_image(self, value: Any) -> Any:
+        return bytes(value) if isinstance(value, memoryview) else value
+
+
+class MemberFields:
+    """Members of a tar shard's sample.
+
+    Args:
+        decoders: extension -> function of its bytes, in place of those built in.
+        unsafe: unpickle .pyd, .pkl, .pickle, .pth and .pt, which can run any code.
+    """
+
+    def __init__(self, decoders: Mapping[str, Callable[[bytes], Any]], *, unsafe: bool) -> None:
+        self._decoders = {name.lower().lstrip("."): function for name, function in decoders.items()}
+        self._unsafe = unsafe
+
+    @property
+    def key(self) -> str:
+        return repr(sorted(self._decoders))
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        key, members = read_sample(payload)
+        return {"__key__": key, **members}
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        return [name for name in fields if _kind(name) in _IMAGES and self._decoder(name) is None]
+
+    def open(self, name: str, value: Any) -> Any:
+        if name == "__key__":
+            return value
+        decoder = self._decoder(name)
+        if decoder is not None:
+            return decoder(bytes(value))
+        kind = _kind(name)
+        if kind in _UNSAFE and not self._unsafe:
+            raise DecodeError(
+                f"member {name!r} is a pickle, which can run any code: pass unsafe=True if you trust whoever "
+                f"wrote the shards, or decode={{{name!r}: function}}"
+            )
+        open_member = _OPENERS.get(kind)
+        if open_member is None:
+            return bytes(value)
+        try:
+            return open_member(value)
+        except (ValueError, TypeError, EOFError, OSError, RecursionError) as error:
+            raise DecodeError(f"member {name!r} is not what its extension says: {error}") from error
+
+    def open_image(self, value: Any) -> Any:
+        return decode_pil(value)
+
+    def _decoder(self, name: str) -> Callable[[bytes], Any] | None:
+        return self._decoders.get(name) or self._decoders.get(_kind(name))
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _open_text(value: Any) -> str:
+    return str(value, "utf-8")
+
+
+def _open_int(value: Any) -> int:
+    if len(value) > 32:
+        raise ValueError(f"{len(value)} bytes for a class number")
+    return int(bytes(value))
+
+
+def _open_json(value: Any) -> Any:
+    return json.loads(bytes(value))
+
+
+def _open_npy(value: Any) -> Any:
+    """An array, its size checked against the bytes that are there before it is allocated."""
+    file = BytesIO(value)
+    version = np.lib.format.read_magic(file)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(version)
+    if read_header is None:
+        raise ValueError(f"npy version {version}")
+    shape, fortran, dtype = read_header(file)
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects, which takes pickle to read")
+    count = int(np.prod(shape, dtype=object)) if shape else 1
+    if count * dtype.itemsize > len(value) - file.tell():
+        raise ValueError(f"shape {shape} takes more bytes than the file has")
+    array = np.frombuffer(value, dtype, count, file.tell()).copy()
+    return array.reshape(shape, order="F" if fortran else "C")
+
+
+def _unpickle(value: Any) -> Any:
+    import pickle
+
+    return pickle.loads(value)
+
+
+def _load_torch(value: Any) -> Any:
+    import torch
+
+    return torch.load(BytesIO(value), weights_only=False)
+
+
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _open_int),
+    **dict.fromkeys(("json", "jsn"), _open_json),
+    **dict.fromkeys(("txt", "text", "transcript"), _open_text),
+    "npy": _open_npy,
+    **dict.fromkeys(("pyd", "pkl", "pickle"), _unpickle),
+    **dict.fromkeys(("pth", "pt"), _load_torch),
+}

@@ -1,0 +1,185 @@
+"""From the fields of a record to a sample, or to a row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fastload.datasets.columns import copy_value, new_column, put_value
+from fastload.datasets.fields import Fields
+from fastload.datasets.objects import decode_into
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
+from fastload.images.transforms import Crop
+from fastload.rows import Allocate
+
+__all__ = ["SampleMaker"]
+
+Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+
+
+class _Making(NamedTuple):
+    """The batch that is being filled."""
+
+    rows: int
+    allocate: Allocate
+    rest: list[dict[str, Any]]  # what of each row is no image, for `row`
+    crops: dict[str, Crop]
+
+
+class SampleMaker:
+    """Opens fields and applies the transform.
+
+    Args:
+        fields: of the records; None: a record is bytes.
+        decoded: whether the user's own `decode` has made something else of the fields.
+        transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
+            {field: either}.
+
+    Raises:
+        ArgumentError: the transform wants fields, and there are none.
+    """
+
+    def __init__(self, fields: Fields | None, decoded: bool, transform: Transform) -> None:
+        self._fields = None if decoded else fields
+        self._transform = transform
+        self._making: _Making | None = None
+        parts = self._parts()
+        for part in parts:
+            if part is not None and not callable(part):
+                raise ArgumentError(f"transform must be callable, a dict of these or None, found {part!r}")
+        fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
+        if self._fields is None and (fused or isinstance(transform, Mapping)):
+            raise ArgumentError(
+                f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
+                "function of what decode returns"
+            )
+
+    def _parts(self) -> list[Any]:
+        return list(self._transform.values()) if isinstance(self._transform, Mapping) else [self._transform]
+
+    def start_epoch(self, epoch: int) -> None:
+        """For transforms that go by it."""
+        for part in self._parts():
+            if isinstance(part, ByEpoch):
+                part.start_epoch(epoch)
+
+    @property
+    def fused(self) -> bool:
+        """Whether images are written straight into the batch."""
+        return any(isinstance(current_transform(part), Crop) for part in self._parts())
+
+    def sample(self, value: Any) -> Any:
+        """What `RecordPrefix.restore` gives -> sample.
+
+        Raises:
+            DecodeError: a field is not what it should be. What the user's functions raise.
+        """
+        transform = current_transform(self._transform)
+        if self._fields is None:
+            return value if transform is None else transform(value)
+        crops = self._crops(value)
+        rest = self._open(value, crops)
+        sample = {name: crops[name](value[name]) if name in crops else rest[name] for name in value}
+        return transform(sample) if callable(transform) and not crops else sample
+
+    # --- rows of a batch
+
+    def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
+        """A batch of `n` rows. Its columns are made with the first row, by what that has."""
+        self._making = _Making(n, allocate, [{} for _ in range(n)], {})
+        return {}
+
+    def put(self, batch: dict[str, Any], row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Write all but the images into a row; returns these, still encoded.
+
+        Raises:
+            DecodeError: as `sample`; or the fields are not like those of the rows before.
+        """
+        crops = self._crops(fields)
+        rest = self._open(fields, crops)
+        made = self._made
+        if not batch:
+            made.crops.update(crops)
+            for name in fields:
+                if name in crops:
+                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), torch.uint8)
+                else:
+                    batch[name] = new_column(rest[name], made.rows, made.allocate)
+        if crops.keys() != made.crops.keys() or not batch.keys() <= fields.keys():
+            raise DecodeError(f"the sample has {', '.join(fields)}, others in the batch {', '.join(batch)}")
+        for name in batch:
+            if name not in crops:
+                put_value(batch[name], row, rest[name], name)
+        made.rest[row] = rest
+        return {name: fields[name] for name in crops}
+
+    def put_images(
+        self, batch: dict[str, Any], rows: list[int], images: Mapping[str, list[Any]], seeds: list[int]
+    ) -> list[tuple[int, DecodeError]]:
+        """Decode images into their rows; (position in `rows`, error) of those that failed.
+
+        All images of a sample are drawn with the same seed: an image and its mask are cut alike.
+        """
+        bad: dict[int, DecodeError] = {}
+        for name, encoded in images.items():
+            bad.update(decode_into(self._made.crops[name], batch[name].numpy(), rows, encoded, seeds))
+        return sorted(bad.items())
+
+    def row(self, batch: dict[str, Any], row: int) -> dict[str, Any]:
+        """The sample in a row, as `sample` gives it."""
+        rest, crops = self._made.rest[row], self._made.crops
+        return {name: batch[name][row] if name in crops else rest[name] for name in batch}
+
+    def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+        for column in batch.values():
+            copy_value(column, target, source)
+        self._made.rest[target] = self._made.rest[source]
+
+    @property
+    def _made(self) -> _Making:
+        assert self._making is not None
+        return self._making
+
+    # --- fields
+
+    def _crops(self, fields: Mapping[str, Any]) -> dict[str, Crop]:
+        """Image -> the fused transform that takes it.
+
+        Raises:
+            DecodeError: the sample does not have the one image, or those that are named.
+        """
+        transform = current_transform(self._transform)
+        if isinstance(transform, Mapping):
+            missing = sorted(transform.keys() - fields.keys())
+            if missing:
+                raise DecodeError(f"the sample has no {missing[0]!r}; it has {', '.join(fields)}")
+            parts = {name: current_transform(part) for name, part in transform.items()}
+            return {name: part for name, part in parts.items() if isinstance(part, Crop)}
+        if not isinstance(transform, Crop):
+            return {}
+        assert self._fields is not None
+        images = self._fields.images(fields)
+        if len(images) != 1:
+            raise DecodeError(
+                f"the transform takes one image, and the sample has {', '.join(images) or 'none'} among "
+                f"{', '.join(fields)}: name it, as in transform={{'jpg': RandomResizedCrop(224)}}"
+            )
+        return {images[0]: transform}
+
+    def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:
+        """The fields that no fused transform takes, as a sample has them."""
+        assert self._fields is not None
+        images = self._fields.images(fields)
+        rest = {
+            name: self._fields.open_image(value) if name in images else self._fields.open(name, value)
+            for name, value in fields.items()
+            if name not in crops
+        }
+        transform = current_transform(self._transform)
+        if isinstance(transform, Mapping):
+            rest |= {name: part(rest[name]) for name, part in transform.items() if name not in crops}
+        return rest

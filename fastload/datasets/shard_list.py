@@ -1,0 +1,203 @@
+"""The shards of a dataset, listed once, and what index files say of them.
+
+Everything is read by a short-lived child where that takes a native client: the trainer's process stays safe
+to fork.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastload.datasets.places import Table
+from fastload.datasets.shard_urls import Named, is_index, resolve
+from fastload.errors import ArgumentError, DecodeError
+from fastload.fetch.lane import Shard
+from fastload.formats.index import Places, parse_wids
+from fastload.manifest import Manifest, Selection, run_in_child
+from fastload.store import Store, native_client_used, open_store
+
+__all__ = ["ShardList"]
+
+_log = logging.getLogger("fastload")
+
+_READS = 32  # of index files, at once
+_LENGTH = struct.Struct("<Q")
+_COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".zlib": "zlib", ".zz": "zlib"}
+_COMPRESSIONS = ("gzip", "zlib", "")
+
+
+class ShardList:
+    """Shards in the order of their keys.
+
+    Args:
+        urls: see `shard_urls`.
+        shards: a regular expression of shards' keys, for a prefix.
+        compression: "gzip", "zlib", "" (none) for all; None: by the name.
+        directory: where listings are kept; None: nowhere.
+        refresh: list again where a listing is kept.
+        storage_options: for `open_store`.
+
+    Attributes:
+        store: holds them.
+        counts: shard -> number of samples, as far as wids' index says.
+
+    Raises:
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError.
+    """
+
+    def __init__(
+        self,
+        urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        shards: str,
+        *,
+        compression: str | None,
+        directory: Path | None,
+        refresh: bool,
+        storage_options: dict[str, Any],
+    ) -> None:
+        if compression is not None and compression not in _COMPRESSIONS:
+            raise ArgumentError(
+                f"compression must be one of {_COMPRESSIONS} or None (by the name), found {compression!r}"
+            )
+        self._compression = compression
+        self._directory = directory
+        self._refresh = refresh
+        self._options = storage_options
+        names, counts = _through_index(urls, storage_options)
+        named = resolve(names, shards)
+        self.store = open_store(named.root, **storage_options)
+        self._manifest = self._list(self.store, named)
+        keys = [self._manifest.key(number) for number in range(len(self._manifest))]
+        self._rows = [number for number, key in enumerate(keys) if not is_index(key)]
+        self._indexes = {key: number for number, key in enumerate(keys) if is_index(key)}
+        if not self._rows:
+            raise ArgumentError(f"{named.root!r}: only index files there, and no shards")
+        prefix = f"{named.root}/"
+        by_key = {name.removeprefix(prefix): count for name, count in counts.items() if count is not None}
+        self.counts = {
+            shard: by_key[keys[row]] for shard, row in enumerate(self._rows) if keys[row] in by_key
+        }
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, shard: int) -> Shard:
+        row = self._rows[shard]
+        key = self._manifest.key(row)
+        compression = self._compression
+        if compression is None:
+            compression = next((kind for end, kind in _COMPRESSED.items() if key.endswith(end)), "")
+        return Shard(key, self._manifest.size(row), self._manifest.version(row), bool(compression))
+
+    def indexes(
+        self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Places]
+    ) -> dict[int, Table]:
+        """Shard -> what its index file says; shards without one are left out.
+
+        Args:
+            index: a URL below which the index files are; None: beside the shards, if there are any; False:
+                do not look.
+            parse: (bytes of an index file, size of the shard) -> its places.
+
+        Raises:
+            ArgumentError: `index` names files that do not belong to these shards.
+        """
+        if index is False:
+            return {}
+        store, manifest, rows = self.store, self._manifest, self._indexes
+        if index is not None and index is not True:
+            store = open_store(index, **self._options)
+            manifest = self._list(store, Named(os.fspath(index), Selection(r".*\.(?:idx|index)")))
+            rows = {manifest.key(row): row for row in range(len(manifest))}
+        beside = index is None or index is True
+        found = {}
+        for shard in range(len(self)):
+            candidates = _index_names(self[shard].key, beside)
+            found[shard] = next((rows[name] for name in candidates if name in rows), -1)
+        found = {shard: row for shard, row in found.items() if row >= 0 and not self[shard].compressed}
+        bodies = _read_all(
+            store, [(manifest.key(row), manifest.version(row), manifest.size(row)) for row in found.values()]
+        )
+        tables = {}
+        for (shard, row), body in zip(found.items(), bodies, strict=True):
+            try:
+                tables[shard] = Table(parse(body, self[shard].size), {})
+            except DecodeError as error:
+                text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {error.message}"
+                if index is not None:
+                    raise ArgumentError(text) from None
+                _log.warning("%s; it is not used", text)
+        if index not in (None, True) and not tables:
+            raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
+        return tables
+
+    def _list(self, store: Store, named: Named) -> Manifest:
+        return Manifest.open(
+            store, directory=self._directory, refresh=self._refresh, selection=named.selection
+        )
+
+
+def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:
+    """The shards that wids' index lists, with their counts, where `urls` is one; else as it is."""
+    if not isinstance(urls, str | os.PathLike) or not os.fspath(urls).endswith(".json"):
+        return urls, {}
+    directory, _, name = os.fspath(urls).rpartition("/")
+    store = open_store(directory or ".", **options)
+    (body,) = _read_all(store, [(name, None, None)])
+    try:
+        listed = parse_wids(body)
+    except DecodeError as error:
+        raise ArgumentError(f"url {os.fspath(urls)!r}: {error.message}") from None
+    full = {
+        url if "://" in url or url.startswith("/") or not directory else f"{directory}/{url}": count
+        for url, count in listed
+    }
+    return list(full), full
+
+
+def _index_names(key: str, beside: bool) -> list[str]:
+    """The names that the index file of a shard may have, by the tools that write them."""
+    base = key if beside else key.rpartition("/")[2]
+    stem = base.rpartition(".")[0] if "." in base.rpartition("/")[2] else base
+    return [f"{base}.idx", f"{stem}.idx", f"{base}.index", f"{stem}.index"]
+
+
+def _read_all(store: Store, objects: Sequence[tuple[str, str | None, int | None]]) -> list[bytes]:
+    """The bytes of some small objects (key, version, size)."""
+
+    def read(one: tuple[str, str | None, int | None]) -> bytes:
+        return bytes(store.read(*one))
+
+    if not store.native or native_client_used() or not objects:
+        with ThreadPoolExecutor(_READS) as pool:
+            return list(pool.map(read, objects))
+    descriptor = os.memfd_create("fastload-indexes")
+
+    def work(report: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(_READS) as pool, os.fdopen(descriptor, "wb", closefd=False) as file:
+            for body in pool.map(read, objects):
+                file.write(_LENGTH.pack(len(body)) + body)
+
+    try:
+        run_in_child(work, lambda _: None)
+        return _bodies(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _bodies(descriptor: int) -> list[bytes]:
+    found, at = [], 0
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
+        while at < len(memory):
+            (size,) = _LENGTH.unpack_from(memory, at)
+            at += _LENGTH.size
+            found.append(memory[at : at + size])
+            at += size
+    return found

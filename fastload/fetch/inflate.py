@@ -1,0 +1,70 @@
+"""A gzip or zlib shard, read piece by piece and inflated on the way."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from fastload.errors import DecodeError
+from fastload.store.base import Buffer
+
+__all__ = ["Inflater"]
+
+_AUTOMATIC = 47  # zlib's window bits that recognise both headers
+_MOST = 16 << 20  # inflated at once: a bomb of any ratio takes no more memory than this
+
+
+class Inflater:
+    """Called by one thread at a time.
+
+    Args:
+        ranges: of the compressed shard, in order and to its end.
+        read: (start, stop) -> those bytes.
+        skip: inflated bytes at the start that nobody wants.
+    """
+
+    def __init__(
+        self, ranges: list[tuple[int, int]], read: Callable[[int, int], Buffer], skip: int = 0
+    ) -> None:
+        self._ranges = ranges[::-1]
+        self._read = read
+        self._skip = skip
+        self._zlib = zlib.decompressobj(_AUTOMATIC)
+        self._rest: bytes | memoryview = b""  # compressed bytes that were read and not inflated
+        self._begun = False  # whether the current member has had any bytes
+
+    @property
+    def requested(self) -> bool:
+        """Whether the last range was asked for."""
+        return not self._ranges
+
+    def __call__(self) -> memoryview | None:
+        """The next inflated bytes, 16 MiB at most; None at the end.
+
+        Raises:
+            DecodeError: the shard is not what a compressor writes, or was cut. StoreError: as `read`.
+        """
+        while True:
+            if not len(self._rest) and self._ranges:
+                self._rest = memoryview(self._read(*self._ranges.pop()))
+            if not len(self._rest):
+                if self._begun:
+                    raise DecodeError("the compressed shard was cut: it ends before its own end mark")
+                return None
+            data = self._step()
+            wanted = memoryview(data)[min(self._skip, len(data)) :]
+            self._skip -= len(data) - len(wanted)
+            if len(wanted):
+                return wanted
+
+    def _step(self) -> bytes:
+        try:
+            data = self._zlib.decompress(self._rest, _MOST)
+        except zlib.error as error:
+            raise DecodeError(f"the shard cannot be decompressed: {error}") from None
+        self._begun = True
+        self._rest = self._zlib.unconsumed_tail
+        if self._zlib.eof:  # gzip allows for several members, one after the other
+            self._rest = self._zlib.unused_data.lstrip(b"\0")  # zeros after the last one are padding
+            self._zlib, self._begun = zlib.decompressobj(_AUTOMATIC), False
+        return data

@@ -1,0 +1,108 @@
+"""Threads that read, for lanes: tasks in the order of their submission, results by future."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from fastload.errors import StoreError
+from fastload.stats import Counters
+
+__all__ = ["ReadPool"]
+
+_CLOSE_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+
+Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+class ReadPool:
+    """At most `most` daemon threads, started as they are needed.
+
+    Not the standard library's executor: its threads are joined at the interpreter's exit, however long the
+    store that they wait for takes to answer.
+    """
+
+    def __init__(self, most: int, counters: Counters) -> None:
+        self._most = most
+        self._counters = counters
+        self._tasks: deque[Task] = deque()
+        self._work = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closing = threading.Event()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have `work` done by a thread; a future that is cancelled is left out."""
+        future: Future[Any] = Future()
+        with self._work:
+            self._tasks.append((future, work))
+            if len(self._tasks) > self._idle and len(self._threads) < self._most:
+                thread = threading.Thread(target=self._run, name="fastload-lane", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._work.notify()
+        return future
+
+    def wait(self, future: Future[Any]) -> Any:
+        """What the task returned, or raise what it raised. Time spent here counts as `get.seconds`.
+
+        Raises:
+            StoreError: the pool was closed.
+        """
+        start = time.perf_counter()
+        try:
+            while True:
+                try:
+                    error = future.exception(_LOOK_SECONDS)
+                    break
+                except concurrent.futures.TimeoutError:
+                    if self._closing.is_set():
+                        raise StoreError("the reader was closed while its bytes were waited for") from None
+            if error is not None:
+                raise error
+            return future.result()
+        finally:
+            self._counters.add("get.seconds", time.perf_counter() - start)
+
+    def pause(self, error: StoreError, seconds: float) -> None:
+        """Before a request is made again: `wait` of the store's reads."""
+        self._counters.add("get.retries")
+        if self._closing.wait(seconds):
+            raise error
+
+    def close(self) -> None:
+        """End the threads, after the read that each is busy with."""
+        with self._work:
+            self._closing.set()
+            self._tasks.clear()
+            self._work.notify_all()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            future, work = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # raised again where the result is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, work, task  # the bytes belong to the lane alone
+
+    def _next(self) -> Task | None:
+        with self._work:
+            self._idle += 1
+            while not self._tasks and not self._closing.is_set():
+                self._work.wait()
+            self._idle -= 1
+            return None if self._closing.is_set() else self._tasks.popleft()
