@@ -22,7 +22,7 @@ def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
-    """All strided tensors of a batch, with those inside other libraries' objects and the parts of sparse ones."""
+    """All strided tensors of a batch, those in other libraries' objects and the parts of sparse ones too."""
     return _tensors(batch, set())
 
 
