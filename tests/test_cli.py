@@ -22,6 +22,7 @@ COMMANDS = [
     ["bench"],
     ["warm"],
     ["plan"],
+    ["convert"],
     ["cache"],
     ["cache", "info"],
     ["cache", "check"],
@@ -72,7 +73,9 @@ def test_help_says_what_it_does(command: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["demo"], ["bench"], ["warm"], ["plan"], ["cache", "info"], ["doctor"]], ids=" ".join
+    "command",
+    [["demo"], ["bench"], ["warm"], ["plan"], ["convert"], ["cache", "info"], ["doctor"]],
+    ids=" ".join,
 )
 def test_every_command_takes_json(command: list[str]) -> None:
     assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", run(*command, "--help").stdout)

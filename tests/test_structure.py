@@ -57,7 +57,7 @@ MAY_IMPORT = {
         *("cuda", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),
         *("stats", "verdict", "errors"),
     },
-    "cli": {"errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
+    "cli": {"formats", "errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
 }
 
 

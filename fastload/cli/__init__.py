@@ -1,4 +1,4 @@
-"""The command line: `fastload demo | bench URL | warm URL | plan URL | cache ... | doctor`."""
+"""The command line: `fastload demo | bench | warm | plan | convert | cache | doctor`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fastload
-from fastload.cli import bench, cache, demo, doctor, plan, warm
+from fastload.cli import bench, cache, convert, demo, doctor, plan, warm
 
 __all__ = ["app"]
 
@@ -23,6 +23,7 @@ app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("warm")(warm.warm)
 app.command("plan")(plan.plan)
+app.command("convert")(convert.convert)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
 

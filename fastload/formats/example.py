@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
 
-__all__ = ["Spec", "check_spec", "encode_example", "parse_example"]
+__all__ = ["Spec", "check_spec", "encode_example", "parse_example", "read_example"]
 
 # Name of a feature -> bytes, str, int or float for exactly one value; a list of one of these, such as [int],
 # for any number: a list of bytes or str, an int64 array, a float32 array.
@@ -61,6 +61,21 @@ def parse_example(record: memoryview, features: Spec) -> dict[str, Any]:
         raise DecodeError(f"not a tf.train.Example: {error}") from error
 
 
+def read_example(record: memoryview) -> dict[str, list[memoryview] | NDArray[Any]]:
+    """All features of one serialised Example: a list of views of the record, an int64 or float32 array.
+
+    A feature without a list, which has no kind, is an empty list.
+
+    Raises:
+        DecodeError: not an Example.
+    """
+    try:
+        found = _features(record, None)
+        return {name: [] if values is None else values for name, (_, values) in found.items()}
+    except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
+        raise DecodeError(f"not a tf.train.Example: {error}") from error
+
+
 def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
     several = isinstance(wanted, list)
     kind = wanted[0] if several else wanted
@@ -85,8 +100,8 @@ def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
     return values[0] if kind in (bytes, str) else kind(values[0])
 
 
-def _features(record: memoryview, wanted: Spec) -> dict[str, tuple[int, Any]]:
-    """Name -> (kind, values); of features that nobody wants only the name is read."""
+def _features(record: memoryview, wanted: Spec | None) -> dict[str, tuple[int, Any]]:
+    """Name -> (kind, values); of features that nobody wants only the name is read. None: all are wanted."""
     found: dict[str, tuple[int, Any]] = {}
     for number, wire, features in _fields(record):
         if number != 1 or wire != _BYTES:
@@ -100,7 +115,7 @@ def _features(record: memoryview, wanted: Spec) -> dict[str, tuple[int, Any]]:
                     name = str(content, "utf-8")
                 elif wire == _BYTES and number == 2:
                     feature = content
-            found[name] = _feature(feature) if name in wanted else (0, None)
+            found[name] = _feature(feature) if wanted is None or name in wanted else (0, None)
     return found
 
 

@@ -1,0 +1,142 @@
+"""A sample between two forms: members of a WebDataset tar, and features of a tf.train.Example.
+
+    member                      feature
+    KEY.jpg, .png, .webp, ...   image: bytes       the first image; its bytes say what it is
+    KEY.cls                     label: int
+    KEY                         key: bytes
+    KEY.json, .txt, .npy, ...   json, txt, npy, ...: bytes
+
+and back: other names of images get their name in front ("mask" -> KEY.mask.png), one byte string is a member
+of the feature's name, several are numbered, numbers are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64
+
+from fastload.errors import DecodeError
+from fastload.formats.example import read_example
+
+__all__ = ["IMAGES", "Digest", "Sample", "as_features", "as_members", "member_key", "split_name"]
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
+_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}
+_IMAGE_FEATURES = ("image", "image/encoded", "image_raw")
+_LABEL_FEATURES = ("label", "image/class/label")
+
+
+class Sample(NamedTuple):
+    """One sample on its way. `record` is the Example it came as; then `members` is empty.
+
+    Args:
+        key: "" where the source gave none.
+        members: extension -> bytes.
+        record: a view, or None.
+        size: bytes of it in the source.
+    """
+
+    key: str
+    members: Mapping[str, Any]
+    record: Any = None
+    size: int = 0
+
+
+class Digest:
+    """A running checksum of samples, for comparing what was to be written with what is read."""
+
+    def __init__(self) -> None:
+        self._hash = xxh3_64()
+
+    def add(self, name: str, content: Any) -> None:
+        self._hash.update(f"{len(name)} {name} {len(content)} ".encode("utf-8", "backslashreplace"))
+        self._hash.update(content)
+
+    def add_members(self, key: str, members: Mapping[str, Any]) -> None:
+        self.add(key, b"")
+        for extension, content in members.items():
+            self.add(extension, content)
+
+    def add_features(self, features: Mapping[str, Any]) -> None:
+        """Of single values; as they are given to `encode_example`, or as `read_example` has them."""
+        self.add("", b"")
+        for name in sorted(features):
+            value = features[name]
+            if not isinstance(value, int | bytes | memoryview) and len(value) == 1:
+                value = value[0]
+            self.add(name, value if isinstance(value, bytes | memoryview) else str(value).encode())
+
+    def text(self) -> str:
+        return str(self._hash.hexdigest())
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """(what a member's key is made from, extension) of an object's key."""
+    stem, dot, extension = name.rpartition(".")
+    extension = extension.lower()
+    if dot and stem and not stem.endswith("/") and re.fullmatch("[a-z0-9_-]{1,16}", extension):
+        return stem, extension
+    return name, "bin"
+
+
+def member_key(name: str) -> str:
+    """`name` as the key of a member: no white space, no dot in its last component, plain UTF-8."""
+    text = name.encode("utf-8", "backslashreplace").decode()
+    directory, slash, last = re.sub(r"\s", "_", text).replace("__MACOSX/", "_MACOSX/").rpartition("/")
+    return directory + slash + (last.replace(".", "_") or "_")
+
+
+def as_features(sample: Sample) -> dict[str, Any]:
+    """The features of a sample of members, for `encode_example`."""
+    features: dict[str, Any] = {"key": sample.key.encode("utf-8", "surrogateescape")}
+    for extension, content in sample.members.items():
+        if extension == "cls" and re.fullmatch(rb"\s*-?[0-9]{1,18}\s*", content):
+            features["label"] = int(bytes(content))
+        elif extension in IMAGES and "image" not in features:
+            features["image"] = content
+        else:
+            features[extension] = content
+    return features
+
+
+def as_members(sample: Sample) -> Sample:
+    """The members of a sample that came as an Example.
+
+    Raises:
+        DecodeError: it is no Example, or two of its features would be the same member.
+    """
+    key, members = "", dict[str, Any]()
+    for name, values in read_example(sample.record).items():
+        if name == "key" and isinstance(values, list) and len(values) == 1:
+            key = bytes(values[0]).decode("utf-8", "surrogateescape")
+            continue
+        for extension, content in _members(name, values).items():
+            if extension in members:
+                raise DecodeError(f"two features of the Example would be member {extension!r}", key=key)
+            members[extension] = content
+    return Sample(key, members, None, sample.size)
+
+
+def _members(name: str, values: Any) -> dict[str, Any]:
+    plain = re.sub(r"[^a-z0-9_.-]", "_", name.lower()).strip(".") or "_"
+    if not isinstance(values, list):
+        if name in _LABEL_FEATURES and len(values) == 1 and values.dtype == "int64":
+            return {"cls": str(values[0]).encode()}
+        return {f"{plain}.json": json.dumps(values.tolist()).encode()}
+    if len(values) == 1:
+        found = _image_kind(values[0])
+        if found:
+            return {found if name in _IMAGE_FEATURES else f"{plain}.{found}": values[0]}
+        return {plain: values[0]}
+    return {f"{plain}.{number}": value for number, value in enumerate(values)} or {f"{plain}.json": b"[]"}
+
+
+def _image_kind(content: Any) -> str:
+    head = bytes(content[:12])
+    if head[:4] == b"RIFF" and head[8:] == b"WEBP":
+        return "webp"
+    return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")

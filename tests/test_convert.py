@@ -1,0 +1,381 @@
+"""`fastload convert`: every sample arrives once and unchanged, whatever happens on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.make_shards import COUNT, FILES, HERE, features
+from typer.testing import CliRunner
+
+import fastload
+from fastload.cli import _shardset
+from fastload.cli._app import app
+from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
+from fastload.formats.example import parse_example
+from fastload.formats.pieces import Splitter
+from fastload.formats.tfrecord import TFRecordSplitter
+
+REPOSITORY = Path(fastload.__file__).parents[1]
+IMAGES, CLASSES = 60, 3
+SPEC = {"image": bytes, "label": int, "key": str}
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def image(number: int) -> bytes:
+    return b"\xff\xd8\xff" + hashlib.sha256(b"%d" % number).digest() * (100 + 7 * number % 300)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Images that nobody decodes, in 3 classes."""
+    root = tmp_path / "photos"
+    for number in range(IMAGES):
+        path = root / f"class_{number % CLASSES}" / f"img {number:03d}.v1.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image(number))
+    return root
+
+
+# What of `photos` must arrive, by key: (image, class).
+WANTED = {
+    f"class_{label}/img {number:03d}.v1": (image(number), label)
+    for label in range(CLASSES)
+    for number in range(label, IMAGES, CLASSES)
+}
+IN_TAR = {key.replace(" ", "_").replace(".", "_"): sample for key, sample in WANTED.items()}
+
+
+def convert(source: object, target: object, to: str, *more: object) -> tuple[int, dict[str, Any]]:
+    """(exit code, JSON document)"""
+    arguments = ["convert", source, target, "--to", to, "--shard-size", "100KB", "--json", *more]
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.stdout, done.output
+    return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+
+def samples(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """(image, class) by key, read by Python's tarfile, or record by record."""
+    found: dict[str, tuple[bytes, int]] = {}
+    for path in sorted(directory.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            content = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        for name, body in content.items():
+            key, _, extension = name.rpartition(".")
+            if extension == "jpg":
+                assert key not in found, "twice"
+                found[key] = body, int(content[f"{key}.cls"])
+    for path in sorted(directory.glob("*.tfrecord")):
+        splitter: Splitter = TFRecordSplitter(0, path.stat().st_size)
+        splitter.feed(memoryview(path.read_bytes()))
+        splitter.close()
+        while (record := splitter.next()) is not None:
+            assert record.payload is not None
+            example = parse_example(record.payload, SPEC)
+            assert example["key"] not in found, "twice"
+            found[example["key"]] = bytes(example["image"]), example["label"]
+    return found
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+# --- Everything arrives -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["tar", "tfrecord"])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_folder(to: str, seed: int | None, photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    more = [] if seed is None else ["--shuffle", seed]
+    code, document = convert(photos, out, to, *more)
+    assert code == 0 and document["complete"] and document["samples"] == IMAGES
+    wanted = IN_TAR if to == "tar" else WANTED
+    found = samples(out)
+    assert found == wanted
+    assert (list(found) == list(wanted)) == (seed is None)
+    assert document["shards"] > 3
+    names = {path.name for path in out.iterdir()}
+    if to == "tar":
+        assert {f"photos-{number:06d}.tar" for number in range(document["shards"])} < names
+    else:
+        assert {
+            f"photos-{i:05d}-of-{document['shards']:05d}.tfrecord" for i in range(document["shards"])
+        } < names
+    assert len(names) == 2 * document["shards"] + 1, "shards, an index for each, photos.json"
+    assert json.loads((out / "photos.json").read_bytes())["classes"] == ["class_0", "class_1", "class_2"]
+    # The same again, elsewhere: the same bytes.
+    convert(photos, tmp_path / "again", to, *more)
+    assert files(tmp_path / "again") == files(out)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_from_one_form_to_the_other_and_back(photos: Path, tmp_path: Path, seed: int | None) -> None:
+    more = [] if seed is None else ["--shuffle", seed]
+    convert(photos, tmp_path / "a", "tar")
+    assert convert(tmp_path / "a", tmp_path / "b", "tfrecord", "--shard-size", "150KB", *more)[0] == 0
+    assert samples(tmp_path / "b") == IN_TAR
+    assert convert(tmp_path / "b", tmp_path / "c", "tfrecord", "--shard-size", "70KB", *more)[0] == 0
+    assert samples(tmp_path / "c") == IN_TAR
+    code, document = convert(tmp_path / "c", tmp_path / "d", "tar", "--name", "new", *more)
+    assert (code, document["settings"]["from"]) == (0, "tfrecord")
+    assert samples(tmp_path / "d") == IN_TAR
+    assert (list(samples(tmp_path / "d")) == list(IN_TAR)) == (seed is None)
+    assert json.loads((tmp_path / "d" / "new.json").read_bytes())["classes"] == [
+        "class_0",
+        "class_1",
+        "class_2",
+    ]
+
+
+@pytest.mark.parametrize("compression", list(FILES))
+def test_tensorflows_shards(compression: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    shutil.copy(HERE / FILES[compression], tmp_path / "in" / "train-00000-of-00001")
+    code, document = convert(tmp_path / "in", tmp_path / "out", "tar", "--from", "tfrecord")
+    assert (code, document["samples"]) == (0, COUNT)
+    with tarfile.open(tmp_path / "out" / "in-000000.tar") as tar:
+        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    for number in range(COUNT):
+        wanted = features(number)
+        key = wanted["key"][0].decode().replace(" ", "_")
+        assert found[f"{key}.cls"] == b"%d" % (number % 3)
+        assert found[f"{key}.image"] == wanted["image"][0], "no magic of an image: by the feature's name"
+        assert json.loads(found[f"{key}.counts.json"]) == wanted["counts"]
+        assert [found[f"{key}.words.{i}"] for i in range(3)] == wanted["words"]
+
+
+def test_objects_and_strange_names(tmp_path: Path) -> None:
+    names = [
+        "a.b.c.txt",
+        "a_b.c.txt",
+        "a_b_c.txt",
+        "a b_c.txt",
+        "no extension",
+        "ü/é x.JSON",
+        ".hidden",
+        "x.y z",
+    ]
+    (tmp_path / "in" / "ü").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "in" / name).write_bytes(name.encode())
+    assert convert(tmp_path / "in", tmp_path / "tar", "tar")[0] == 0
+    with tarfile.open(tmp_path / "tar" / "in-000000.tar") as tar:
+        found = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+    assert sorted(found.values()) == sorted(name.encode() for name in names)
+    assert all(re.fullmatch(r"[^\s.][^\s.]*\.(txt|json|bin)", name) for name in found)
+    assert convert(tmp_path / "in", tmp_path / "tfrecord", "tfrecord")[1]["samples"] == len(names)
+
+
+def test_damaged_shards_stop_it(photos: Path, tmp_path: Path) -> None:
+    convert(photos, tmp_path / "a", "tfrecord")
+    shard = sorted((tmp_path / "a").glob("*.tfrecord"))[1]
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    code, document = convert(tmp_path / "a", tmp_path / "b", "tar")
+    assert code == 1
+    assert document["error"]["type"] == "DecodeError" and shard.name in document["error"]["key"]
+
+
+# --- On S3, interrupted -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(photos: Path, tmp_path: Path) -> Iterator[S3Server]:
+    (tmp_path / "out").mkdir()
+    with serve_s3(tmp_path, read_only=False) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
+        yield server._replace(endpoint_url=proxy.url)
+
+
+def on_s3(server: S3Server) -> list[str]:
+    pairs = [f"{name}={value}" for name, value in server.options.items()]
+    return [w for pair in pairs for w in ("--storage-option", pair, "--dst-option", pair)]
+
+
+@pytest.mark.parametrize("to", ["tar", "tfrecord"])
+def test_on_s3(to: str, s3: S3Server, tmp_path: Path) -> None:
+    code, document = convert("s3://photos", "s3://out/deep", to, *on_s3(s3))
+    assert code == 0, document
+    assert samples(tmp_path / "out" / "deep") == (IN_TAR if to == "tar" else WANTED)
+    other = "tfrecord" if to == "tar" else "tar"
+    assert convert("s3://out/deep", "s3://out/other", other, *on_s3(s3))[0] == 0
+    assert samples(tmp_path / "out" / "other") == IN_TAR
+
+
+def start(server: S3Server, *more: str) -> subprocess.Popen[str]:
+    few = ["--storage-option", "max_requests=2"]  # slow enough to be interrupted
+    arguments = [
+        "convert",
+        "s3://photos",
+        "s3://out",
+        "--to",
+        "tar",
+        "--shard-size",
+        "100KB",
+        "--json",
+        *more,
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "fastload.cli", *arguments, *on_s3(server), *few],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_shards(running: subprocess.Popen[str], directory: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and running.poll() is None:
+        try:
+            if len(json.loads((directory / "photos.json").read_bytes())["shards"]) >= count:
+                return
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.005)
+    pytest.fail(f"no {count} shards: {running.communicate() if running.poll() is not None else 'too slow'}")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_and_gone_on(how: signal.Signals, s3: S3Server, photos: Path, tmp_path: Path) -> None:
+    running = start(s3)
+    try:
+        wait_for_shards(running, tmp_path / "out", 2)
+        os.killpg(running.pid, how)
+        out, err = running.communicate(timeout=60)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.communicate()
+    document = json.loads((tmp_path / "out" / "photos.json").read_bytes())
+    assert not document["complete"]
+    if how == signal.SIGINT:
+        assert running.returncode == 130 and "Traceback" not in err and "type the same again" in err
+        assert json.loads(out.splitlines()[-1])["interrupted"]
+    whole = [shard["name"] for shard in document["shards"]]
+    was = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in whole}
+
+    code, after = convert("s3://photos", "s3://out", "tar", *on_s3(s3))
+    assert code == 0, after
+    assert after["complete"] and after["kept"] == len(whole) >= 2
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in whole} == was, "written once"
+    assert samples(tmp_path / "out") == IN_TAR
+    convert(photos, tmp_path / "unbroken", "tar", "--name", "photos")
+    shards = {name: body for name, body in files(tmp_path / "unbroken").items() if name != "photos.json"}
+    assert {name: body for name, body in files(tmp_path / "out").items() if name in shards} == shards
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_shards_go_on_in_the_middle_of_a_shard(
+    seed: int | None, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = [] if seed is None else ["--shuffle", seed]
+    convert(photos, tmp_path / "in", "tfrecord")
+    convert(tmp_path / "in", tmp_path / "unbroken", "tar", "--shard-size", "40KB", "--name", "x", *more)
+    send, sent = _shardset.ShardSet.send, Counter[str]()
+
+    def failing(shards: Any, made: Any) -> None:
+        sent["shards"] += 1
+        if sent["shards"] % 4 == 0:
+            made.file.close()
+            raise OSError(28, "No space left on device")
+        send(shards, made)
+
+    monkeypatch.setattr(_shardset.ShardSet, "send", failing)
+    for _ in range(20):
+        try:
+            code, _ = convert(
+                tmp_path / "in", tmp_path / "out", "tar", "--shard-size", "40KB", "--name", "x", *more
+            )
+        except AssertionError:  # an error that is not ours ends the command without a document
+            continue
+        assert code == 0
+        break
+    assert sent["shards"] > 8
+    assert files(tmp_path / "out") == files(tmp_path / "unbroken")
+
+
+# --- The destination ----------------------------------------------------------------------------------------
+
+
+def test_files_of_others_are_left_alone(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "photos-000001.tar").write_bytes(b"not ours")
+    (out / "other.txt").write_bytes(b"of no concern")
+    code, document = convert(photos, out, "tar")
+    assert code == 2 and "photos-000001.tar" in document["error"]["message"]
+    assert files(out) == {"photos-000001.tar": b"not ours", "other.txt": b"of no concern"}
+    assert convert(photos, out, "tar", "--name", "mine")[0] == 0
+    assert (out / "photos-000001.tar").read_bytes() == b"not ours"
+    before = files(out)
+    for other in (["--shard-size", "50KB"], ["--shuffle", "1"]):
+        code, document = convert(photos, out, "tar", "--name", "mine", *other)
+        assert code == 2 and other[0][2:].replace("-", "_") in document["error"]["message"]
+    (photos / "class_0" / "new.jpg").write_bytes(image(999))
+    code, document = convert(photos, out, "tar", "--name", "mine")
+    assert code == 2 and "fingerprint" in document["error"]["message"]
+    (out / "foreign.json").write_bytes(b"[]")
+    assert convert(photos, out, "tar", "--name", "foreign")[0] == 2
+    assert {name: body for name, body in files(out).items() if name != "foreign.json"} == before
+
+
+def test_what_was_damaged_meanwhile_is_found_and_mended(photos: Path, tmp_path: Path) -> None:
+    convert(photos, tmp_path / "out", "tar")
+    whole = files(tmp_path / "out")
+    damaged = {
+        "photos-000001.tar": lambda body: body[:3000] + bytes([body[3000] ^ 1]) + body[3001:],
+        "photos-000002.idx": lambda body: body.replace(b" 512 ", b" 1024 ", 1),
+    }
+    for name, harm in damaged.items():
+        (tmp_path / "out" / name).write_bytes(harm(whole[name]))
+        code, document = convert(photos, tmp_path / "out", "tar")
+        assert code == 1 and not document["complete"]
+        assert [fault["shard"] for fault in document["faults"]] == [name.replace(".idx", ".tar")]
+        code, document = convert(photos, tmp_path / "out", "tar")
+        assert (code, document["complete"], document["kept"]) == (0, True, int(name[7:13]))
+        assert files(tmp_path / "out") == whole
+    (tmp_path / "out" / "photos-000001.tar").unlink()
+    assert convert(photos, tmp_path / "out", "tar")[1]["kept"] == 1
+    assert files(tmp_path / "out") == whole
+
+
+def test_destinations_that_cannot_be(photos: Path, tmp_path: Path) -> None:
+    assert convert(photos, photos / "shards", "tar")[0] == 2
+    (tmp_path / "file").write_bytes(b"")
+    for target in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert convert(photos, target, "tar")[0] == 1
+    assert convert(photos, "https://example.invalid/x", "tar")[0] == 2
+    code, document = convert(photos, tmp_path / "out", "tar", "--name", "a/b")
+    assert code == 2 and "--name" in document["error"]["message"]
+
+
+def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before anything is read."""
+    from fastload.store import native
+
+    monkeypatch.setattr(native, "_WRITER", native._CONTACT)
+    monkeypatch.setattr("fastload.store.retry.READ", fastload.store.retry.Policy(budget=1))
+    (tmp_path / "out").mkdir()
+    with serve_s3(tmp_path) as server:
+        pairs = [f"{name}={value}" for name, value in server.options.items()]
+        code, document = convert(photos, "s3://out", "tar", *(w for p in pairs for w in ("--dst-option", p)))
+    assert code == 1 and document["error"]["stage"] == "put"
+    assert not list((tmp_path / "out").iterdir())
