@@ -24,8 +24,10 @@ class Normalize:
         mean, std: one number per channel, in units of 0 to 1, as for torchvision's Normalize.
         dtype: of the result: float32, float16, bfloat16 or float64. The arithmetic is in float32 at least.
         channels_last: the images have their channels last, (N, H, W, C); else (N, C, H, W). The result always
-            has the shape (N, C, H, W); that of channels-last images is a view with torch's channels_last
-            strides, and the GPU runs as it does after `.to(memory_format=torch.channels_last)`.
+            has the shape (N, C, H, W); that of channels-last images has torch's channels_last strides, and
+            the GPU runs as it does after `.to(memory_format=torch.channels_last)`.
+        memory_format: of a batch's result, for example torch.channels_last; written so in the same pass.
+            None: that of the images.
 
     Raises:
         ArgumentError: not as many means as standard deviations, one that is not finite or not above 0; when
@@ -39,6 +41,7 @@ class Normalize:
         *,
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        memory_format: torch.memory_format | None = None,
     ) -> None:
         self.mean, self.std = _numbers("mean", mean), _numbers("std", std)
         if len(self.mean) != len(self.std):
@@ -48,7 +51,12 @@ class Normalize:
         if not dtype.is_floating_point:
             raise ArgumentError(f"dtype must be a floating-point type, found {dtype}")
         self.dtype = dtype
+        if not (memory_format is None or isinstance(memory_format, torch.memory_format)):
+            raise ArgumentError(
+                f"memory_format must be None or a torch.memory_format, found {memory_format!r}"
+            )
         self.channels_last = channels_last
+        self.memory_format = memory_format
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
@@ -62,7 +70,14 @@ class Normalize:
         if self.channels_last:
             images = images.movedim(-1, -3)
         scale, shift = self._on(images.device)
-        return torch.addcmul(shift, images.to(scale.dtype), scale).to(self.dtype)
+        # One pass, which on a GPU reads bytes and writes the result: converting before and after would go
+        # through memory three times, at four bytes a value.
+        result = torch.empty_like(images, dtype=self.dtype, memory_format=self._format(images))
+        return torch.addcmul(shift, images, scale, out=result)
+
+    def _format(self, images: torch.Tensor) -> torch.memory_format:
+        wanted = self.memory_format if images.ndim == 4 else None
+        return torch.preserve_format if wanted is None else wanted
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(scale, shift), each (C, 1, 1), of x / 255 / std - mean / std; kept, for a copy to a GPU waits."""
@@ -80,6 +95,7 @@ class Normalize:
     def __repr__(self) -> str:
         shown = "" if self.dtype is torch.float32 else f", dtype={self.dtype}"
         shown += ", channels_last=True" if self.channels_last else ""
+        shown += f", memory_format={self.memory_format}" if self.memory_format is not None else ""
         return f"Normalize({self.mean}, {self.std}{shown})"
 
 

@@ -42,6 +42,27 @@ def test_keeps_the_memory_format_of_a_batch() -> None:
     assert Normalize(MEAN, STD)(images).is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_memory_format_in_the_same_pass(dtype: torch.dtype) -> None:
+    normalize = Normalize(MEAN, STD, dtype=dtype, memory_format=torch.channels_last)
+    result = normalize(IMAGES)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(result, Normalize(MEAN, STD, dtype=dtype)(IMAGES))
+    assert normalize(IMAGES[0]).shape == IMAGES[0].shape
+    assert "channels_last" in repr(normalize)
+    back = Normalize(MEAN, STD, channels_last=True, memory_format=torch.contiguous_format)
+    assert back(IMAGES.permute(0, 2, 3, 1)).is_contiguous()
+
+
+def test_every_byte_is_rounded_once() -> None:
+    """To the nearest half or bfloat16 of the exact value: the arithmetic is in float32."""
+    ramp = torch.arange(256, dtype=torch.uint8).expand(1, 3, 1, 256).contiguous()
+    exact = Normalize(MEAN, STD, dtype=torch.float64)(ramp)
+    for dtype in (torch.float16, torch.bfloat16):
+        error = (Normalize(MEAN, STD, dtype=dtype)(ramp).double() - exact).abs()
+        assert (error <= torch.finfo(dtype).eps * exact.abs() / 2 * 1.01 + 1e-6).all()
+
+
 def test_other_numbers_of_channels() -> None:
     gray = Normalize([0.5], [0.25])(IMAGES[:, :1])
     torch.testing.assert_close(gray, (IMAGES[:, :1].float() / 255 - 0.5) / 0.25)
@@ -66,6 +87,7 @@ def test_pickle_and_repr() -> None:
         {"mean": [float("nan")], "std": [1]},
         {"mean": [0.5], "std": [0]},
         {"mean": [0.5], "std": [1], "dtype": torch.uint8},
+        {"mean": [0.5], "std": [1], "memory_format": "channels_last"},
     ],
 )
 def test_arguments_are_checked(arguments: Any) -> None:
