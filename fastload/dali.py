@@ -3,9 +3,8 @@
     start ─ files, slices, regions ─▶ decoders.image_slice ─▶ resize (crop, flip) ─▶ result
                                       the part of a JPEG        antialiased linear
 
-A pipeline is fed by name and has `queue_depth` runs that wait for their input, so that a batch is on its way
-as soon as it is fed, in DALI's own threads. An image that DALI cannot decode ends the whole pipeline; the
-kernel then decodes that batch, and a new pipeline takes up those behind it.
+DALI works on up to `queue_depth` batches in its own threads. An image that it cannot decode ends the whole
+pipeline; the kernel then decodes that batch, and a new pipeline takes up those behind it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import simplejpeg
 import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
@@ -154,8 +154,9 @@ class DaliDecoder:
         starts, shapes, low, high = _regions(encoded)
         for name, values in (("start", starts), ("shape", shapes), ("low", low), ("high", high)):
             self._pipe.feed_input(name, values)
-        # Last, as now the run begins. Views of the slot, no copies: `batch` keeps it until it has its images.
+        # Views of the slot, no copies: `batch` keeps it until it has its images.
         self._pipe.feed_input("encoded", [encoded.file(row) for row in rows])
+        self._pipe.schedule_run()
 
     def _feed_from(self, position: int) -> None:
         """Feed what the queue has from there on, as far as the pipeline takes it.
@@ -186,7 +187,6 @@ class DaliDecoder:
         outputs = self._pipe.share_outputs(stream)
         images = from_dlpack(outputs[0].as_tensor())
         self._pipe.release_outputs()
-        self._pipe.schedule_run()
         return self._with_pixels(batch, images)
 
     def _with_pixels(self, batch: _Batch, images: torch.Tensor | None) -> torch.Tensor:
@@ -286,7 +286,7 @@ class DaliDecoder:
             }
 
         def source(name: str, dtype: Any, **options: Any) -> Any:
-            return fn.external_source(name=name, dtype=dtype, ndim=1, blocking=True, **options)
+            return fn.external_source(name=name, dtype=dtype, ndim=1, **options)
 
         with pipe:
             images = fn.decoders.image_slice(
@@ -309,8 +309,27 @@ class DaliDecoder:
             )
             pipe.set_outputs(images if channels_last else fn.transpose(images, perm=(2, 0, 1)))
         pipe.build()
-        pipe.schedule_run()  # `queue_depth` runs, which wait for their input
+        _run_in(pipe, self._options.queue_depth)
         return pipe
+
+
+def _run_in(pipe: Any, queue_depth: int) -> None:
+    """The first `schedule_run` of a pipeline starts as many runs as it is deep, and wants input for each.
+
+    Later ones start one each. (`blocking=True`, with which runs wait for their input, was tried: it takes
+    threads away from the runs before, and with one thread ends in a deadlock.)
+    """
+    tiny = np.frombuffer(simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8)), np.uint8)
+    for _ in range(queue_depth):
+        for name, values in (("start", [0, 0]), ("shape", [8, 8])):
+            pipe.feed_input(name, np.array([values], np.int32))
+        for name, values in (("low", [0, 0]), ("high", [8, 8])):
+            pipe.feed_input(name, np.array([values], np.float32))
+        pipe.feed_input("encoded", [tiny])
+    pipe.schedule_run()
+    for _ in range(queue_depth):
+        pipe.share_outputs()
+        pipe.release_outputs()
 
 
 def _regions(encoded: EncodedImages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:

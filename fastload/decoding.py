@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from fastload.dali import Dali, DaliDecoder, why_no_dali
-from fastload.encoded import Bad, EncodedImages, ImageDecoder, decode_by_kernel
+from fastload.encoded import (
+    Bad,
+    EncodedImages,
+    ImageDecoder,
+    decode_by_kernel,
+    finish_decoding,
+    start_decoding,
+)
 from fastload.errors import ArgumentError, FastloadError
 from fastload.nvjpeg import NvJpegDecoder, why_no_nvjpeg
 from fastload.rows import as_encoded_rows
@@ -120,6 +127,18 @@ class Decoding:
         place = self._asked % _PERIOD
         self._asked += 1
         return _TRIED <= place < 2 * _TRIED
+
+    def begin(self, batch: Any) -> Any:
+        """Begin to decode what a batch has of `EncodedImages`; returns what `finish` takes."""
+        return start_decoding(batch, self.start)
+
+    def finish(self, batch: Any) -> Any:
+        """Wait for what `begin` began: the batch with pixels.
+
+        Raises:
+            DecodeError: an image that nobody can decode, where `on_error` is "raise".
+        """
+        return finish_decoding(batch)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         """As `ImageDecoder.start`, by the decoder asked for, or while that is open, by each of them in turn.

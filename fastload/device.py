@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,11 +32,22 @@ __all__ = ["Feed"]
 _AHEAD = 2
 
 
+class Decodes(Protocol):
+    """What decodes images that come encoded, to the device; see `fastload.decoding`."""
+
+    def begin(self, batch: Any) -> Any:
+        """The batch with its encoded images on their way; the batch itself if there are none."""
+
+    def finish(self, batch: Any) -> Any:
+        """What `begin` returned, with pixels. Waits for them."""
+
+
 @dataclass
 class _Staged:
     """A batch on the device, or what went wrong."""
 
     batch: Any = None
+    decoding: bool = False  # the batch waits for its pixels, and for the transform
     ready: Event | None = None
     error: BaseException | None = None
 
@@ -57,14 +68,20 @@ class Feed:
         device: where to; "cpu" leaves them where they are; None too, and nothing is staged ahead.
         transform: called with each batch, on the side stream. None: the batch as it is.
         counters: gets copy.* and device.*, see `fastload.stats`.
+        decoding: decodes what comes encoded; then batches are staged ahead without a device too.
 
     The device is touched with the first batch, not before. To be used by one thread.
     """
 
     def __init__(
-        self, device: torch.device | None, transform: Callable[[Any], Any] | None, counters: Counters
+        self,
+        device: torch.device | None,
+        transform: Callable[[Any], Any] | None,
+        counters: Counters,
+        decoding: Decodes | None = None,
     ) -> None:
-        self.ahead = 0 if device is None else _AHEAD
+        self.ahead = 0 if device is None and decoding is None else _AHEAD
+        self._decoding = decoding
         self.copies = device is not None and device.type != "cpu"
         self._wanted = device
         self._transform = transform
@@ -144,6 +161,8 @@ class Feed:
             staged = self._staged.pop(key)
         if staged.error is not None:
             raise staged.error
+        if staged.decoding:
+            self._finish(staged)
         assert staged.ready is not None
         self._device.wait(staged.ready)
         for tensor in tensors(staged.batch) if self.copies else ():
@@ -172,13 +191,24 @@ class Feed:
         with device.side():
             started = copied = device.event()
             try:
-                moved = mapped(host, self._copy)
+                begun = host if self._decoding is None else self._decoding.begin(host)
+                staged.batch = mapped(begun, self._copy)
                 copied = device.event()
-                staged.batch = moved if self._transform is None else self._transformed(moved)
+                staged.decoding = begun is not host
+                if not staged.decoding:
+                    self._transform_it(staged)
             finally:
                 # Whatever happened: a copy may be on its way, and a transform may read from the host too.
                 staged.ready = device.event()
                 self._hold(_Copy(host, started, copied, staged.ready))
+
+    def _finish(self, staged: _Staged) -> None:
+        """Wait for the pixels of a batch that was asked for. Those staged behind it are decoded meanwhile."""
+        assert self._decoding is not None
+        with self._device.side():
+            staged.batch = self._decoding.finish(staged.batch)
+            self._transform_it(staged)
+            staged.ready = self._device.event()
 
     def _copy(self, leaf: Any) -> Any:
         copy = self._device.copy(leaf)
@@ -186,11 +216,12 @@ class Feed:
             self._counters.add("copy.bytes", leaf.nbytes)
         return copy
 
-    def _transformed(self, batch: Any) -> Any:
-        assert self._transform is not None
+    def _transform_it(self, staged: _Staged) -> None:
+        if self._transform is None:
+            return
         try:
             with torch.profiler.record_function("fastload.batch_transform"):
-                return self._transform(batch)
+                staged.batch = self._transform(staged.batch)
         except StopIteration as error:
             # Left alone it would end the epoch without a word.
             raise RuntimeError("[batch_transform] raised StopIteration") from error

@@ -11,6 +11,7 @@ progressive, CMYK ...) are decoded here and travel as pixels; damaged headers ar
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ __all__ = [
     "EncodedImages",
     "ImageDecoder",
     "decode_by_kernel",
+    "finish_decoding",
     "start_decoding",
 ]
 
@@ -247,30 +249,37 @@ def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tenso
     return images, [(encoded.keys[row], f"{type(error).__name__}: {error}") for row, error in failures]
 
 
-def start_decoding(
-    batch: Any, start: Callable[[EncodedImages], Callable[[], torch.Tensor]]
-) -> Callable[[], Any]:
+def start_decoding(batch: Any, start: Callable[[EncodedImages], Callable[[], torch.Tensor]]) -> Any:
     """Begin to decode every `EncodedImages` in a batch: itself, or in a list, tuple or dict.
 
     Args:
         start: `ImageDecoder.start`.
 
-    Returns a function that waits for the result, the batch with pixels; it may be called once, or never.
+    Returns:
+        The batch for `finish_decoding`; one without encoded images is the batch itself.
     """
-    started = _map(batch, EncodedImages, lambda encoded: _Started(start(encoded)))
-    return lambda: _map(started, _Started, lambda part: part.result())
+    return _map(batch, EncodedImages, lambda encoded: _Started(start(encoded)))
 
 
-@dataclass
+def finish_decoding(batch: Any) -> Any:
+    """Wait for what `start_decoding` began: the batch with pixels."""
+    return _map(batch, _Started, lambda part: part.result())
+
+
 class _Started:
-    result: Callable[[], torch.Tensor]
+    """The place of images that are being decoded."""
+
+    def __init__(self, result: Callable[[], torch.Tensor]) -> None:
+        self.result = result
 
 
 def _map(batch: Any, kind: type[Any], function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, kind):
         return function(batch)
     if type(batch) in (list, tuple):
-        return type(batch)(_map(part, kind, function) for part in batch)
+        parts = [_map(part, kind, function) for part in batch]
+        return batch if all(map(operator.is_, parts, batch)) else type(batch)(parts)
     if type(batch) is dict:
-        return {name: _map(part, kind, function) for name, part in batch.items()}
+        items = {name: _map(part, kind, function) for name, part in batch.items()}
+        return batch if all(items[name] is batch[name] for name in items) else items
     return batch

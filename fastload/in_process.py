@@ -38,6 +38,7 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._counters, self._bad = loader._counters, loader._bad
         self._meter = loader._meter
         self._meter.start(0)
+        self._decoding = loader._decoding
         if self._dataset_kind == torch_dataloader._DatasetKind.Map:
             self._dataset_fetcher = self._maker = BatchMaker(
                 self._dataset,
@@ -98,14 +99,15 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         start = time.perf_counter()
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
-            data = self._maker(index)
+            encoded = self._decoding is not None and self._decoding.next_encoded()
+            data = self._maker(index, encoded=encoded)
         if self._ahead and not self._coming:
             self._maker.flush_cache()
-        data = self._finished(data)
-        self._counters.add("wait.seconds", time.perf_counter() - start)
         self._counters.merge(self._maker.counters.drain())
         self._bad.extend(self._maker.bad)
         self._maker.bad.clear()
+        data = self._finished(data)
+        self._counters.add("wait.seconds", time.perf_counter() - start)
         return data
 
     def _finished(self, data: Any) -> Any:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.utils.data
+from torch.utils.data import default_collate
 
 from fastload.cuda import checked
 from fastload.device import Feed
@@ -23,6 +24,10 @@ from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
 from fastload.verdict import limit, verdict
 from fastload.worker_iterator import WorkerIterator
+
+if TYPE_CHECKING:
+    from fastload.dali import Dali
+    from fastload.decoding import Decoding
 
 __all__ = ["DataLoader"]
 
@@ -44,6 +49,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
         batch_transform: called with every batch in this process, for example `fastload.Normalize`; on a GPU
             after the copy, beside the running work. It may be called for batches that are never handed out.
+        decode: who decodes images. "cpu": the workers. "dali", "nvjpeg": the device, by NVIDIA DALI (install
+            `fastload[dali-cuda13]` or `[dali-cuda12]`) or torchvision's nvJPEG; workers then only fetch, and
+            draw the same crops and flips. "auto": times what there is on the first batches, keeps the fastest
+            and says so in `stats()["decode"]`. A `fastload.Dali`: DALI with other settings. All but "cpu"
+            need an ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk".
+            Damage in the middle of a JPEG is an error with "cpu"; the others may show it.
         on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
             is repeated in its place); "replace" (another sample takes its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.
@@ -52,8 +63,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             transforms are independent of the number of workers either way.)
 
     Raises:
-        ArgumentError: device, batch_transform, on_error or seed is not what it can be. ValueError, TypeError:
-            as torch's.
+        ArgumentError: device, batch_transform, decode, on_error or seed is not what it can be.
+        ValueError, TypeError: as torch's.
     """
 
     def __init__(
@@ -78,6 +89,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         device: str | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | None = None,
+        decode: str | Dali = "cpu",
         on_error: str = "raise",
         seed: int | None = None,
     ) -> None:
@@ -108,12 +120,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         self.device = checked(device)
         self.batch_transform = batch_transform
+        self.decode = decode
         self.on_error = on_error
         self.seed = seed
         self._state = LoaderState()
         self._counters = Counters()
         self._meter = Meter(self._counters)
         self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
+        self._decoding = None if decode == "cpu" else self._new_decoding(decode)
 
     def __iter__(self) -> Any:
         with self._state.starting(self) as positions:
@@ -175,7 +189,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "rank": of torch.distributed or the launcher; "epochs": iterations started; "counters": flat sums
             since the loader was made, see `fastload.stats`; "rates": flat numbers of the epoch that runs, or
             the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would be faster without,
-            and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad samples.
+            and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad samples;
+            "decode": who decodes ("decoder"), and for decode="auto" why.
         """
         epoch, gauges = self._meter.counters(), self._meter.gauges()
         return {
@@ -186,6 +201,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "limit": limit(epoch),
             "verdict": verdict(epoch, gauges),
             "bad": list(self._bad.copy()),
+            "decode": {"decoder": "cpu"} if self._decoding is None else self._decoding.stats(),
         }
 
     # --- what both kinds of iterator ask
@@ -196,9 +212,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _new_feed(self) -> Feed | None:
         """What takes the batches of one iterator to the device; None where they stay as they are."""
-        if self.device is None and self.batch_transform is None:
+        if self.device is None and self.batch_transform is None and self._decoding is None:
             return None
-        return Feed(self.device, self.batch_transform, self._counters)
+        return Feed(self.device, self.batch_transform, self._counters, self._decoding)
+
+    def _new_decoding(self, decode: Any) -> Decoding:
+        from fastload.decoding import Decoding, check_decode  # not for loaders that need no decoder
+
+        own_collate = self.collate_fn is not default_collate or self.batch_sampler is None
+        check_decode(decode, self.dataset, self.device, not own_collate)
+        return Decoding(
+            decode,
+            self.device,
+            workers=self.num_workers,
+            on_error=self.on_error,
+            counters=self._counters,
+            bad=self._bad,
+        )
 
     def _samples_per_batch(self) -> int:
         """How many samples of an iterable dataset make a batch."""

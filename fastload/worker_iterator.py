@@ -43,6 +43,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._forget = weakref.WeakMethod(loader._forget)
         self._counters, self._bad, self._meter = loader._counters, loader._bad, loader._meter
         self._in_order = loader.in_order
+        self._decoding = loader._decoding
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         readable = as_rows(self._dataset) is not None
@@ -170,7 +171,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             worker_id = self._turn[0]
             self._turn.rotate(-1)
         self._owner[self._sent] = worker_id
-        self._pool.submit(worker_id, self._sent, index)
+        encoded = self._decoding is not None and self._decoding.next_encoded()
+        self._pool.submit(worker_id, self._sent, index, encoded=encoded)
         self._sent += 1
         return True
 

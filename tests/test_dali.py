@@ -27,7 +27,7 @@ GOOD = pillow_jpeg(scene(96, 72))
 
 
 def _decoder(on_error: str = "raise", **options: int) -> DaliDecoder:
-    return DaliDecoder(CPU, on_error, Counters(), [], Dali(threads=2, **options))
+    return DaliDecoder(CPU, on_error, Counters(), [], Dali(**{"threads": 2} | options))
 
 
 def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
@@ -112,6 +112,20 @@ def test_a_bad_image_ends_the_pipeline_and_nothing_is_lost(ahead: int, depth: in
 def _check(images: torch.Tensor, encoded: EncodedImages) -> None:
     expected, _ = decode_by_kernel(encoded, "skip")
     assert min(psnr(image, wanted) for image, wanted in zip(images, expected, strict=True)) > 33
+
+
+@pytest.mark.parametrize("depth", [1, 2, 6])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads(threads: int, depth: int) -> None:
+    decoder, batches = _decoder(threads=threads, queue_depth=depth), _batches({4}, 9)
+    results = [decoder.start(batch) for batch in batches]
+    for k, result in enumerate(results):
+        if k == 4:
+            with pytest.raises(DecodeError):
+                result()
+        else:
+            _check(result(), batches[k])
+    decoder.close()
 
 
 @pytest.mark.parametrize("on_error", ["skip", "replace"])

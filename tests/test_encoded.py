@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.encoded import EncodedBatch, EncodedImages, decode_by_kernel, start_decoding
+from fastload.encoded import EncodedBatch, EncodedImages, decode_by_kernel, finish_decoding, start_decoding
 from fastload.errors import DecodeError
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.headers import is_plain_jpeg
@@ -186,9 +186,9 @@ class _Recorder:
 def test_encoded_images_anywhere_in_a_batch() -> None:
     encoded, expected = _encode(RandomResizedCrop(16), {"a": variants()["420"]})
     decoder, labels = _Recorder(), torch.tensor([3])
-    finish = start_decoding([encoded, {"x": (encoded, labels)}, "text"], decoder.start)
+    started = start_decoding([encoded, {"x": (encoded, labels)}, "text"], decoder.start)
     assert decoder.started == 2
-    first, second, text = finish()
+    first, second, text = finish_decoding(started)
     assert np.array_equal(first.numpy(), expected) and np.array_equal(second["x"][0].numpy(), expected)
     assert second["x"][1] is labels and text == "text"
 

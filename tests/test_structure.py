@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "in_process": {"device", "collate", "rows", "state"},
     "worker_iterator": {"device", "store", "rows", "workers", "state", "stats", "errors"},
     "loader": {
-        *("cuda", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),
+        *("cuda", "dali", "decoding", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),
         *("stats", "verdict", "errors"),
     },
     "cli": {"formats", "errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},

@@ -41,6 +41,7 @@ class Work(NamedTuple):
     released: list[int]
     seq: int  # -1: there are no more index batches in this epoch
     index: Any
+    encoded: bool  # its images are to be decoded by the trainer's process
 
 
 class Result(NamedTuple):

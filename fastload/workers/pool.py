@@ -118,9 +118,9 @@ class WorkerPool:
             worker.consumed = 0
             self._send(worker, Epoch(first, seed, epoch, shared_seed))
 
-    def submit(self, worker_id: int, seq: int, index: Any) -> None:
-        """Ask a worker for the batch of `index`."""
-        self._tell(self._workers[worker_id], seq, index)
+    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool = False) -> None:
+        """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`."""
+        self._tell(self._workers[worker_id], seq, index, encoded)
 
     def consume(self, worker_id: int) -> None:
         """A batch of this epoch and worker has left the loader: it may make another one."""
@@ -134,11 +134,11 @@ class WorkerPool:
         """The batch that a worker has packed."""
         return self._workers[worker_id].slots.unpack(packed)
 
-    def _tell(self, worker: _Handle, seq: int, index: Any) -> None:
+    def _tell(self, worker: _Handle, seq: int, index: Any, encoded: bool = False) -> None:
         released = []
         while worker.slots.released:
             released.append(worker.slots.released.popleft())
-        self._send(worker, Work(worker.consumed, released, seq, index))
+        self._send(worker, Work(worker.consumed, released, seq, index, encoded))
 
     def _send(self, worker: _Handle, message: Epoch | Work) -> None:
         # A death is reported when the worker's batch is due, with what it had sent before.

@@ -78,7 +78,7 @@ class _Worker:
         self._id = worker_id
         self._channel = channel
         self._slots = SlotPool(keep=setup.prefetch_factor + 2)
-        self._work: deque[tuple[int, Any]] = deque()
+        self._work: deque[Work] = deque()
         self._made = self._consumed = 0
         self._counters = Counters()
         self._last_known = False
@@ -96,7 +96,7 @@ class _Worker:
                 self._listen(wait=True)
             self._listen(wait=False)
             if self._work:  # a new epoch may just have emptied it
-                self._make(*self._work.popleft())
+                self._make(self._work.popleft())
 
     def _prepare(self) -> None:
         """Seed this process as torch does, and run the user's worker_init_fn."""
@@ -152,7 +152,7 @@ class _Worker:
             self._slots.release(slot_id)
         self._last_known = message.seq < 0
         if message.seq >= 0:
-            self._work.append((message.seq, message.index))
+            self._work.append(message)
             if isinstance(self.maker, BatchMaker):
                 self.maker.prefetch(message.index)
         elif not self._work:
@@ -170,8 +170,8 @@ class _Worker:
         if self._broken is not None:
             return
         if isinstance(self.maker, BatchMaker):
-            for _, index in self._work:
-                self.maker.cancel(index)
+            for work in self._work:
+                self.maker.cancel(work.index)
             self.maker.start_epoch(message.seed, message.epoch)
         elif message.first > 0:
             try:
@@ -183,13 +183,13 @@ class _Worker:
                 self._broken = Failure.of(error)
         self._work.clear()
 
-    def _make(self, seq: int, index: Any) -> None:
+    def _make(self, work: Work) -> None:
         packed, fds, failure, exhausted = None, list[int](), self._broken, False
         before = after = None
         if failure is None:
             try:
                 before = dataset_state(self._setup.dataset, self.maker) if self._fresh else None
-                batch = self._fetch(index)
+                batch = self._fetch(work)
                 if self._last_known and not self._work:
                     self._flush_cache()
                 with self._counters.timed("collate"):
@@ -203,16 +203,16 @@ class _Worker:
         self._fresh = False
         self._made += 1
         counters, bad = self._report()
-        self._channel.send(Result(seq, packed, failure, exhausted, counters, bad, before, after), fds)
+        self._channel.send(Result(work.seq, packed, failure, exhausted, counters, bad, before, after), fds)
         self._channel.flush(wait=True)
 
-    def _fetch(self, index: Any) -> Any:
+    def _fetch(self, work: Work) -> Any:
         if isinstance(self.maker, BatchMaker):
-            return self.maker(index)
+            return self.maker(work.index, encoded=work.encoded)
         with self._counters.timed("decode"):
-            batch = self.maker.fetch(index)
+            batch = self.maker.fetch(work.index)
         self._counters.add("collate.batches")
-        self._counters.add("collate.samples", len(index) if self._setup.auto_collation else 1)
+        self._counters.add("collate.samples", len(work.index) if self._setup.auto_collation else 1)
         return batch
 
     def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:

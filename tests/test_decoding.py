@@ -1,0 +1,431 @@
+"""DataLoader(decode=...): who decodes changes who decodes, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Subset, TensorDataset
+
+import fastload
+from fastload import (
+    Cache,
+    CenterCrop,
+    Dali,
+    DataLoader,
+    ImageFolder,
+    ObjectDataset,
+    RandomResizedCrop,
+)
+from fastload.dali import DaliDecoder, why_no_dali
+from fastload.decoding import Decoding, measure_decoder
+from fastload.encoded import EncodedImages
+from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.nvjpeg import NvJpegDecoder
+from fastload.stats import Counters
+from tests.encodedimages import encode, psnr, undecodable
+from tests.photos import pillow_jpeg, png, scene
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")  # all of them read local files
+
+needs_dali = pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))
+DECODERS = [pytest.param("dali", marks=needs_dali), "nvjpeg"]
+every_decoder = pytest.mark.parametrize("decode", DECODERS)
+every_workers = pytest.mark.parametrize("num_workers", [0, 2])
+
+COUNT = 24
+BAD, HIDDEN = "b/05.jpg", "c/04.jpg"
+
+
+def _photo(k: int) -> bytes:
+    pixels = scene(120 + k, 90, k)
+    if k % 8 == 3:
+        return pillow_jpeg(pixels, progressive=True)
+    return png(Image.fromarray(pixels)) if k % 8 == 6 else pillow_jpeg(pixels)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for k in range(COUNT):
+        path = tmp_path / "photos" / "abc"[k // 8] / f"{k % 8:02}.{'png' if k % 8 == 6 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_photo(k))
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def folder(photos: Path) -> Iterator[Callable[..., ImageFolder]]:
+    made: list[ImageFolder] = []
+
+    def make(transform: Any = None, **options: Any) -> ImageFolder:
+        made.append(ImageFolder(str(photos), transform or RandomResizedCrop(32), **options))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()
+
+
+def _epoch(loader: DataLoader[Any]) -> tuple[torch.Tensor, list[int]]:
+    """All images and all labels of an epoch."""
+    batches = list(loader)
+    return torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches]).tolist()
+
+
+def _alike(images: torch.Tensor, others: torch.Tensor, least: float = 33) -> bool:
+    """The same pictures, crops and flips, in the same order; scaled decoding stays above this."""
+    return min(psnr(a, b) for a, b in zip(images, others, strict=True)) > least
+
+
+@every_decoder
+@every_workers
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str | None) -> None:
+    """Two epochs, shuffled: the images of the CPU path, in its order, with its crops, flips and labels."""
+    dataset = folder()
+
+    def loader(decode: str) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(
+            dataset,
+            5,
+            shuffle=True,
+            generator=generator,
+            num_workers=num_workers,
+            seed=1,
+            device=device,
+            decode=decode,
+        )
+
+    ours, theirs = loader(decode), loader("cpu")
+    for _ in range(2):
+        (images, labels), (expected, wanted) = _epoch(ours), _epoch(theirs)
+        assert labels == wanted and images.shape == expected.shape
+        assert _alike(images, expected)
+    counters = ours.stats()["counters"]
+    assert counters["decoder.batches"] == 10
+    assert counters["decoder.samples"] == 2 * COUNT * 6 / 8  # two of eight are PNG and progressive
+    assert counters["collate.samples"] == 2 * COUNT
+    assert ours.stats()["decode"] == {"decoder": decode}
+    assert (
+        theirs.stats()["decode"] == {"decoder": "cpu"} and "decoder.batches" not in theirs.stats()["counters"]
+    )
+
+
+@every_decoder
+@pytest.mark.parametrize("mode", ["raw", "shrunk"])
+def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) -> None:
+    dataset = folder(CenterCrop(48), cache=Cache(tmp_path / "cache", mode, short_side=60))
+    ours, theirs = (DataLoader(dataset, 8, num_workers=2, decode=each) for each in (decode, "cpu"))
+    for _ in range(2):
+        assert _alike(_epoch(ours)[0], _epoch(theirs)[0])
+    assert ours.stats()["counters"]["cache.hits"] >= COUNT
+
+
+@every_decoder
+def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> None:
+    """The transform gets pixels; Normalize is on whatever device the decoder is."""
+    dataset = folder(RandomResizedCrop(32, channels_last=True))
+    normalize = fastload.Normalize((0.5,) * 3, (0.25,) * 3, channels_last=True)
+
+    def transform(batch: Any) -> Any:
+        images, labels = batch
+        assert images.shape[1:] == (32, 32, 3)
+        return normalize(images), labels
+
+    results = [
+        _epoch(DataLoader(dataset, 6, num_workers=2, seed=1, decode=each, batch_transform=transform))[0]
+        for each in (decode, "cpu")
+    ]
+    assert results[0].shape == (COUNT, 3, 32, 32) and results[0].dtype is torch.float32
+    assert float((results[0] - results[1]).abs().mean()) < 0.1
+
+
+@every_decoder
+@every_workers
+def test_objects_and_subsets(photos: Path, decode: str, num_workers: int) -> None:
+    dataset = ObjectDataset(str(photos), transform=CenterCrop(32))
+    subset = Subset(dataset, range(0, COUNT, 3))
+    for ours, loaded in ((dataset, COUNT), (subset, COUNT // 3)):
+        images = torch.cat(list(DataLoader(ours, 4, num_workers=num_workers, decode=decode)))
+        expected = torch.cat(list(DataLoader(ours, 4, num_workers=num_workers)))
+        assert len(images) == loaded and _alike(images, expected)
+    dataset.close()
+
+
+# --- what is bad
+
+
+@pytest.fixture
+def spoilt(photos: Path) -> Path:
+    """One image whose header says nothing of it, and one that no header is to be seen in."""
+    (photos / BAD).write_bytes(undecodable(_photo(13)))
+    (photos / HIDDEN).write_bytes(b"<html>no such key</html>")
+    return photos
+
+
+@every_decoder
+@every_workers
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_bad_images_are_replaced(
+    folder: Any, spoilt: Path, decode: str, num_workers: int, on_error: str
+) -> None:
+    """Every batch is full, no other sample changes, and both are named."""
+    dataset = folder()
+    loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decode=decode, on_error=on_error)
+    images, labels = _epoch(loader)
+    theirs = DataLoader(dataset, 6, num_workers=num_workers, seed=1, on_error=on_error)
+    expected, _ = _epoch(theirs)
+    bad = [dataset.samples.index((key, label)) for key, label in ((BAD, 1), (HIDDEN, 2))]
+    good = [row for row in range(COUNT) if row not in bad]
+    assert _alike(images[good], expected[good])
+    assert len(labels) == COUNT
+    assert sorted(key for key, _ in loader.stats()["bad"]) == [BAD, HIDDEN]
+    assert loader.stats()["counters"]["bad.samples"] == 2
+
+
+@every_decoder
+@every_workers
+def test_bad_images_are_raised(folder: Any, spoilt: Path, decode: str, num_workers: int) -> None:
+    """Each at its batch, with its key; the batches around them are whole, and so is the next epoch."""
+    dataset = folder()
+    loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decode=decode)
+    reference = DataLoader(dataset, 6, num_workers=0, seed=1, on_error="skip")
+    for _ in range(2):
+        expected, iterator, keys = list(reference), iter(loader), []
+        for number in range(4):
+            try:
+                images, _ = next(iterator)
+                assert _alike(images, expected[number][0])
+            except DecodeError as error:
+                keys.append((number, error.key))
+        assert keys == [(2, BAD), (3, HIDDEN)]
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+# --- where it does not go
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"decode": "gpu"}, "decode must be one of"),
+        ({"decode": None}, "decode must be one of"),
+        ({"decode": "nvjpeg", "collate_fn": list}, "no collate_fn"),
+        ({"decode": "nvjpeg", "batch_size": None}, "no batch_size=None"),
+    ],
+)
+def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        DataLoader(folder(), **arguments)
+
+
+@pytest.mark.parametrize("decode", ["dali", "nvjpeg", "auto"])
+def test_datasets_that_cannot(folder: Any, photos: Path, tmp_path: Path, decode: str) -> None:
+    """At once, with the reason, and before a worker is started."""
+    cases = [
+        (TensorDataset(torch.zeros(3)), "TensorDataset"),
+        (folder(transform=_picture), "RandomResizedCrop or CenterCrop"),
+        (folder(cache=Cache(tmp_path / "c", "decoded")), "mode 'decoded' keeps pixels"),
+        (ObjectDataset(str(photos)), "RandomResizedCrop or CenterCrop"),
+        (ObjectDataset(str(photos), decode=bytes, transform=CenterCrop(8)), "decode=<class 'bytes'>"),
+        (folder(transform=fastload.ByEpoch({0: CenterCrop(8), 2: _picture})), "RandomResizedCrop or"),
+    ]
+    for dataset, text in cases:
+        with pytest.raises(ArgumentError, match=text):
+            DataLoader(dataset, 4, decode=decode)
+
+
+def _picture(image: Any) -> Any:
+    return image
+
+
+def test_a_decoder_that_is_not_installed(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "fastload.decoding.why_no_dali", lambda: "NVIDIA DALI is not installed: pip install x"
+    )
+    for decode in ("dali", Dali()):
+        with pytest.raises(ArgumentError, match="pip install x"):
+            DataLoader(folder(), 4, decode=decode)
+    loader = DataLoader(folder(), 2, decode="auto")
+    _epoch(loader)
+    assert "pip install x" in loader.stats()["decode"]["missing"]["dali"]
+
+
+@needs_dali
+def test_dali_with_settings(folder: Any) -> None:
+    loader = DataLoader(folder(), 5, num_workers=2, seed=1, decode=Dali(threads=1, queue_depth=3))
+    assert _alike(_epoch(loader)[0], _epoch(DataLoader(folder(), 5, seed=1))[0])
+    assert loader.stats()["decode"] == {"decoder": "dali"}
+
+
+@needs_dali
+def test_progressive_resolution(folder: Any) -> None:
+    """Another size from the second epoch on, with the same workers and the same decoder."""
+    dataset = folder(fastload.ByEpoch({0: RandomResizedCrop(16), 1: RandomResizedCrop(40)}))
+    loader = DataLoader(dataset, 5, num_workers=2, persistent_workers=True, decode="dali")
+    assert [_epoch(loader)[0].shape[-1] for _ in range(3)] == [16, 40, 40]
+
+
+@every_decoder
+def test_resumed_in_the_middle(folder: Any, decode: str) -> None:
+    """What is staged and being decoded was not handed out: it comes again."""
+
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(
+            folder(), 4, shuffle=True, generator=generator, num_workers=2, seed=1, decode=decode
+        )
+
+    whole = list(loader())
+    first = loader()
+    iterator = iter(first)
+    begun = [next(iterator) for _ in range(2)]
+    state = first.state_dict()
+    del iterator
+    second = loader()
+    second.load_state_dict(state)
+    batches = begun + list(second)
+    assert [labels.tolist() for _, labels in batches] == [labels.tolist() for _, labels in whole]
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(batches, whole, strict=True))
+
+
+@every_decoder
+def test_epochs_that_are_broken_off(folder: Any, decode: str) -> None:
+    """Two iterators over one loader, and some never finished: results stay with their batches."""
+    dataset = folder(CenterCrop(32))
+    loader = DataLoader(dataset, 4, num_workers=2, decode=decode)
+    reference = [images for images, _ in DataLoader(dataset, 4)]
+    for taken in range(3):
+        iterator = iter(loader)
+        for images in reference[:taken]:
+            assert _alike(next(iterator)[0], images)
+        del iterator
+    one = iter(loader)
+    two = iter(loader)
+    for _ in reference:
+        assert next(one)[1].tolist() == next(two)[1].tolist()
+
+
+# --- auto
+
+
+@functools.cache
+def _large() -> bytes:
+    return pillow_jpeg(scene(600, 450))
+
+
+@pytest.mark.parametrize(
+    ("dali", "nvjpeg", "kept"),
+    [(1e9, 1.0, "dali"), (1.0, 1e9, "nvjpeg"), (1.0, 2.0, "cpu")],
+)
+@every_workers
+def test_auto_keeps_the_fastest(
+    folder: Any,
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_workers: int,
+    dali: float,
+    nvjpeg: float,
+    kept: str,
+) -> None:
+    """Whoever it is, no sample is lost or repeated, and the pictures are those of the CPU path."""
+    made: dict[Any, str] = {}
+    monkeypatch.setattr("fastload.decoding.why_no_dali", lambda: None)
+    rates = {"dali": dali, "nvjpeg": nvjpeg}
+    monkeypatch.setattr("fastload.decoding.measure_decoder", lambda decoder, _: rates[made[decoder]])
+    closed = set()
+    monkeypatch.setattr(NvJpegDecoder, "close", lambda self: closed.add(made[self]))
+
+    def new(self: Decoding, name: str) -> Any:
+        decoder = NvJpegDecoder(torch.device("cpu"), "raise", self._counters, self._bad)
+        made[decoder] = name
+        return decoder
+
+    monkeypatch.setattr(Decoding, "_new", new)
+    for path in photos.rglob("*.*"):  # large, so that decoding them takes longer than reading their headers
+        path.write_bytes(_large())
+    dataset = folder()
+    loader = DataLoader(dataset, 2, num_workers=num_workers, seed=1, decode="auto")
+    assert loader.stats()["decode"]["decoder"] == "cpu"
+    reference = DataLoader(dataset, 2, seed=1)
+    with caplog.at_level(logging.INFO, "fastload"):
+        for _ in range(2):
+            (images, labels), (expected, wanted) = _epoch(loader), _epoch(reference)
+            assert labels == wanted and _alike(images, expected)
+    stats = loader.stats()["decode"]
+    assert stats["decoder"] == kept and f"{kept} is kept" in stats["why"]
+    assert set(stats["rates"]) == {"cpu", "dali", "nvjpeg"} and not stats["missing"]
+    assert len([record for record in caplog.records if "decode='auto'" in record.message]) == 1
+    assert closed == {"dali", "nvjpeg"} - {kept}
+    counters = loader.stats()["counters"]
+    assert counters["collate.samples"] == 2 * COUNT
+    # The batches of the trial at least; and where it is kept, the second epoch.
+    assert counters["decoder.batches"] >= (3 if kept == "cpu" else 3 + COUNT // 2)
+
+
+def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not start, or not work: the others are tried, and it is said why it was not."""
+
+    class Failing(NvJpegDecoder):
+        def start(self, encoded: EncodedImages) -> Any:
+            raise RuntimeError("no kernel image is available")
+
+    def new(self: Decoding, name: str) -> Any:
+        if name == "dali":
+            raise FastloadError("decode='dali' cannot start: driver too old", stage="decode")
+        return Failing(torch.device("cpu"), "raise", self._counters, self._bad)
+
+    monkeypatch.setattr("fastload.decoding.why_no_dali", lambda: None)
+    monkeypatch.setattr(Decoding, "_new", new)
+    dataset = folder()
+    loader = DataLoader(dataset, 2, num_workers=2, seed=1, decode="auto")
+    assert _alike(_epoch(loader)[0], _epoch(DataLoader(dataset, 2, seed=1))[0])
+    stats = loader.stats()["decode"]
+    assert stats["decoder"] == "cpu"
+    assert "driver too old" in stats["missing"]["dali"] and "no kernel image" in stats["missing"]["nvjpeg"]
+
+
+def test_auto_with_bad_images_and_few_batches(folder: Any, spoilt: Path) -> None:
+    """Too short an epoch to compare; bad images count once, however often a trial decodes them."""
+    loader = DataLoader(folder(), 6, num_workers=2, seed=1, decode="auto", on_error="skip")
+    for _ in range(4):
+        _epoch(loader)
+    assert loader.stats()["counters"]["bad.samples"] == 8
+    assert sorted(key for key, _ in loader.stats()["bad"]) == sorted([BAD, HIDDEN] * 4)
+
+
+@every_decoder
+def test_measure_decoder(decode: str) -> None:
+    kind: Any = {"dali": DaliDecoder, "nvjpeg": NvJpegDecoder}[decode]
+    decoder = kind(torch.device("cpu"), "raise", Counters(), [])
+    encoded = encode(RandomResizedCrop(24), {"a": pillow_jpeg(scene(96, 72))})
+    assert measure_decoder(decoder, encoded, rounds=3) > 0
+    assert decoder.counters["decoder.batches"] == 3
+    decoder.close()
+
+
+def test_exif_is_not_applied(tmp_path: Path) -> None:
+    """By no decoder: torchvision's loader does not, and the crops would lie elsewhere."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = BytesIO()
+    Image.fromarray(scene(120, 60)).save(file, "JPEG", exif=exif, quality=95)
+    (tmp_path / "a.jpg").write_bytes(file.getvalue())
+    dataset = ObjectDataset(str(tmp_path), transform=CenterCrop(48))
+    [expected] = DataLoader(dataset, 1)
+    for decode in [d.values[0] if hasattr(d, "values") else d for d in DECODERS]:
+        if decode == "dali" and why_no_dali() is not None:
+            continue
+        [images] = DataLoader(dataset, 1, decode=decode)
+        assert _alike(images, expected, 45)
+    dataset.close()
