@@ -61,17 +61,25 @@ class Place(NamedTuple):
 def epoch(loader: Any, seconds: float = float("inf")) -> Run:
     """Iterate once, start and end of the workers included."""
     count, first = 0, 0.0
-    cpu, start = _cpu(), time.perf_counter()
+    cpu, start = cpu_seconds(), time.perf_counter()
     for batch in loader:
         first = first or time.perf_counter() - start
-        count += batch if isinstance(batch, int) else len(batch[0])
+        count += images_of(batch)
         if time.perf_counter() - start > seconds:
             break
     took = time.perf_counter() - start
-    return Run(count, took, first, _cpu() - cpu)
+    return Run(count, took, first, cpu_seconds() - cpu)
 
 
-def _cpu() -> float:
+def images_of(batch: Any) -> int:
+    """How many samples a batch has: a count of them, a dict of fields, or (images, labels)."""
+    if isinstance(batch, int):
+        return batch
+    return len(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children that have ended."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -81,15 +89,12 @@ def cold(place: Place) -> Callable[[], Run]:
     return lambda: epoch(DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS))
 
 
-def cold_and_warm(place: Place) -> tuple[Callable[[], Run], Callable[[], Run]]:
-    """(an epoch that fills a new cache, an epoch from that cache)"""
+def filling_and_cached(make: Callable[[Cache], Any]) -> tuple[Callable[[], Run], Callable[[], Run]]:
+    """(an epoch that fills a new cache, an epoch from that cache) of the dataset that `make` makes."""
     folders: list[tempfile.TemporaryDirectory[str]] = []
 
     def loader(folder: str) -> Any:
-        dataset = ImageFolder(
-            place.url, RandomResizedCrop(SIZE), cache=Cache(folder), storage_options=place.options
-        )
-        return DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS)
+        return DataLoader(make(Cache(folder)), BATCH, shuffle=True, num_workers=WORKERS)
 
     def fill() -> Run:
         if folders:
@@ -118,14 +123,14 @@ def bare(place: Place) -> Callable[[], Run]:
         context = multiprocessing.get_context("fork")
         parts = [keys[i::WORKERS] for i in range(WORKERS)]
         processes = [context.Process(target=_bare_reads, args=(place, part)) for part in parts]
-        cpu, start = _cpu(), time.perf_counter()
+        cpu, start = cpu_seconds(), time.perf_counter()
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         if any(process.exitcode for process in processes):
             raise RuntimeError("the bare loop failed")
-        return Run(len(keys), time.perf_counter() - start, 0.0, _cpu() - cpu)
+        return Run(len(keys), time.perf_counter() - start, 0.0, cpu_seconds() - cpu)
 
     return run
 
@@ -243,7 +248,12 @@ def places(count: int) -> Iterator[dict[int, Place]]:
 
 
 def contenders(at: dict[int, Place]) -> dict[str, Callable[[], Run]]:
-    filling, warm = cold_and_warm(at[20])
+    near = at[20]
+    filling, warm = filling_and_cached(
+        lambda cache: ImageFolder(
+            near.url, RandomResizedCrop(SIZE), cache=cache, storage_options=near.options
+        )
+    )
     found = {f"crops, {ms} ms": cold(at[ms]) for ms in LATENCIES}
     found |= {"crops, 20 ms, filling": filling, "crops, cached": warm}
     found |= {"bytes, 20 ms": bytes_only(at[20]), "bare obstore, 20 ms": bare(at[20])}

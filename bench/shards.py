@@ -1,0 +1,276 @@
+"""Shards: first and later epochs of tar and TFRecord beside loose objects, WebDataset, and a bare ranged read.
+
+`python -m bench shards [--images 2000] [--repeats 5] [--quick] [--json] [--save]`. Photos of 138 KB, some 250
+in a shard, on an S3 server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip
+to uint8 in batches of 64. All contenders take turns; ratios are those of one turn, medians are shown.
+
+rclone, the server, answers ranges under status 200, which many clients refuse: the proxy that makes the round
+trip says 206 for all of them. "streamed" reads shards without an index, "at random" with the index files that
+`fastload convert` wrote beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import boto3
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.cold import BATCH, SIZE, WORKERS, Run, cpu_seconds, epoch, filling_and_cached
+from bench.peers.webdataset import webdataset_loader
+from bench.photos import WORKPLACE, photo_folder
+from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
+from fastload.cli._machine import describe_machine
+from fastload.cli._s3 import delay_proxy, serve_s3
+
+RESULTS = Path(__file__).parent / "results"
+ROUND_TRIP = 0.02
+A_SHARD = 250
+PIECE = 8 << 20
+MODES = ("raw", "shrunk", "decoded")
+FEATURES = {"image": bytes, "label": int}
+
+Make = Callable[[Cache | None], Any]
+
+
+class Place(NamedTuple):
+    """The bucket over the round trip: photos, and the same in shards with and without indexes."""
+
+    options: dict[str, str]
+    shards: dict[str, list[Path]]
+    photos: str
+
+
+def make_shards(photos: Path, count: int, form: str) -> Path:
+    """The photos in shards, made once."""
+    folder = photos.parent / f"{photos.name}-{form}"
+    size = sum(path.stat().st_size + 2048 for path in photos.glob("*/*.jpg")) * A_SHARD // count + 1
+    command = [sys.executable, "-m", "fastload.cli", "convert", str(photos), str(folder), "--to", form]
+    options = ["--shard-size", str(size), "--shuffle", "1", "--name", "photos"]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[1])
+    return folder
+
+
+@contextmanager
+def place(count: int) -> Iterator[Place]:
+    photos = photo_folder(count, 97)
+    made = {form: make_shards(photos, count, form) for form in ("tar", "tfrecord")}
+    with ExitStack() as stack:
+        server = stack.enter_context(serve_s3(photos.parent))
+        proxy = stack.enter_context(delay_proxy(server.endpoint_url, ROUND_TRIP))
+        shards = {form: sorted(folder.glob(f"*.{form}")) for form, folder in made.items()}
+        yield Place(server.options | {"endpoint_url": proxy.url}, shards, f"s3://{photos.name}/")
+
+
+def shard_dataset(at: Place, form: str, cache: Cache | None, *, index: bool) -> Any:
+    """Images and labels out of shards."""
+    url = f"s3://{at.shards[form][0].parent.name}/"
+    options: dict[str, Any] = {
+        "cache": cache,
+        "storage_options": at.options,
+        "index": None if index else False,
+    }
+    if form == "tar":
+        return TarDataset(url, transform=RandomResizedCrop(SIZE), **options)
+    return TFRecordDataset(url, FEATURES, transform=RandomResizedCrop(SIZE), **options)
+
+
+def makers(at: Place) -> dict[str, Make]:
+    def folder(cache: Cache | None) -> Any:
+        return ImageFolder(at.photos, RandomResizedCrop(SIZE), cache=cache, storage_options=at.options)
+
+    found: dict[str, Make] = {"loose objects": folder}
+    for form in ("tar", "tfrecord"):
+        found[f"{form}, streamed"] = lambda cache, form=form: shard_dataset(at, form, cache, index=False)
+        found[f"{form}, at random"] = lambda cache, form=form: shard_dataset(at, form, cache, index=True)
+    return found
+
+
+def loader(dataset: Any, **options: Any) -> Any:
+    return DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS, **options)
+
+
+def cold(make: Make) -> Callable[[], Run]:
+    return lambda: epoch(loader(make(None)))
+
+
+def later(make: Make, mode: str, folder: Path, count: int) -> Callable[[], Run]:
+    """Epochs from a full cache, by workers that run already."""
+    cache = Cache(folder, mode, short_side=300)
+    running = loader(make(cache), persistent_workers=True)
+    while cache.info()["entries"] < count:  # an epoch may leave gaps: filling never waits for the disk
+        epoch(running)
+    cache.close()
+    return lambda: epoch(running)
+
+
+def count_records(records: list[Any]) -> int:
+    return sum(len(record) > 0 for record in records)
+
+
+def bytes_only(at: Place) -> Callable[[], Run]:
+    url = f"s3://{at.shards['tfrecord'][0].parent.name}/"
+    dataset = TFRecordDataset(url, index=False, storage_options=at.options)
+    return lambda: epoch(loader(dataset, collate_fn=count_records))
+
+
+def bare(at: Place, count: int) -> Callable[[], Run]:
+    """obstore alone: two processes, each reads its shards piece by piece from one end to the other."""
+
+    def run() -> Run:
+        context = multiprocessing.get_context("fork")
+        parts = [at.shards["tfrecord"][i::WORKERS] for i in range(WORKERS)]
+        processes = [context.Process(target=_bare_reads, args=(at, part)) for part in parts]
+        cpu, start = cpu_seconds(), time.perf_counter()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise RuntimeError("the bare loop failed")
+        return Run(count, time.perf_counter() - start, 0.0, cpu_seconds() - cpu)
+
+    return run
+
+
+def _bare_reads(at: Place, shards: list[Path]) -> None:
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(
+        at.shards["tfrecord"][0].parent.name,
+        endpoint=at.options["endpoint_url"],
+        access_key_id=at.options["key"],
+        secret_access_key=at.options["secret"],
+        client_options={"allow_http": True},
+    )
+    for shard in shards:
+        size = shard.stat().st_size
+        for start in range(0, size, PIECE):
+            if not len(obstore.get_range(store, shard.name, start=start, end=min(start + PIECE, size))):
+                os._exit(1)
+
+
+def peer(at: Place) -> Callable[[], Run]:
+    client = boto3.client(
+        "s3",
+        endpoint_url=at.options["endpoint_url"],
+        aws_access_key_id=at.options["key"],
+        aws_secret_access_key=at.options["secret"],
+        region_name="us-east-1",
+    )
+    urls = [
+        client.generate_presigned_url("get_object", {"Bucket": path.parent.name, "Key": path.name})
+        for path in at.shards["tar"]
+    ]
+    return lambda: epoch(webdataset_loader(urls, BATCH, WORKERS))
+
+
+def contenders(at: Place, count: int, folder: Path) -> dict[str, Callable[[], Run]]:
+    found: dict[str, Callable[[], Run]] = {}
+    made = makers(at)
+    for name, make in made.items():
+        filling, _ = filling_and_cached(make)
+        found |= {f"first: {name}": cold(make), f"first, filling: {name}": filling}
+    found["first: WebDataset"] = peer(at)
+    found |= {"bytes: tfrecord, streamed": bytes_only(at), "bytes: bare ranged read": bare(at, count)}
+    for mode in MODES:
+        for name, short in (
+            ("loose objects", "folder"),
+            ("tar, streamed", "tar"),
+            ("tfrecord, streamed", "tfr"),
+        ):
+            found[f"later, {mode}: {name}"] = later(made[name], mode, folder / f"{mode}-{short}", count)
+    return found
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Medians of the ratios within one turn."""
+
+    def of(one: str, other: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True)), 3)
+
+    found = {}
+    for form in ("tar", "tfrecord"):
+        for way in ("streamed", "at random"):
+            name = f"{form}, {way}"
+            found[f"{name} / WebDataset"] = of(f"first: {name}", "first: WebDataset")
+            found[f"{name} / loose objects, first"] = of(f"first: {name}", "first: loose objects")
+            found[f"{name}, filling / not"] = of(f"first, filling: {name}", f"first: {name}")
+        for mode in MODES:
+            key = f"{form} / loose objects, later, {mode}"
+            found[key] = of(f"later, {mode}: {form}, streamed", f"later, {mode}: loose objects")
+    return found | {"bytes / bare ranged read": of("bytes: tfrecord, streamed", "bytes: bare ranged read")}
+
+
+def show(console: Console, runs: dict[str, list[Run]], rates: dict[str, list[float]]) -> None:
+    table = Table(title=f"20 ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8")
+    for column in ("", "images/s", "min", "max", "first batch, s", "CPU, ms"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, made in rates.items():
+        first = statistics.median(run.first_batch for run in runs[name])
+        cpu = statistics.median(1e3 * run.cpu_seconds / run.images for run in runs[name])
+        cells = [f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made))]
+        table.add_row(name, *cells, f"{first:.2f}", f"{cpu:.2f}")
+    console.print(table)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two turns")
+    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse()
+    console = Console(stderr=given.json, width=110)
+    torch.set_num_threads(1)
+    runs: dict[str, list[Run]] = {}
+    document: dict[str, Any] = {"bench": "shards", **describe_machine(), "load_before": os.getloadavg()}
+    with place(given.images) as at, tempfile.TemporaryDirectory(dir=WORKPLACE) as folder:
+        turns = list(contenders(at, given.images, Path(folder)).items())
+        for turn in range(2 if given.quick else given.repeats):
+            for name, run in turns if turn % 2 == 0 else reversed(turns):
+                runs.setdefault(name, []).append(run())
+                if runs[name][-1].images != given.images:
+                    raise RuntimeError(f"{name}: {runs[name][-1].images} images of {given.images}")
+        document["shards"] = {form: len(paths) for form, paths in at.shards.items()}
+    rates = {name: [one.images / one.seconds for one in made] for name, made in runs.items()}
+    show(console, runs, rates)
+    document |= {
+        "images": given.images,
+        "rates": {name: round(statistics.median(made), 1) for name, made in rates.items()},
+        "all_rates": {name: [round(rate, 1) for rate in made] for name, made in rates.items()},
+        "ratios": ratios(rates),
+        "load_after": os.getloadavg(),
+    }
+    for name, ratio in document["ratios"].items():
+        console.print(f"{name:44}{ratio:6.2f}")
+    if given.save:
+        (RESULTS / f"shards-{document['date'][:10]}.json").write_text(json.dumps(document, indent=1) + "\n")
+    if given.json:
+        print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
