@@ -1,4 +1,4 @@
-"""Shards: first and later epochs of tar and TFRecord beside loose objects, WebDataset, and a bare ranged read.
+"""Shards: epochs of tar and TFRecord beside loose objects, WebDataset, and a bare ranged read.
 
 `python -m bench shards [--images 2000] [--repeats 5] [--quick] [--json] [--save]`. Photos of 138 KB, some 250
 in a shard, on an S3 server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import boto3
 import torch
+from botocore.config import Config
 from rich.console import Console
 from rich.table import Table
 
@@ -172,6 +173,7 @@ def peer(at: Place) -> Callable[[], Run]:
         aws_access_key_id=at.options["key"],
         aws_secret_access_key=at.options["secret"],
         region_name="us-east-1",
+        config=Config(signature_version="s3v4"),
     )
     urls = [
         client.generate_presigned_url("get_object", {"Bucket": path.parent.name, "Key": path.name})

@@ -193,6 +193,23 @@ def test_damaged_shards_stop_it(photos: Path, tmp_path: Path) -> None:
     assert document["error"]["type"] == "DecodeError" and shard.name in document["error"]["key"]
 
 
+@pytest.mark.parametrize("to", ["tar", "tfrecord"])
+def test_its_first_epoch_is_random_access(to: str, photos: Path, tmp_path: Path) -> None:
+    """fastload's datasets find the indexes: a length and any sample at once."""
+    convert(photos, tmp_path / "out", to, "--shuffle", "1")
+    if to == "tar":
+        dataset: Any = fastload.TarDataset(str(tmp_path / "out"), decode=dict)
+        samples = [dataset[index] for index in range(IMAGES)]
+        found = {one["__key__"]: (bytes(one["jpg"]), int(one["cls"])) for one in samples}
+    else:
+        dataset = fastload.TFRecordDataset(str(tmp_path / "out"), SPEC)
+        samples = [dataset[index] for index in range(IMAGES)]
+        found = {one["key"]: (bytes(one["image"]), one["label"]) for one in samples}
+    assert len(dataset) == IMAGES
+    assert found == (IN_TAR if to == "tar" else WANTED)
+    dataset.close()
+
+
 # --- On S3, interrupted -------------------------------------------------------------------------------------
 
 

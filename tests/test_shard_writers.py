@@ -17,6 +17,7 @@ from data.make_shards import COUNT, FILES, HERE, features
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fastload
 from fastload.errors import ArgumentError
 from fastload.formats.example import encode_example, parse_example
 from fastload.formats.index import parse_tfrecord_index, parse_wds_index
@@ -223,6 +224,23 @@ def test_tensorflows_files_are_read() -> None:
         assert found["box"].tolist() == wanted["box"] and found["no floats"].tolist() == wanted["no floats"]
     again, _ = write_tfrecord(bytes(record.payload or b"") for record in records)
     assert again == shard
+
+
+@pytest.mark.parametrize("compression", list(FILES))
+def test_tensorflows_files_through_the_dataset(compression: str) -> None:
+    """Without an index, and compressed: as a stream of its records."""
+    dataset = fastload.TFRecordDataset(HERE / FILES[compression], SPEC, compression=compression.lower())
+    (state,) = dataset.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
+    stream = dataset.open_stream(state)
+    found: list[Any] = []
+    while ids := stream.take(5):
+        found += [dataset[i] for i in ids]
+    stream.close()
+    dataset.close()
+    assert len(found) == COUNT
+    for number, sample in enumerate(found):
+        assert [bytes(sample["image"])] == features(number)["image"]
+        assert sample["counts"].tolist() == features(number)["counts"]
 
 
 def test_our_examples_are_tensorflows() -> None:

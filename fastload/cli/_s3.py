@@ -94,8 +94,10 @@ def serve_s3(directory: Path, *, read_only: bool = True) -> Iterator[S3Server]:
     }
     # A folder that is read again for every GET makes 600 files eight times slower. A range that does not
     # begin where the last one ended waits 20 ms by default, in case the gap before it is asked for meanwhile.
+    # Reading ahead of what was asked costs a range of 138 KB four times the CPU (1.9 ms instead of 0.4).
     command = [str(rclone), "serve", "s3", str(directory), "--addr", "127.0.0.1:0"]
     command += ["--dir-cache-time", "24h", "--poll-interval", "0", "--vfs-read-wait", "0"]
+    command += ["--buffer-size", "0"]
     command += ["--read-only"] if read_only else []
     with tethered(command, env=environment) as child:
         yield S3Server(_started(child, SERVING, "the S3 server (rclone)").group(1), key, secret)
