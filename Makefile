@@ -5,7 +5,7 @@ export PYTHON ?= python3
 bin := .venv/bin
 ready := .venv/.ready
 
-.PHONY: demo test lint stress fuzz clean
+.PHONY: demo test lint stress fuzz gpu-check clean
 
 demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
@@ -23,6 +23,10 @@ stress: $(ready)  ## the long forms
 
 fuzz: $(ready)  ## hostile bytes into the native kernel
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
+
+# With the Python that torch for this GPU is installed in, and the sources as they are: PYTHON=python3.12
+gpu-check:  ## all that needs a GPU: its tests, its figures, bench/results/<gpu>-<date>.json
+	$(PYTHON) -m bench.gpu_check $(ARGS)
 
 clean:  ## what the targets above made, and nothing else
 	rm -rf .venv build fastload-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
