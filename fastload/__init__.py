@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader import DataLoader
     from fastload.normalize import Normalize
-    from fastload.sampler import DistributedSampler
+    from fastload.sampler import DistributedSampler, ShardSampler
     from fastload.store import open_store
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
@@ -36,6 +36,7 @@ _HOME = {
     "Normalize": "fastload.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
+    "ShardSampler": "fastload.sampler",
     "TFRecordDataset": "fastload.datasets.tfrecord",
     "TarDataset": "fastload.datasets.tar",
     "cached": "fastload.datasets.cached",
@@ -53,6 +54,7 @@ __all__ = [
     "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",
+    "ShardSampler",
     "TFRecordDataset",
     "TarDataset",
     "__version__",

@@ -95,12 +95,16 @@ class BatchMaker:
         self._seeded = seeded
         self._allocate = allocate
         self._seed = self._epoch = 0
+        self._numbered = True
         self.counters = _counters(self._rows) or _counters(as_filling(dataset)) or Counters()
         self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
 
-    def start_epoch(self, seed: int, epoch: int) -> None:
-        """From now on samples are drawn with the randomness of this epoch."""
-        self._seed, self._epoch = seed, epoch
+    def start_epoch(self, seed: int, epoch: int, *, numbered: bool = True) -> None:
+        """From now on samples are drawn with the randomness of this epoch.
+
+        Where they are not `numbered`, no other sample can be asked for: on_error="replace" acts as "skip".
+        """
+        self._seed, self._epoch, self._numbered = seed, epoch, numbered
         start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
@@ -226,7 +230,7 @@ class BatchMaker:
                 self.bad.append((str(key), f"{type(error).__name__}: {error}"))
                 self.counters.add("bad.samples")
             failed = {row for row, _ in failures}
-            if self._on_error == "skip":
+            if self._on_error == "skip" or not self._numbered:
                 good = [row for row in range(len(indices)) if row not in failed]
                 if not good:
                     raise failures[0][1]

@@ -16,6 +16,7 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 from fastload.collate import BatchMaker
 from fastload.rows import Allocate, as_rows
 from fastload.state import dataset_state, kept_globals, resume_fetcher
+from fastload.streams import StreamEpoch, StreamOver, StreamReader
 
 __all__ = ["InProcessIterator"]
 
@@ -26,6 +27,9 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._coming: deque[Any] = deque()
         self._maker: BatchMaker | None = None
+        self._reader: StreamReader | None = None
+        self._stream: int | None = None  # the one that the last batch is from
+        self._after: Any = None  # its state then
         self._ahead = 0
         self._feed: Any = None
         self._progress = loader._state.begin(loader, late_seed=True)
@@ -39,6 +43,7 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._meter = loader._meter
         self._meter.start(0)
         self._decoding = loader._decoding
+        self._streams = self._progress.streams
         if self._dataset_kind == torch_dataloader._DatasetKind.Map:
             self._dataset_fetcher = self._maker = BatchMaker(
                 self._dataset,
@@ -48,18 +53,52 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 seeded=loader.seed is not None,
                 allocate=_allocator(self._pin_memory) if self._feed is None else self._feed.allocate,
             )
-            self._maker.start_epoch(loader._samples_seed(self._base_seed), self._progress.epoch)
-            if as_rows(self._dataset) is not None:
+            self._maker.start_epoch(
+                loader._samples_seed(self._base_seed), self._progress.epoch, numbered=self._streams is None
+            )
+            if self._streams is not None:
+                self._reader = StreamReader(
+                    self._dataset,
+                    auto_collation=self._auto_collation,
+                    drop_last=loader.drop_last,
+                    cancel=self._maker.cancel,
+                )
+            elif as_rows(self._dataset) is not None:
                 self._ahead = loader._batches_ahead(2)
 
     def take_up(self, positions: list[dict[str, Any]] | None) -> None:
         """Go to the place in an iterable dataset that was loaded, and note where that is."""
         if self._maker is None and positions is not None:
             resume_fetcher(self._dataset_fetcher, positions[0], self._loader._samples_per_batch())
-        self._progress.began(state=self._dataset_state())
+        self._progress.began(state=self._state_after())
 
-    def _dataset_state(self) -> Any:
+    def _state_after(self) -> Any:
+        """Of the stream or the dataset, with what was read last."""
+        if self._streams is not None:
+            return self._after
         return copy.deepcopy(dataset_state(self._dataset, self._dataset_fetcher))
+
+    def _next_ids(self, streams: StreamEpoch, reader: StreamReader, maker: BatchMaker) -> Any:
+        """The next batch of the stream whose turn it is."""
+        while True:
+            self._stream = None
+            ask = streams.lap > 0 or not streams.live
+            if ask and not streams.goes_on(ready=len(streams.live)):
+                reader.close()
+                raise StopIteration
+            self._stream, self._after = streams.live[0], None
+            try:
+                ids, self._after = reader.take(streams.work(self._stream))
+            except StreamOver:
+                self._progress.ended(self._stream)
+                maker.flush_cache()
+                continue
+            except KeyboardInterrupt:
+                streams.lost(self._stream)
+                raise
+            if streams.lap == 0:
+                streams.goes_on(ready=1)  # so that the other ranks know
+            return ids
 
     def _next_index(self) -> Any:
         """The next index batch, those after it announced to the dataset."""
@@ -79,24 +118,32 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
             data = self._read_next()
         except StopIteration:
             self._meter.stop()
-            self._progress.ended(state=self._dataset_state())
+            if self._streams is None:
+                self._progress.ended(state=self._state_after())
             self._progress.finish()
             raise
         except Exception:
-            self._progress.handed_out(state=self._dataset_state())
+            if self._streams is None or self._stream is not None:  # else it is the error of no batch
+                self._progress.handed_out(worker_id=self._stream or 0, state=self._state_after())
             raise
-        self._progress.handed_out(state=self._dataset_state())
+        self._progress.handed_out(worker_id=self._stream or 0, state=self._state_after())
         self._meter.handed_over()
         return data
 
     def _read_next(self) -> Any:
         if self._feed is not None:
             self._feed.ask()
-        with self._counters.timed("sampler"):
-            index = self._next_index()
         if self._maker is None:
+            with self._counters.timed("sampler"):
+                index = self._next_index()
             return self._finished(self._dataset_fetcher.fetch(index))
         start = time.perf_counter()
+        if self._streams is not None and self._reader is not None:
+            index = self._next_ids(self._streams, self._reader, self._maker)
+        else:
+            with self._counters.timed("sampler"):
+                index = self._next_index()
+            start = time.perf_counter()
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
             encoded = self._decoding is not None and self._decoding.next_encoded()
@@ -121,6 +168,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
     def __del__(self) -> None:
         if self._feed is not None:
             self._feed.close()
+        if self._reader is not None:
+            self._reader.close()
         if self._maker is not None:
             for index in self._coming:
                 self._maker.cancel(index)

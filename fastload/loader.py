@@ -19,7 +19,8 @@ from fastload.cuda import checked
 from fastload.device import Feed
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
-from fastload.sampler import find_rank
+from fastload.rows import as_streams
+from fastload.sampler import ShardSampler, find_rank
 from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
 from fastload.verdict import limit, verdict
@@ -62,6 +63,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused
             transforms are independent of the number of workers either way.)
 
+    A shard dataset that is given no sampler gets a `fastload.ShardSampler`: each rank reads its own part, as
+    streams until the places of the samples are known.
+
     Raises:
         ArgumentError: device, batch_transform, decode, on_error or seed is not what it can be.
         ValueError, TypeError: as torch's.
@@ -99,6 +103,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
         if seed is not None and not isinstance(seed, int):
             raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+        if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
+            sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
         super().__init__(
             dataset,
             batch_size,

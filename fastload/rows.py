@@ -82,9 +82,10 @@ class SampleStream(Protocol):
         An id is the sample's own in every epoch and process, for example shard << 32 | ordinal.
 
         Raises:
-            What stands in the way of the stream itself: a store that is down, a shard that is damaged where
-            its next record should begin. A single bad record is not raised here but by `fill()` or `[]`, so
-            that `on_error` can cover it. After an error the stream is not asked again.
+            What stops all reading: a store that is down or refuses us. After that the stream is not asked
+            again. Damage in a shard is no such thing: where a record should begin and none does, its id is
+            handed out, `fill()` or `[]` raises, so that `on_error` covers it, and the stream goes on with the
+            next shard.
         """
 
     def state(self) -> dict[str, Any]:

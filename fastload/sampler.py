@@ -9,6 +9,7 @@ With `partition="node"` the order is such that this deals every node its own sha
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -22,7 +23,7 @@ import torch.utils.data
 from fastload.errors import ArgumentError
 from fastload.partition import Place, find_place, node_order, node_shares
 
-__all__ = ["DistributedSampler"]
+__all__ = ["DistributedSampler", "ShardSampler"]
 
 _VERSION = 1
 _MODES = ("train", "eval")
@@ -155,7 +156,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch. A position that was loaded for this very epoch is kept."""
         if self._start is None or epoch != self.epoch:
-            if self._start and self._start < len(self.dataset):  # type: ignore[arg-type]
+            if self._start and self._start < (self._length() or math.inf):
                 warnings.warn(
                     f"set_epoch({epoch}) drops the position that was loaded, {self._start} samples into "
                     f"epoch {self.epoch}: call set_epoch({self.epoch}) to resume there",
@@ -181,13 +182,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch and the samples that all ranks together have consumed in it, as plain numbers."""
         epoch, consumed = self._position
+        length = self._length()
         return {
             "version": _VERSION,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "length": len(self.dataset),  # type: ignore[arg-type]
+            "length": length,
             "epoch": epoch,
-            "consumed": min(consumed, len(self.dataset)),  # type: ignore[arg-type]
+            "consumed": consumed if length is None else min(consumed, length),
             "advances": self._advances,
             "nodes": self._dealt[0],
             "exchange": self._dealt[1],
@@ -210,7 +212,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "load what state_dict() of a fastload.DistributedSampler returned"
             )
         for name in ("version", "seed", "shuffle", "length"):
-            if state_dict[name] != own[name]:
+            if state_dict[name] != own[name] and not (name == "length" and self._was_unnumbered(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
                     "make it with the arguments and the dataset of the run that is resumed"
@@ -225,6 +227,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         else:
             self._dealt = (self.place.nodes, self.exchange)
 
+    def _length(self) -> int | None:
+        """Of the dataset; None where only a `ShardSampler` can go on."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _was_unnumbered(self, state_dict: Mapping[str, Any]) -> bool:
+        return False
+
     def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
         """The samples in the order of an epoch; None: by index."""
         length = len(self.dataset)  # type: ignore[arg-type]
@@ -238,6 +247,80 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         if self.mode == "eval":
             return max(0, -(-(left - self._column) // self.num_replicas))
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+
+class ShardSampler(DistributedSampler):
+    """This rank's part of a shard dataset: what `fastload.DataLoader` uses for one where no sampler is given.
+
+    While the places of its samples are not known the dataset has no length, and the loader reads it as
+    streams: the epoch and `shuffle` then decide the order of the shards, and each rank reads its own.
+    Afterwards this is a `DistributedSampler`.
+
+    In such an epoch, too, mode "train" gives every rank equally many batches: one that is through its shards
+    repeats its first samples (those of the next rank, if it has none) until the longest rank is through. Mode
+    "eval" repeats nothing. A state from the middle of such an epoch is this rank's own, and can be loaded by
+    it only; between epochs any number of ranks may load it.
+
+    Args:
+        dataset: one of fastload's shard datasets, or any with a length.
+        num_replicas, rank, shuffle, seed, drop_last, mode: as for `DistributedSampler`.
+
+    Raises:
+        ArgumentError: as `DistributedSampler`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mode: str = "train",
+    ) -> None:
+        super().__init__((), num_replicas, rank, shuffle, seed, drop_last, mode=mode)
+        self.dataset = dataset
+        del self.num_samples, self.total_size  # of (): see `__getattr__`
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch.
+
+        Raises:
+            TypeError: the samples of the dataset are not numbered yet.
+        """
+        return self._share(0)
+
+    def __getattr__(self, name: str) -> int:
+        if name == "num_samples":
+            return len(self)
+        if name == "total_size":
+            whole = len(self.dataset)  # type: ignore[arg-type]
+            return whole if self.mode == "eval" else len(self) * self.num_replicas
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def begin(self) -> None:
+        """Something was read in this epoch, as streams: the next iteration is of the next one."""
+        self._start, self._begun = None, True
+
+    def check_streamable(self) -> None:
+        """Raise ArgumentError where a position was loaded that only numbers can be passed over to."""
+        if self._start:
+            raise ArgumentError(
+                f"the state that was loaded is {self._start} samples into an epoch that went by number, and "
+                "the samples are not numbered here: use the cache directory of that run, or give the dataset "
+                "index files"
+            )
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def _was_unnumbered(self, state_dict: Mapping[str, Any]) -> bool:
+        return state_dict["length"] is None or self._length() is None
 
 
 def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:

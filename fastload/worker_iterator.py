@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
@@ -30,7 +30,11 @@ _PRELOADED = ["torch", "fastload.workers", "fastload.datasets.image_folder", "ob
 
 
 class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
-    """Sequence numbers name index batches; batch i goes to worker i mod W."""
+    """Sequence numbers name index batches; batch i goes to worker i mod W.
+
+    An epoch that is read as streams has a lane for each: its batches are handed out in turn, and lane i is
+    served by worker i mod W. Otherwise a worker is a lane.
+    """
 
     _progress: Progress
 
@@ -46,11 +50,12 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._decoding = loader._decoding
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        readable = as_rows(self._dataset) is not None
-        self._ahead = loader._batches_ahead(loader.prefetch_factor) if readable else loader.prefetch_factor
+        self._least_ahead = self._ahead = loader.prefetch_factor
+        if as_rows(self._dataset) is not None:
+            self._ahead = loader._batches_ahead(self._least_ahead)
         self._sent = 0  # sequence number of the next index batch
         self._arrived: dict[int, tuple[int, Result]] = {}
-        self._owner: dict[int, int] = {}  # batches that are due: sequence number -> worker
+        self._owner: dict[int, int] = {}  # batches that are due: sequence number -> lane
         self._feed = loader._new_feed()
         pin = None
         if self._feed is not None and self._feed.copies:
@@ -77,17 +82,29 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._feed.rest()
         self._owner.clear()
         self._first = self._sent
+        self._streams = self._progress.streams
         self._pool.start_epoch(
-            self._sent, loader._samples_seed(self._base_seed), self._progress.epoch, self._shared_seed
+            self._sent,
+            loader._samples_seed(self._base_seed),
+            self._progress.epoch,
+            streamed=self._streams is not None,
+            shared_seed=self._shared_seed,
         )
-        self._turn = deque(range(self._num_workers))
-        self._turn.rotate(-self._progress.next_worker)
-        for _ in range(self._ahead * self._num_workers):
-            self._submit()
+        self._begin()
         if previous is not None and previous.ran_on:
             # These workers' datasets went on after the break: only they know where this epoch begins.
             while set(self._owner.values()) - {worker_id for worker_id, _ in self._arrived.values()}:
                 self._receive()
+
+    def _begin(self) -> None:
+        """Give every lane its first work."""
+        if self._streams is not None:  # each reads ahead by itself, so what is announced need not be more
+            self._turn, ahead = deque(self._streams.live), self._least_ahead
+        else:
+            self._turn, ahead = deque(range(self._num_workers)), self._ahead
+            self._turn.rotate(-self._progress.next_worker)
+        for _ in range(ahead * len(self._turn)):
+            self._submit()
 
     def _next_data(self) -> Any:
         self._meter.asked()
@@ -96,24 +113,30 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         while True:
             seq = self._due()
             if seq is None:
-                self._progress.finish()
-                self._meter.stop()
-                if not self._persistent_workers:
-                    self._shutdown_workers()
-                raise StopIteration
+                if self._streams is not None and self._streams.goes_on(ready=0):
+                    self._begin()
+                    continue
+                self._finish()
             while seq not in self._arrived:
                 self._receive()
                 if not self._in_order:
                     seq = self._due()
                     assert seq is not None
             self._stage_ahead()
-            worker_id, result = self._arrived.pop(seq)
-            del self._owner[seq]
+            worker_id, result = self._arrived[seq]
+            if (
+                self._streams is not None
+                and not result.exhausted
+                and not self._streams.goes_on(self._ready())
+            ):
+                self._finish()
+            del self._arrived[seq]
+            lane = self._owner.pop(seq)
             if result.exhausted:
-                self._progress.ended(worker_id, result.after)
-                self._retire(worker_id)
+                self._progress.ended(lane, result.after)
+                self._retire(lane)
                 continue
-            return self._deliver(worker_id, result)
+            return self._deliver(worker_id, lane, result)
 
     def _due(self) -> int | None:
         """The sequence number to hand over next, or None at the end of the epoch."""
@@ -133,7 +156,19 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             if result.packed is not None:
                 self._feed.stage(seq, functools.partial(self._pool.unpack, worker_id, result.packed))
 
-    def _deliver(self, worker_id: int, result: Result) -> Any:
+    def _ready(self) -> int:
+        """How many batches are here that will be handed out."""
+        return sum(not result.exhausted for _, result in self._arrived.values())
+
+    def _finish(self) -> NoReturn:
+        self._owner.clear()
+        self._progress.finish()
+        self._meter.stop()
+        if not self._persistent_workers:
+            self._shutdown_workers()
+        raise StopIteration
+
+    def _deliver(self, worker_id: int, lane: int, result: Result) -> Any:
         assert self._pool is not None
         self._pool.consume(worker_id)
         try:
@@ -142,9 +177,9 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
                 data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
         finally:
-            if not self._submit(worker_id):
+            if not self._submit(lane):
                 self._pool.finish(worker_id)
-            self._progress.handed_out(result.seq - self._first, worker_id, result.after)
+            self._progress.handed_out(result.seq - self._first, lane, result.after)
             self._progress.next_worker = next(iter(self._owner.values()), 0)
         if result.failure is not None:
             result.failure.raise_it(f"in DataLoader worker process {worker_id}")
@@ -153,26 +188,29 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._meter.handed_over()
         return data
 
-    def _submit(self, worker_id: int | None = None) -> bool:
-        """Give the next index batch to the worker whose turn it is; out of order, to the one that is free."""
+    def _submit(self, lane: int | None = None) -> bool:
+        """Give the next index batch to the worker whose turn it is; out of order, to the one that is free.
+
+        A stream of which a batch was handed out (`lane`) is given its next work: so they stay in turn.
+        """
         assert self._pool is not None
         if not self._turn:
             return False
+        if lane is None or lane not in self._turn or (self._in_order and self._streams is None):
+            lane = self._turn[0]
+            self._turn.rotate(-1)
         try:
             with self._counters.timed("sampler"):
-                index = self._next_index()  # type: ignore[no-untyped-call]
+                index = self._next_index() if self._streams is None else self._streams.work(lane)  # type: ignore[no-untyped-call]
         except StopIteration:
             self._turn.clear()
         if not self._turn:
             for every in range(self._num_workers):
                 self._pool.finish(every)
             return False
-        if self._in_order or worker_id is None or worker_id not in self._turn:
-            worker_id = self._turn[0]
-            self._turn.rotate(-1)
-        self._owner[self._sent] = worker_id
+        self._owner[self._sent] = lane
         encoded = self._decoding is not None and self._decoding.next_encoded()
-        self._pool.submit(worker_id, self._sent, index, encoded=encoded)
+        self._pool.submit(lane % self._num_workers, self._sent, index, encoded=encoded)
         self._sent += 1
         return True
 
@@ -202,23 +240,22 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def _discard(self, worker_id: int, result: Result) -> None:
         """A batch that nobody waits for any more; its slots go back."""
         assert self._pool is not None
-        if result.seq >= self._first:
+        if result.seq >= self._first and not result.exhausted:
             self._pool.consume(worker_id)
         staged = self._feed is not None and self._feed.drop(result.seq)
         if result.packed is not None and not staged:
             self._pool.unpack(worker_id, result.packed)
 
-    def _retire(self, worker_id: int) -> None:
-        """This worker's part of an iterable dataset is at its end."""
-        assert self._pool is not None
-        self._pool.consume(worker_id)
-        if worker_id in self._turn:
-            self._turn.remove(worker_id)
-        for seq in [seq for seq, owner in self._owner.items() if owner == worker_id]:
+    def _retire(self, lane: int) -> None:
+        """This stream, or this worker's part of an iterable dataset, is at its end."""
+        if lane in self._turn:
+            self._turn.remove(lane)
+        for seq in [seq for seq, owner in self._owner.items() if owner == lane]:
             del self._owner[seq]
             if seq in self._arrived:
                 self._discard(*self._arrived.pop(seq))
-        self._submit()
+        if self._streams is None:
+            self._submit()
 
     def _shutdown_workers(self) -> None:
         if self._pool is not None:

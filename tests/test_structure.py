@@ -49,9 +49,10 @@ MAY_IMPORT = {
     "nested": set(),
     "cuda": {"errors"},
     "device": {"cuda", "nested", "stats"},
-    "workers": {"channel", "collate", "slots", "state", "stats", "errors"},
-    "state": {"errors", "sampler"},
-    "in_process": {"device", "collate", "rows", "state"},
+    "streams": {"rows", "sampler", "errors"},
+    "workers": {"channel", "collate", "slots", "state", "streams", "stats", "errors"},
+    "state": {"errors", "sampler", "streams"},
+    "in_process": {"device", "collate", "rows", "state", "streams"},
     "worker_iterator": {"device", "store", "rows", "workers", "state", "stats", "errors"},
     "loader": {
         *("cuda", "dali", "decoding", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),

@@ -117,6 +117,16 @@ def _settled(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_sampler(workers: int) -> None:
+    class Fails:
+        def __iter__(self) -> Iterator[int]:
+            raise ValueError("no order")
+
+    with pytest.raises(ValueError, match="no order"):
+        list(DataLoader(Numbers(4), sampler=Fails(), num_workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 def test_stop_iteration_is_an_error(workers: int) -> None:
     def stop(index: Any) -> Any:
         raise StopIteration

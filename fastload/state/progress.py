@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler
 
 from fastload.sampler import DistributedSampler
 from fastload.state.generators import read_generator, read_globals, write_generator, write_globals
+from fastload.streams import StreamEpoch
 
 __all__ = ["Order", "Progress", "dataset_state", "load_dataset", "resume_fetcher"]
 
@@ -134,16 +135,24 @@ class Progress:
         order: of the loader.
         epoch: the loader's count of iterations, this one excluded.
         iterable: the dataset is.
+        streams: of an epoch that is read as streams, else None.
         late_seed: the base seed is drawn after `iter(sampler)`, as torch does without workers.
         workers: one entry per worker, or one for this process: batches handed out in this epoch; "ended";
             "fresh": nothing was drawn from the dataset's iterator; the dataset's "state".
     """
 
     def __init__(
-        self, order: Order, epoch: int, iterable: bool, late_seed: bool, workers: list[dict[str, Any]]
+        self,
+        order: Order,
+        epoch: int,
+        iterable: bool,
+        late_seed: bool,
+        workers: list[dict[str, Any]],
+        streams: StreamEpoch | None = None,
     ) -> None:
         self._order = order
-        self._iterable = iterable
+        self.unordered = iterable or streams is not None  # no sampler says what is read
+        self.streams = streams
         self.epoch = epoch
         self.late_seed = late_seed
         self.workers = workers
@@ -190,24 +199,39 @@ class Progress:
             self.workers[worker_id].update(fresh=False, state=state)
 
     def handed_out(self, ticket: int | None = None, worker_id: int = 0, state: Any = None) -> None:
-        """A batch (None: the one drawn first) reached the user, or the exception that it raised did."""
-        worker = self.workers[worker_id]
-        worker.update(batches=worker["batches"] + 1, fresh=False, state=state)
-        if self._iterable:
+        """A batch (None: the one drawn first) reached the user, or the exception that it raised did.
+
+        Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
+        """
+        if self.streams is not None:
+            self.streams.handed_out(worker_id, state)
             self.batches += 1
             return
-        self.ahead.add(self._due.pop(next(iter(self._due)) if ticket is None else ticket))
+        worker = self.workers[worker_id]
+        worker.update(batches=worker["batches"] + 1, fresh=False, state=state)
+        if self.unordered:
+            self.batches += 1
+            return
+        ticket = next(iter(self._due), None) if ticket is None else ticket
+        if ticket is None:
+            return  # it was the sampler that raised, and no batch was drawn
+        self.ahead.add(self._due.pop(ticket))
         while self.batches in self.ahead and (not self._order.followed or self.batches in self._states):
             self.ahead.remove(self.batches)
             self.sampler = self._states.pop(self.batches, self.sampler)
             self.batches += 1
 
     def ended(self, worker_id: int = 0, state: Any = None) -> None:
-        """An iterable dataset, or a worker's part of it, is at its end."""
+        """An iterable dataset, or a worker's part of it, or the stream `worker_id`, is at its end."""
+        if self.streams is not None:
+            self.streams.ended(worker_id)
+            return
         self.workers[worker_id].update(ended=True, fresh=False, state=state)
 
     def finish(self) -> None:
         """The user was told that the iteration is over."""
+        if self.streams is not None and not self.finished:
+            self._order.start_epoch()
         self.finished = True
         self.sampler = self._states.get(-1) or self._order.sampler_state()
 
@@ -229,7 +253,7 @@ class Progress:
         index_batches = iter(() if self.sampler["over"] else order.index_sampler)
         if self.late_seed:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
-        return index_batches if self._iterable else self._pass_over(index_batches)
+        return index_batches if self.unordered else self._pass_over(index_batches)
 
     def _pass_over(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         if not self._order.followed:
@@ -255,4 +279,4 @@ class Progress:
             "generators": self.generators,
             "sampler": self.sampler,
             "workers": self.workers,
-        }
+        } | ({} if self.streams is None else {"streams": self.streams.state()})

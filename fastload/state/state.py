@@ -11,6 +11,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.errors import ArgumentError
+from fastload.sampler import ShardSampler
 from fastload.state.generators import Lender, digest, read_globals
 from fastload.state.progress import Order, Progress, load_dataset
+from fastload.streams import Streams, check_streams
 
 __all__ = ["LoaderState"]
 
@@ -34,6 +37,7 @@ class LoaderState:
         self._progress: Progress | None = None  # of the iteration that began last
         self._loaded: dict[str, Any] | None = None  # waits for the next iteration
         self._loaded_epoch: int | None = None  # of the sampler, right after it was loaded
+        self._streams = Streams()
         self._lender: Lender | None = None  # of a loader that was resumed with torch's generator elsewhere
         # Whether the run draws one base seed for all its epochs, as torch does with persistent workers. A
         # loader that resumes goes on like that, with or without them, or its later orders would be others.
@@ -54,6 +58,12 @@ class LoaderState:
         order = Order(loader)
         if saved is not None and order.epoch != self._loaded_epoch:
             # set_epoch was called since, with another epoch: that one starts from its beginning.
+            if "streams" in saved:
+                warnings.warn(
+                    f"set_epoch({order.epoch}) drops the position that was loaded, {saved['batches']} "
+                    f"batches into epoch {self._loaded_epoch}: call set_epoch with that one to resume there",
+                    stacklevel=5,
+                )
             self.epoch = saved["epoch"] + saved["begun"]
             lender = None
         elif saved is not None:
@@ -105,6 +115,7 @@ class LoaderState:
         """Just before `iter(sampler)`. `previous` is what the same workers did before."""
         order = Order(loader)
         order.start_epoch()
+        streams = self._streams.begin(loader, (self._again or {}).get("streams"))
         workers = copy.deepcopy(self._workers)
         if workers is None:
             states = [worker["state"] for worker in previous.workers] if previous is not None else []
@@ -113,7 +124,7 @@ class LoaderState:
         base_seed = None
         if previous is not None and not self._draws_one_seed(loader):
             base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
-        progress = Progress(order, self.epoch, _is_iterable(loader), late_seed, workers)
+        progress = Progress(order, self.epoch, _is_iterable(loader), late_seed, workers, streams)
         progress.base_seed = base_seed
         if self._again is not None:
             progress.resume(self._again)
@@ -129,7 +140,7 @@ class LoaderState:
         if self._again is not None:
             iterator._num_yielded = progress.batches
             iterator._sampler_iter = progress.order_again(loader.generator)
-        if _is_iterable(loader):
+        if progress.unordered:
             return
         if self._lent and not progress.sampler_followed:
             # The sampler draws with its first batch, which has to happen while the generators are lent.
@@ -249,11 +260,13 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
     if workers and not (alike and own["dataset"] == "map-style"):
         names += ["num_workers"]
     for name in names:
-        if saved[name] != own[name]:
+        unnumbered = isinstance(loader.sampler, ShardSampler) and None in (saved[name], own[name])
+        if saved[name] != own[name] and not (name == "length" and unnumbered):
             raise ArgumentError(
                 f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}: "
                 f"{_ADVICE[name]}"
             )
+    check_streams(loader, saved.get("streams"))
     if saved["generators"].keys() != order.read_generators().keys():
         raise ArgumentError(
             f"state_dict has the generators {sorted(saved['generators'])}, this loader draws from "

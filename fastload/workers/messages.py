@@ -33,6 +33,7 @@ class Epoch(NamedTuple):
     first: int  # sequence number of its first batch: what is older is not wanted any more
     seed: int
     epoch: int
+    streamed: bool  # index batches are `TakeNext`
     shared_seed: int | None  # of all workers and ranks, for torch's iterable data pipes
 
 
@@ -50,8 +51,8 @@ class Result(NamedTuple):
     seq: int
     packed: PackedBatch | None
     failure: Failure | None
-    exhausted: bool  # an iterable dataset has no more
+    exhausted: bool  # an iterable dataset or a stream has no more; not one of the batches that are consumed
     counters: dict[str, float]
     bad: list[tuple[str, str]]
     before: Any = None  # the state of a dataset that has one, with the worker's first result of an epoch
-    after: Any = None  # the state with this batch made
+    after: Any = None  # the state with this batch made; of a stream, where the epoch is read as streams

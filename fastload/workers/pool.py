@@ -112,11 +112,13 @@ class WorkerPool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def start_epoch(self, first: int, seed: int, epoch: int, shared_seed: int | None = None) -> None:
+    def start_epoch(
+        self, first: int, seed: int, epoch: int, *, streamed: bool = False, shared_seed: int | None = None
+    ) -> None:
         """Results older than sequence number `first` are not wanted any more."""
         for worker in self._workers:
             worker.consumed = 0
-            self._send(worker, Epoch(first, seed, epoch, shared_seed))
+            self._send(worker, Epoch(first, seed, epoch, streamed, shared_seed))
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool = False) -> None:
         """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`."""

@@ -24,6 +24,7 @@ from fastload.collate import BatchMaker, collate_into
 from fastload.slots import SlotPool
 from fastload.state import dataset_state, load_dataset, resume_fetcher
 from fastload.stats import Counters
+from fastload.streams import StreamOver, StreamReader, TakeNext
 from fastload.workers.allocator import keep_freed_memory
 from fastload.workers.failure import Failure
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
@@ -84,6 +85,7 @@ class _Worker:
         self._last_known = False
         self._fresh = True  # nothing was made in this epoch
         self._broken: Failure | None = None
+        self._refused: dict[int, Failure] = {}  # index batches that could not be announced to the dataset
         self.maker: Any = None
 
     def run(self) -> None:
@@ -130,6 +132,12 @@ class _Worker:
                 seeded=setup.seeded,
                 allocate=self._slots.allocate,
             )
+            self._streams = StreamReader(
+                setup.dataset,
+                auto_collation=setup.auto_collation,
+                drop_last=setup.drop_last,
+                cancel=self.maker.cancel,
+            )
 
     def _listen(self, *, wait: bool) -> None:
         """Take every message that is there; with `wait`, at least one."""
@@ -153,8 +161,11 @@ class _Worker:
         self._last_known = message.seq < 0
         if message.seq >= 0:
             self._work.append(message)
-            if isinstance(self.maker, BatchMaker):
-                self.maker.prefetch(message.index)
+            if isinstance(self.maker, BatchMaker) and not isinstance(message.index, TakeNext):
+                try:
+                    self.maker.prefetch(message.index)
+                except Exception as error:
+                    self._refused[message.seq] = Failure.of(error)
         elif not self._work:
             self._flush_cache()
 
@@ -167,12 +178,15 @@ class _Worker:
         # What was made for an earlier epoch and is still on its way fills no place in this one: nothing would
         # tell this worker that it has left the loader.
         self._made = self._consumed = 0
+        self._refused.clear()
         if self._broken is not None:
             return
         if isinstance(self.maker, BatchMaker):
             for work in self._work:
-                self.maker.cancel(work.index)
-            self.maker.start_epoch(message.seed, message.epoch)
+                if not isinstance(work.index, TakeNext):
+                    self.maker.cancel(work.index)
+            self._streams.start_epoch(streamed=message.streamed)
+            self.maker.start_epoch(message.seed, message.epoch, numbered=not message.streamed)
         elif message.first > 0:
             try:
                 if message.shared_seed is not None:
@@ -184,24 +198,33 @@ class _Worker:
         self._work.clear()
 
     def _make(self, work: Work) -> None:
-        packed, fds, failure, exhausted = None, list[int](), self._broken, False
+        packed, fds, exhausted = None, list[int](), False
+        failure = self._broken or self._refused.pop(work.seq, None)
         before = after = None
+        streamed = isinstance(work.index, TakeNext)
         if failure is None:
             try:
                 before = dataset_state(self._setup.dataset, self.maker) if self._fresh else None
+                if streamed:
+                    index, after = self._streams.take(work.index)
+                    work = work._replace(index=index)
                 batch = self._fetch(work)
                 if self._last_known and not self._work:
                     self._flush_cache()
                 with self._counters.timed("collate"):
                     packed, fds = self._slots.pack(batch)
                 del batch
+            except StreamOver:
+                self._flush_cache()
+                exhausted = True
             except Exception as error:
                 self._slots.abandon()
                 exhausted = isinstance(error, StopIteration) and not isinstance(self.maker, BatchMaker)
                 failure = None if exhausted else Failure.of(error)
-            after = dataset_state(self._setup.dataset, self.maker)
+            if not streamed:
+                after = dataset_state(self._setup.dataset, self.maker)
         self._fresh = False
-        self._made += 1
+        self._made += not exhausted
         counters, bad = self._report()
         self._channel.send(Result(work.seq, packed, failure, exhausted, counters, bad, before, after), fds)
         self._channel.flush(wait=True)

@@ -1,0 +1,337 @@
+"""Several ranks read an epoch as streams: equal steps, exact cover, and one mind about what is numbered.
+
+The ranks are processes with gloo and a TCP store, as in a trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastload
+from fastload import ShardSampler
+from fastload.errors import ArgumentError, WorkerError
+from fastload.streams.ranks import Ranks
+from tests.streamdata import RowShards
+from tests.test_streams import Sample, rows, streamed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.usefixtures("no_leaks", "fork_workers"),
+]
+
+LENGTHS = [5, 23, 0, 2, 7, 1]
+ALL = {(shard, ordinal) for shard, length in enumerate(LENGTHS) for ordinal in range(length)}
+
+
+def on_ranks(ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """What `work(rank, ranks)` returns in each of `ranks` processes of one process group."""
+    context = multiprocessing.get_context("fork")
+    processes, pipes = [], []
+    port = 0
+    for rank in range(ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(work, rank, ranks, port, theirs))
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+        port = port or ours.recv()
+    results: list[Any] = [None] * ranks
+    waited_for = dict(zip(pipes, range(ranks), strict=True))
+    try:
+        while waited_for:
+            ready = multiprocessing.connection.wait(list(waited_for), timeout=60)
+            assert ready, f"ranks {sorted(waited_for.values())} do not end"
+            for pipe in ready:
+                results[waited_for.pop(pipe)], error = pipe.recv()  # type: ignore[arg-type, union-attr]
+                if error is not None:  # the others would wait for it
+                    raise error
+        for pipe in pipes:
+            pipe.send(None)
+        for process in processes:
+            process.join(10)
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            pipe.close()
+            process.kill()
+            process.join()
+            process.close()
+    return results
+
+
+def _rank(work: Callable[[int, int], Any], rank: int, ranks: int, port: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    if rank == 0:
+        pipe.send(store.port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        pipe.send((work(rank, ranks), None))
+    except BaseException as error:
+        pipe.send((None, error))
+    pipe.recv()  # the store lives in rank 0
+    dist.destroy_process_group()
+
+
+class Slow:
+    """Some ranks are slower than others, and not always the same ones."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, shard: int, ordinal: int) -> None:
+        time.sleep((7 * ordinal + 3 * self.rank + shard) % 5 / 1000)
+
+
+def epoch(
+    loader: fastload.DataLoader[Any], ranks: int, *, lockstep: bool, steps: int | None = None
+) -> list[list[Sample]]:
+    """The batches of an epoch; with an all_reduce after each, as in DistributedDataParallel."""
+    batches = []
+    for batch in loader:
+        batches.append(rows(batch))
+        if lockstep:
+            ones = torch.ones(())
+            dist.all_reduce(ones)
+            assert ones == ranks
+        if len(batches) == steps:
+            break
+    return batches
+
+
+def own(rank: int, ranks: int, streams: int, lengths: list[int], epoch: int = 0) -> list[set[Sample]]:
+    """The samples of each stream."""
+    plans = RowShards(lengths).plan_streams(
+        streams, seed=0, epoch=epoch, shuffle=True, rank=rank, ranks=ranks
+    )
+    return [
+        {(shard, ordinal) for shard in plan["shards"] for ordinal in range(lengths[shard])} for plan in plans
+    ]
+
+
+def check_padding(
+    batches: list[list[list[Sample]]], ranks: int, streams: int, lengths: list[int], size: int
+) -> None:
+    """Equal steps, every sample once; then each rank's first batches again, the next one's if it has none."""
+    mine = [own(rank, ranks, streams, lengths) for rank in range(ranks)]
+    counts = [sum(-(-len(stream) // size) for stream in rank) for rank in mine]
+    assert [len(rank) for rank in batches] == [max(counts)] * ranks
+    for rank in range(ranks):
+        first = batches[rank][: counts[rank]]
+        assert Counter(chain(*first)) == Counter(set().union(*mine[rank]))
+        sources = (other % ranks for other in range(rank, rank + ranks) if counts[other % ranks])
+        source = next(sources, rank)
+        padding = batches[rank][counts[rank] :]
+        again = batches[source][: counts[source]] * (1 + max(counts))
+        assert padding == again[: len(padding)]
+
+
+def train(rank: int, ranks: int, *, lengths: list[int], workers: int, lockstep: bool) -> Any:
+    dataset = RowShards(lengths, deed=Slow(rank))
+    loader = fastload.DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers)
+    batches = [epoch(loader, ranks, lockstep=lockstep) for _ in range(2)]
+    dist.barrier()
+    return batches[0]
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 2), (3, 1)])
+@pytest.mark.parametrize("lengths", [LENGTHS, [30, 1], [9], [0, 0, 0]], ids=str)
+def test_equal_steps(ranks: int, workers: int, lengths: list[int], lockstep: bool) -> None:
+    batches = on_ranks(ranks, partial(train, lengths=lengths, workers=workers, lockstep=lockstep))
+    check_padding(batches, ranks, max(1, workers), lengths, 4)
+
+
+def evaluate(rank: int, ranks: int, *, workers: int) -> Any:
+    dataset = RowShards(LENGTHS, deed=Slow(rank))
+    sampler = ShardSampler(dataset, shuffle=False, mode="eval")
+    loader = fastload.DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers)
+    return list(chain(*epoch(loader, ranks, lockstep=False)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_exact_cover(workers: int) -> None:
+    samples = on_ranks(3, partial(evaluate, workers=workers))
+    assert Counter(chain(*samples)) == Counter(ALL)
+
+
+# --- places learned by one rank are known to all -----------------------------------------------------------
+
+
+def learn(rank: int, ranks: int, *, directory: Path, workers: int, leave: bool) -> Any:
+    dataset = RowShards(LENGTHS, directory / str(rank))  # each on a node of its own
+    loader = fastload.DataLoader(
+        dataset, batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0
+    )
+    first = epoch(loader, ranks, lockstep=True, steps=2 if leave else None)
+    kinds = [streamed(loader)]
+    batches = []
+    for _ in range(2):
+        iterator = iter(loader)
+        kinds.append(streamed(loader))
+        batches.append([rows(batch) for batch in iterator])
+        dist.barrier()
+    del iterator
+    return kinds, first, batches, len(list((directory / str(rank)).iterdir()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_places_are_exchanged(workers: int, tmp_path: Path) -> None:
+    results = on_ranks(2, partial(learn, directory=tmp_path, workers=workers, leave=False))
+    for kinds, _, batches, places in results:
+        assert kinds == [False, False, False] and places == len(LENGTHS)
+        assert [len(rank) for rank in batches] == [5, 5]
+    for number in range(2):
+        samples = [list(chain(*batches[number])) for _, _, batches, _ in results]
+        assert [len(rank) for rank in samples] == [19, 19] and Counter(chain(*samples)) == Counter(ALL)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_all_ranks_stream_until_all_is_known(workers: int, tmp_path: Path) -> None:
+    results = on_ranks(2, partial(learn, directory=tmp_path, workers=workers, leave=True))
+    for kinds, _, batches, places in results:
+        assert kinds == [True, True, False] and places == len(LENGTHS)
+        assert len(batches[0]) == len(results[0][2][0])
+    assert Counter(chain(*(sample for _, _, batches, _ in results for sample in batches[1]))) == Counter(ALL)
+
+
+def exchange(rank: int, ranks: int) -> Any:
+    tables = [{0: b"", 1: bytes(range(256)) * 40_000}, {1: bytes(range(256)) * 40_000, 2: b"\0\xff"}, {}]
+    meeting = Ranks(rank, ranks)
+    meeting.meet({})
+    got = meeting.exchange(tables[rank], [set(table) for table in tables])
+    answer = meeting.meet_again(rank == 1)
+    dist.barrier()
+    assert not meeting._store.check(["table/1"]) and not meeting._store.check(["table/1/0"])
+    before = meeting._store
+    assert [summary["n"] for summary in meeting.meet({"n": rank})] == [0, 1, 2]
+    dist.barrier()
+    left = [before.check([f"{key}/{rank}"]) for key in ("at", "summary", "answer")]
+    dist.barrier()
+    return (
+        got == {**tables[0], **tables[1]} or {**tables[0], **tables[1]} == {**got, **tables[rank]},
+        answer,
+        left,
+    )
+
+
+def test_tables_of_any_size_and_a_clean_store() -> None:
+    assert on_ranks(3, exchange) == [(True, True, [False] * 3)] * 3
+
+
+# --- resuming, disagreeing ---------------------------------------------------------------------------------
+
+
+def resume(rank: int, ranks: int, *, steps: int, before: int, after: int) -> Any:
+    def make(workers: int) -> fastload.DataLoader[Any]:
+        return fastload.DataLoader(RowShards([30, 5, 2]), batch_size=4, shuffle=True, num_workers=workers)
+
+    whole = epoch(make(before), ranks, lockstep=True)
+    first = make(before)
+    seen = epoch(first, ranks, lockstep=True, steps=steps)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = make(after)
+    second.load_state_dict(state)
+    seen += epoch(second, ranks, lockstep=True)
+    rest = epoch(second, ranks, lockstep=True)
+    dist.barrier()
+    return whole == seen, len(rest), state["streams"]["lap"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 1), (0, 2)])
+def test_resumed_among_ranks(before: int, after: int) -> None:
+    """Before and while one rank repeats its first samples."""
+    laps = set()
+    for steps in (1, 4, 6):
+        results = on_ranks(2, partial(resume, steps=steps, before=before, after=after))
+        assert [same for same, _, _ in results] == [True, True]
+        assert len({length for _, length, _ in results}) == 1
+        laps |= {lap for _, _, lap in results}
+    assert 0 in laps and max(laps) > 0
+
+
+def disagree(rank: int, ranks: int) -> str:
+    loader = fastload.DataLoader(RowShards(LENGTHS), batch_size=4, shuffle=True, num_workers=0)
+    loader.sampler.set_epoch(rank)  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="do not begin the same epoch: epoch is") as caught:
+        iter(loader)
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree() -> None:
+    for text in on_ranks(2, disagree):
+        assert "set_epoch" in text and "on rank 0" in text
+
+
+def other_workers(rank: int, ranks: int) -> Any:
+    loader = fastload.DataLoader(RowShards(LENGTHS), batch_size=4, shuffle=True, num_workers=rank)
+    batches = epoch(loader, ranks, lockstep=True)
+    dist.barrier()
+    return batches
+
+
+def test_ranks_with_unequally_many_workers() -> None:
+    """All have as many streams as the one with most workers."""
+    batches = on_ranks(3, other_workers)
+    check_padding(batches, 3, 2, LENGTHS, 4)
+
+
+def absent(rank: int, ranks: int) -> str:
+    if rank == 1:
+        return "absent"
+    loader = fastload.DataLoader(RowShards(LENGTHS), batch_size=4)
+    with pytest.raises(WorkerError, match=r"\[ranks\] waited 1 s for rank 1 to begin the epoch") as caught:
+        iter(loader)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.streams.ranks._PATIENCE", 1.0)
+    text, _ = on_ranks(2, absent)
+    assert "equally often" in text
+
+
+def leaves(rank: int, ranks: int) -> int:
+    loader = fastload.DataLoader(RowShards([1, 30]), batch_size=2)
+    if rank == 1:
+        return len(epoch(loader, ranks, lockstep=False, steps=3))
+    with pytest.raises(WorkerError, match=r"waited 1 s for rank 1 to say whether it has batch 3"):
+        epoch(loader, ranks, lockstep=False)
+    return 3
+
+
+def test_a_rank_that_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.streams.ranks._PATIENCE", 1.0)
+    assert on_ranks(2, leaves) == [3, 3]
+
+
+# --- mutation twins ----------------------------------------------------------------------------------------
+
+
+def test_saying_so_before_handing_out_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is at its end would wait for one that waits for it in all_reduce."""
+    monkeypatch.setattr("fastload.streams.ranks._PATIENCE", 1.0)
+    monkeypatch.setattr(Ranks, "have", lambda self, batches: None)
+    with pytest.raises((WorkerError, RuntimeError)):
+        on_ranks(2, partial(train, lengths=[30, 1], workers=0, lockstep=True))
+
+
+def test_asking_at_the_end_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "any_beyond", lambda self, batches: False)
+    batches = on_ranks(2, partial(train, lengths=[30, 1], workers=0, lockstep=False))
+    with pytest.raises(AssertionError):
+        check_padding(batches, 2, 1, [30, 1], 4)
