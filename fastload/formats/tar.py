@@ -182,7 +182,7 @@ def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
     at, sample, members = 0, "", dict[str, memoryview]()
     while at < len(record):
         member = _parse(record, at) if len(record) - at >= BLOCK else BLOCK + at
-        if not isinstance(member, _Member) or member.stop > len(record):
+        if not isinstance(member, _Member) or member.end > len(record):
             raise DecodeError("the place of this sample ends within a member: the index is another shard's")
         if member.end == at:
             break
