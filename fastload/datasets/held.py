@@ -37,6 +37,7 @@ class Held:
         self._keep = keep
         self._counters = counters
         self._values: dict[int, Any] = {}
+        self._offsets: dict[int, int] = {}
         self._more: dict[int, int] = {}  # how often beyond once a record was handed out and not used
         self._pool: ReadPool | None = None
 
@@ -59,6 +60,11 @@ class Held:
             else:
                 self._keep(found, payload)
         self._values[record] = payload
+        self._offsets[record] = found.record.offset
+
+    def offset(self, record: int) -> int:
+        """Where it lies in its shard."""
+        return self._offsets[record]
 
     def take(self, record: int) -> Any:
         """What is held, once. Raises what went wrong with it."""
@@ -72,6 +78,7 @@ class Held:
     def drop(self, record: int) -> Any:
         """Let go of a record, once; returns what is held of it."""
         if record not in self._more:
+            del self._offsets[record]
             return self._values.pop(record)
         self._more[record] -= 1
         if not self._more[record]:
@@ -87,6 +94,7 @@ class Held:
     def close(self) -> None:
         """Let go of everything."""
         self._values.clear()
+        self._offsets.clear()
         self._more.clear()
         if self._pool is not None:
             self._pool.close()

@@ -22,7 +22,6 @@ __all__ = ["Named", "expand_braces", "glob_pattern", "is_index", "resolve"]
 
 _MOST_SHARDS = 1_000_000
 _SPECIAL = re.compile(r"[*?\[]")
-_BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _INDEX_FILES = r".*\.(?:idx|index)"
 
@@ -80,31 +79,50 @@ def expand_braces(text: str) -> Iterator[str]:
     Raises:
         ArgumentError: more than a million.
     """
-    found = [text]
-    while any(_BRACES.search(one) for one in found):
-        grown = []
-        for one in found:
-            match = _BRACES.search(one)
-            parts = [one] if match is None else _alternatives(match)
-            grown += parts
-            if len(grown) > _MOST_SHARDS:
+    found, open_braces = [text], True
+    while open_braces:
+        spans = [(one, _outer_braces(one)) for one in found]
+        open_braces = any(span is not None for _, span in spans)
+        found = []
+        for one, span in spans:
+            found += [one] if span is None else _alternatives(one, *span)
+            if len(found) > _MOST_SHARDS:
                 raise ArgumentError(f"url {text!r} stands for more than {_MOST_SHARDS:,} shards")
-        found = grown
     return iter(found)
 
 
-def _alternatives(match: re.Match[str]) -> list[str]:
-    before, after = match.string[: match.start()], match.string[match.end() :]
-    span = _RANGE.fullmatch(match[1])
+def _outer_braces(text: str) -> tuple[int, int] | None:
+    """Where the first brace opens, and where it closes."""
+    start = text.find("{")
+    if start < 0:
+        return None
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return start, at
+    raise ArgumentError(f"url {text!r}: a brace is opened and not closed")
+
+
+def _alternatives(text: str, start: int, stop: int) -> list[str]:
+    before, inner, after = text[:start], text[start + 1 : stop], text[stop + 1 :]
+    span = _RANGE.fullmatch(inner)
     if span is None:
-        if "," not in match[1]:
-            raise ArgumentError(f"url {match.string!r}: {match[0]!r} is neither a range {{a..b}} nor a list")
-        return [f"{before}{one}{after}" for one in match[1].split(",")]
+        parts, depth = [""], 0
+        for character in inner:
+            depth += (character == "{") - (character == "}")
+            if character == "," and not depth:
+                parts.append("")
+            else:
+                parts[-1] += character
+        if len(parts) < 2:
+            raise ArgumentError(f"url {text!r}: {{{inner}}} is neither a range {{a..b}} nor a list {{a,b}}")
+        return [f"{before}{part}{after}" for part in parts]
     first, last, step = int(span[1]), int(span[2]), abs(int(span[3] or 1)) or 1
     padded = any(re.match(r"-?0\d", edge) for edge in (span[1], span[2]))
     width = max(len(span[1]), len(span[2])) if padded else 0
     if abs(last - first) // step >= _MOST_SHARDS:
-        raise ArgumentError(f"url {match.string!r} stands for more than {_MOST_SHARDS:,} shards")
+        raise ArgumentError(f"url {text!r} stands for more than {_MOST_SHARDS:,} shards")
     numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
     return [f"{before}{number:0{width}d}{after}" for number in numbers]
 

@@ -104,11 +104,12 @@ class ShardDataset(Dataset[Any]):
         """The state that belongs to one process."""
         self._pid = os.getpid()
         self._held = Held(self._prefix.prepare, self._keep, self.counters)
+        self._offsets: dict[int, int] = {}  # of the records that were taken last, for errors about them
         self._window: Window | None = None
         self._streams: list[ShardStream] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pid", "_held", "_window", "_streams")
+        own = ("_pid", "_held", "_offsets", "_window", "_streams")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,6 +122,7 @@ class ShardDataset(Dataset[Any]):
         return len(self._book)
 
     def __getitem__(self, index: int) -> Any:
+        self._offsets.clear()
         record = self._record(index)
         return self._finish(record, self._take(record))
 
@@ -223,6 +225,7 @@ class ShardDataset(Dataset[Any]):
             rows: list[int] = []
             records: list[int] = []
             images: dict[str, list[Any]] = {}
+            self._offsets.clear()
             for row, index in todo[start : start + _CHUNK]:
                 record = -1
                 try:
@@ -292,9 +295,8 @@ class ShardDataset(Dataset[Any]):
 
     def _name(self, record: int) -> str:
         shard = self._shards[record >> _SHARD_BITS].key
-        if self._book.get(record >> _SHARD_BITS) is None:
-            return f"{shard} # {record & 0xFFFF_FFFF}"
-        return record_name(shard, self._book.place(record)[0])
+        offset = self._held.offset(record) if record in self._held else self._offsets.get(record)
+        return record_name(shard, self._book.place(record)[0] if offset is None else offset)
 
     def _named(self, error: Exception, record: int) -> Exception:
         if isinstance(error, FastloadError) and error.key is None and record >= 0:
@@ -421,7 +423,10 @@ class ShardDataset(Dataset[Any]):
     # --- what the steps are made of
 
     def _take(self, record: int) -> Any:
-        return self._held.take(record) if record in self._held else self._open_window().take(record)
+        if record not in self._held:
+            return self._open_window().take(record)
+        self._offsets[record] = self._held.offset(record)
+        return self._held.take(record)
 
     def _finish(self, record: int, payload: Any) -> Any:
         """What was read of a record -> sample."""
@@ -451,7 +456,10 @@ class ShardDataset(Dataset[Any]):
 def _buffer(shuffle_buffer: int | str) -> tuple[int, int]:
     """(records, bytes) of a block at most."""
     if isinstance(shuffle_buffer, str):
-        return 1 << 30, max(1, parse_size(shuffle_buffer))
+        try:
+            return 1 << 30, max(1, parse_size(shuffle_buffer))
+        except ArgumentError:
+            shuffle_buffer = shuffle_buffer[:100]
     if not isinstance(shuffle_buffer, int) or shuffle_buffer < 1:
         raise ArgumentError(
             "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "

@@ -1,0 +1,119 @@
+"""Shards for tests, and a reader of streams that does what a loader does, in one process."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from photos import pillow_jpeg, scene
+
+import fastload
+from fastload.formats.example import encode_example
+from fastload.formats.write import TarWriter, TFRecordWriter
+
+COUNTS = [40, 0, 57, 31, 1, 44]  # records of each shard
+TOTAL = sum(COUNTS)
+FEATURES = {"image": bytes, "label": int, "name": str}
+LABEL = {"tar": "cls", "tfrecord": "label"}
+IMAGE = {"tar": "jpg", "tfrecord": "image"}
+JPEGS = [pillow_jpeg(scene(40 + 8 * i, 32 + 4 * i, i), quality=60) for i in range(7)]
+
+
+def jpeg(number: int) -> bytes:
+    """The image of a record; behind its end mark stands which one it is."""
+    return JPEGS[number % len(JPEGS)] + b"%08d" % number
+
+
+def shard(kind: str, numbers: range) -> tuple[bytes, bytes]:
+    """(shard, its index file)."""
+    file = io.BytesIO()
+    writer: Any = TarWriter(file) if kind == "tar" else TFRecordWriter(file)
+    for number in numbers:
+        if kind == "tar":
+            parts = {"jpg": jpeg(number), "cls": b"%d" % number, "json": json.dumps({"n": number}).encode()}
+            writer.write(f"d/{number:05d}", parts)
+        else:
+            writer.write(encode_example({"image": jpeg(number), "label": number, "name": f"n{number}"}))
+    writer.close()
+    return file.getvalue(), writer.index()
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zlib": zlib.compress}
+
+
+def shards(kind: str, *, index: bool = False, end: str = "") -> dict[str, bytes]:
+    """Key -> object."""
+    objects, first = {}, 0
+    for number, count in enumerate(COUNTS):
+        data, places = shard(kind, range(first, first + count))
+        objects[f"part-{number:03d}.{kind}{end}"] = COMPRESS[end](data)
+        if index:
+            objects[f"part-{number:03d}.{kind}.idx"] = places
+        first += count
+    return objects
+
+
+def write(folder: Path, objects: dict[str, bytes]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    for key, body in objects.items():
+        (folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (folder / key).write_bytes(body)
+    return str(folder)
+
+
+def dataset(kind: str, url: Any, **arguments: Any) -> Any:
+    if kind == "tar":
+        return fastload.TarDataset(url, **arguments)
+    return fastload.TFRecordDataset(url, arguments.pop("features", FEATURES), **arguments)
+
+
+def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def batches(data: Any, stream: Any, size: int = 16, epoch: int = 0) -> Iterator[tuple[list[int], Any]]:
+    """(ids, batch) of a stream, as a loader makes them."""
+    while ids := stream.take(size):
+        batch = data.new_batch(len(ids), ordinary)
+        if batch is None:
+            yield ids, [data[one] for one in ids]
+        else:
+            failures = data.fill(batch, list(enumerate(ids)), 5, epoch)
+            if failures:
+                raise failures[0][1]
+            yield ids, batch
+
+
+def read(
+    data: Any, *, workers: int = 2, ranks: int = 1, epoch: int = 0, shuffle: bool = True
+) -> list[tuple[list[int], Any]]:
+    """All batches of one epoch, over all ranks and their streams."""
+    found = []
+    for rank in range(ranks):
+        states = data.plan_streams(workers, seed=3, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
+        assert len(states) == workers
+        for state in states:
+            stream = data.open_stream(json.loads(json.dumps(state)))
+            found += batches(data, stream, epoch=epoch)
+            stream.close()
+    return found
+
+
+def labels(found: list[tuple[list[int], Any]], name: str) -> list[int]:
+    return [int(one) for _, batch in found for one in batch[name].tolist()]
+
+
+def at_random(data: Any, epoch: int = 0) -> Any:
+    """One batch of everything, by number."""
+    n = len(data)
+    data.prefetch(range(n))
+    batch = data.new_batch(n, ordinary)
+    failures = data.fill(batch, [(row, row) for row in range(n)], 5, epoch)
+    assert not failures, failures
+    return batch
