@@ -5,10 +5,13 @@ export PYTHON ?= python3
 bin := .venv/bin
 ready := .venv/.ready
 
-.PHONY: demo test lint stress fuzz gpu-check clean
+.PHONY: demo train-demo test lint stress fuzz gpu-check clean
 
 demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
+
+train-demo: $(ready)  ## the reference trainer: 2 ranks learn eight shapes from an S3 bucket
+	$(bin)/python examples/resnet50/demo.py $(ARGS)
 
 test: $(ready)  ## the test suite, without the long forms of random tests
 	$(bin)/python -m pytest -m "not stress" $(ARGS)
@@ -29,7 +32,7 @@ gpu-check:  ## all that needs a GPU: its tests, its figures, bench/results/<gpu>
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 
 clean:  ## what the targets above made, and nothing else
-	rm -rf .venv build fastload-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
+	rm -rf .venv build fastload-demo train-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
 	find fastload -name '*.so' -delete
 
 # A stamp: set up once, and again when what is to be installed changes.

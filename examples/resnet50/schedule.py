@@ -1,0 +1,102 @@
+"""What changes during a run: the learning rate, the resolution; and how a global batch is dealt out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["DECAYS", "Batches", "LearningRate", "resolutions"]
+
+# Each maps the share of the run that is over, after the warm-up (0 to 1), to a factor of the peak.
+DECAYS = {
+    "polynomial": lambda t, power: (1 - t) ** power,
+    "cosine": lambda t, power: 0.5 * (1 + math.cos(math.pi * t)),
+    # A cosine under a falling line: longer at small rates than the cosine alone (Bello et al. 2017).
+    "linear-cosine": lambda t, power: (1 - t) * 0.5 * (1 + math.cos(math.pi * t)) + 0.001,
+    "constant": lambda t, power: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up to `peak`, then a decay to the end of the run.
+
+    Attributes:
+        peak: after the warm-up.
+        warmup: steps; the first has peak / warmup, the last of them peak.
+        total: steps of the whole run.
+        decay: a name in DECAYS.
+        power: of "polynomial".
+    """
+
+    peak: float
+    warmup: int
+    total: int
+    decay: str = "cosine"
+    power: float = 2.0
+
+    def at(self, step: int) -> float:
+        """The rate of a step, counted from 0."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        over = (step - self.warmup) / max(1, self.total - self.warmup)
+        return self.peak * DECAYS[self.decay](min(1.0, over), self.power)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How a global batch is dealt out over ranks and over backward passes.
+
+    Attributes:
+        of_all: samples of one update of the weights, all ranks together.
+        ranks: how many.
+        micro: samples of one forward and backward pass of a rank.
+    """
+
+    of_all: int
+    ranks: int
+    micro: int
+
+    @property
+    def per_rank(self) -> int:
+        """Samples of one update, of each rank."""
+        return self.of_all // self.ranks
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes of one update, the gradients summed up between them."""
+        return self.per_rank // self.micro
+
+    @classmethod
+    def split(cls, of_all: int, ranks: int, limit: int) -> Batches:
+        """The fewest passes whose parts are of one size, and of at most `limit` samples.
+
+        The same global batch over another number of ranks is of the same samples: a resumed run sees no
+        difference, as long as the number of ranks divides the batch.
+
+        Raises:
+            SystemExit: it does not.
+        """
+        if of_all % ranks:
+            raise SystemExit(
+                f"a global batch of {of_all} cannot be dealt out evenly to {ranks} ranks: "
+                f"use --global-batch {of_all - of_all % ranks or ranks}, or another number of ranks"
+            )
+        share = of_all // ranks
+        passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= limit)
+        return cls(of_all, ranks, share // passes)
+
+
+def resolutions(text: str) -> dict[int, int]:
+    """ "0:128,18:224,30:288" -> {0: 128, 18: 224, 30: 288}, first epoch -> pixels; "224" -> {0: 224}.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if ":" not in text:
+        return {0: int(text)}
+    pairs = [part.split(":") for part in text.split(",")]
+    sizes = {int(epoch): int(size) for epoch, size in pairs}
+    if 0 not in sizes or min(sizes) < 0:
+        raise ValueError(f"resolutions have to begin with epoch 0, found {text!r}")
+    return sizes

@@ -1,0 +1,405 @@
+"""The parts of examples/resnet50, one by one, against the formulas that they name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import trainer  # noqa: F401  (puts examples/resnet50 on sys.path)
+
+import checkpoint  # isort: skip
+import model  # isort: skip
+import optim  # isort: skip
+import report  # isort: skip
+import schedule  # isort: skip
+import simulate  # isort: skip
+import step  # isort: skip
+import options  # isort: skip
+from ranks import Ranks, StopVote, check_identical  # isort: skip
+
+ALONE = Ranks(0, 1, 1, torch.device("cpu"))
+
+
+# --- LARS, arXiv 1708.03888
+
+
+def paper_lars(
+    weights: list[list[float]],
+    gradients: list[list[list[float]]],
+    rates: list[float],
+    m: float,
+    b: float,
+    eta: float,
+) -> list[list[float]]:
+    """Algorithm 1, written down with plain floats: per step and layer, rate, buffer, weights."""
+    weights = [list(layer) for layer in weights]
+    buffers = [[0.0] * len(layer) for layer in weights]
+    for gradient, rate in zip(gradients, rates, strict=True):
+        for w, g, v in zip(weights, gradient, buffers, strict=True):
+            w_norm, g_norm = math.hypot(*w), math.hypot(*g)
+            local = eta * w_norm / (g_norm + b * w_norm)
+            for i in range(len(w)):
+                v[i] = m * v[i] + rate * local * (g[i] + b * w[i])
+            for i in range(len(w)):
+                w[i] -= v[i]
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("momentum", "decay", "trust"), [(0.9, 0.0, 0.001), (0.9, 0.05, 0.02), (0.0, 0.01, 1.0)]
+)
+def test_lars_is_the_papers(momentum: float, decay: float, trust: float) -> None:
+    torch.manual_seed(1)
+    shapes = [(3, 4), (7,), (2, 3, 2, 2)]
+    start = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    gradients = [
+        [torch.randn(shape, dtype=torch.float64) * 10**k for shape in shapes] for k in (0, -3, 2, 0, 1)
+    ]
+    rates = [0.1, 0.4, 5.0, 2.0, 0.0]
+    expected = paper_lars(
+        [w.flatten().tolist() for w in start],
+        [[g.flatten().tolist() for g in step] for step in gradients],
+        rates,
+        momentum,
+        decay,
+        trust,
+    )
+    weights = [nn.Parameter(w.clone()) for w in start]
+    lars = optim.Lars(weights, lr=0.0, momentum=momentum, weight_decay=decay, trust=trust)
+    for gradient, rate in zip(gradients, rates, strict=True):
+        for weight, g in zip(weights, gradient, strict=True):
+            weight.grad = g.clone()
+        lars.param_groups[0]["lr"] = rate
+        lars.step()
+    for weight, layer in zip(weights, expected, strict=True):
+        torch.testing.assert_close(weight.detach().flatten(), torch.tensor(layer, dtype=torch.float64))
+
+
+def test_lars_without_adaption_is_sgd_with_the_rate_in_the_buffer() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    lars = optim.Lars([{"params": [weight], "adapt": False}], lr=0.5, momentum=0.5)
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0, -1.0])
+        lars.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([1 - 0.5 - 0.75, 2 + 0.5 + 0.75]))
+
+
+def test_lars_moves_zeros() -> None:
+    """A layer that begins at 0 (the last norm's weights, a bias) would stay there with the bare formula."""
+    weight, still = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    lars = optim.Lars([weight, still], lr=0.1, trust=0.01)
+    weight.grad, still.grad = torch.ones(3), torch.zeros(3)
+    lars.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), -0.1))
+    assert torch.equal(still.detach(), torch.ones(3))
+
+
+def test_norms_and_biases_have_no_decay() -> None:
+    module = model.MODELS["small"](classes=4)
+    decayed, others = optim.parameter_groups(module, 0.1)
+    assert decayed["weight_decay"] == 0.1 and decayed["adapt"]
+    assert others["weight_decay"] == 0 and not others["adapt"]
+    kinds = {id(p): name for name, p in module.named_parameters()}
+    assert all("weight" in kinds[id(p)] and p.ndim > 1 for p in decayed["params"])
+    assert {p.ndim for p in others["params"]} == {1}
+    assert len(decayed["params"]) + len(others["params"]) == len(kinds)
+
+
+def test_averaged_weights() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(module.weight, 0)
+    ema = optim.Ema(module, 0.75)
+    nn.init.constant_(module.weight, 4)
+    ema.update()
+    with ema.in_place():
+        assert module.weight.tolist() == [[1, 1]]
+    assert module.weight.tolist() == [[4, 4]]
+    again = optim.Ema(module, 0.75)
+    again.load_state_dict(ema.state_dict())
+    with pytest.raises(ZeroDivisionError), again.in_place():
+        assert module.weight.tolist() == [[1, 1]]
+        raise ZeroDivisionError
+    assert module.weight.tolist() == [[4, 4]]
+
+
+# --- learning rate, batches, resolution
+
+
+def test_warm_up_and_decays() -> None:
+    def rates(decay: str) -> list[float]:
+        rate = schedule.LearningRate(peak=8, warmup=4, total=14, decay=decay, power=2)
+        return [rate.at(i) for i in range(15)]
+
+    for decay in schedule.DECAYS:
+        assert rates(decay)[:4] == [2, 4, 6, 8]
+        assert all(a >= b for a, b in zip(rates(decay)[4:], rates(decay)[5:], strict=False))
+    assert rates("polynomial")[4] == 8
+    assert rates("polynomial")[9] == pytest.approx(8 * 0.5**2)
+    assert rates("cosine")[9] == pytest.approx(4)
+    assert rates("linear-cosine")[9] == pytest.approx(8 * (0.5 * 0.5 + 0.001))
+    assert rates("polynomial")[14] == 0 and rates("cosine")[14] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("of_all", [24, 32_768, 81_920])
+@pytest.mark.parametrize("limit", [1, 5, 256])
+def test_any_global_batch(of_all: int, ranks: int, limit: int) -> None:
+    if of_all % ranks:
+        with pytest.raises(SystemExit, match="evenly"):
+            schedule.Batches.split(of_all, ranks, limit)
+        return
+    batches = schedule.Batches.split(of_all, ranks, limit)
+    assert batches.micro <= limit
+    assert batches.micro * batches.passes * batches.ranks == of_all
+    smaller = [n for n in range(1, batches.passes) if batches.per_rank % n == 0]
+    assert all(batches.per_rank // n > limit for n in smaller)
+
+
+def test_resolutions() -> None:
+    assert schedule.resolutions("224") == {0: 224}
+    assert schedule.resolutions("0:128,18:224") == {0: 128, 18: 224}
+    for wrong in ("", "1:128", "0:128,x", "0:1,-2:3"):
+        with pytest.raises(ValueError):
+            schedule.resolutions(wrong)
+
+
+# --- one update
+
+
+def arguments(*more: str) -> argparse.Namespace:
+    return options.parse(["nowhere", *more])
+
+
+def tiny(**more: Any) -> step.Task:
+    torch.manual_seed(0)
+    return step.Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), **more)
+
+
+def test_accumulated_passes_are_one_large_batch() -> None:
+    """A short last pass too: each counts by its share."""
+    x, y = torch.randn(10, 4), torch.randint(0, 3, (10,))
+    whole, parts = (step.Step(tiny(), arguments("--clip-norm", "0.5"), ALONE, 10) for _ in range(2))
+    for number in range(3):
+        whole.begin(number, 0, 0.5)
+        whole.add(x, y, 1.0, last=True)
+        whole.update()
+        parts.begin(number, 0, 0.5)
+        for start in (0, 4, 8):
+            part = slice(start, min(10, start + 4))
+            parts.add(x[part], y[part], len(y[part]) / 10, last=start == 8)
+        parts.update()
+    for one, other in zip(whole.module.parameters(), parts.module.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert whole.loss_sum.item() == pytest.approx(parts.loss_sum.item())
+
+
+def test_gradients_are_clipped() -> None:
+    x, y = torch.randn(10, 4) * 100, torch.randint(0, 3, (10,))
+    stepped = step.Step(
+        tiny(), arguments("--clip-norm", "0.1", "--momentum", "0", "--weight-decay", "0"), ALONE, 10
+    )
+    before = [weight.detach().clone() for weight in stepped.module.parameters()]
+    stepped.begin(0, 0, 1.0)
+    stepped.add(x, y, 1.0, last=True)
+    stepped.update()
+    moved = [a.detach() - b for a, b in zip(stepped.module.parameters(), before, strict=True)]
+    assert torch.cat([m.flatten() for m in moved]).norm().item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("options", [[], ["--optimizer", "lars"], ["--ema", "0.9"], ["--amp", "bf16"]])
+def test_measuring_the_ceiling_changes_nothing(options: list[str]) -> None:
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    args = arguments("--clip-norm", "1", *options)
+    undisturbed, measured = (step.Step(tiny(), args, ALONE, 10) for _ in range(2))
+    for stepped in (undisturbed, measured):
+        for number in range(3):
+            stepped.begin(number, 0, 0.1)
+            stepped.add(x, y, 1.0, last=True)
+            stepped.update()
+            if stepped is measured:
+                ceiling = stepped.measure(x, y, passes=2, updates=2)
+                assert ceiling.rate > 0 and ceiling.alone == ceiling.rate and ceiling.overlap is None
+    assert measured.loss_sum == undisturbed.loss_sum
+    for name, value in undisturbed.module.state_dict().items():
+        assert torch.equal(value, measured.module.state_dict()[name])
+
+
+def test_batch_norm_is_recomputed() -> None:
+    """Its statistics are the plain averages over the batches, whatever they were before."""
+    norm = nn.BatchNorm1d(3, momentum=0.3)
+    batches = [torch.randn(8, 3) * k + k for k in (1, 2, 3)]
+    for _ in range(5):
+        norm(torch.randn(8, 3) * 100)
+    step.recompute_batch_norm(norm, batches, norm, ALONE)
+    torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
+    torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
+    assert norm.momentum == 0.3
+    kept = norm.running_mean.clone()
+    step.recompute_batch_norm(norm, [], norm, ALONE)
+    assert torch.equal(norm.running_mean, kept)
+
+
+# --- models
+
+
+@pytest.mark.parametrize("variant", ["b", "d"])
+@pytest.mark.parametrize("blur", [False, True])
+@pytest.mark.parametrize("name", sorted(model.MODELS))
+def test_models_at_two_resolutions(name: str, variant: str, blur: bool) -> None:
+    with torch.device("meta"):
+        network = model.MODELS[name](classes=10, variant=variant, blur=blur)
+        for side in (64, 96):
+            assert network(torch.empty(2, 3, side, side)).shape == (2, 10)
+
+
+def test_resnet50_is_the_known_one() -> None:
+    with torch.device("meta"):
+        network = model.resnet50(classes=1000)
+    assert sum(p.numel() for p in network.parameters()) == 25_557_032
+    assert sum(p.numel() for p in model.resnet18(classes=1000).parameters()) == 11_689_512
+
+
+def test_blocks_begin_as_the_identity() -> None:
+    network = model.MODELS["small"](classes=2, bn_momentum=0.02)
+    last = [[n for n in block.branch if isinstance(n, nn.BatchNorm2d)][-1] for block in network.stages]
+    assert all(not norm.weight.any() for norm in last)
+    assert {n.momentum for n in network.modules() if isinstance(n, nn.BatchNorm2d)} == {0.02}
+
+
+def test_blur_pool_is_a_low_pass_filter() -> None:
+    blur = model.BlurPool(2)
+    flat = torch.ones(1, 2, 8, 8)
+    assert torch.equal(blur(flat), torch.ones(1, 2, 4, 4))
+    checks = ((torch.arange(8)[:, None] + torch.arange(8)) % 2).float().expand(1, 2, 8, 8)
+    torch.testing.assert_close(blur(checks), torch.full((1, 2, 4, 4), 0.5))
+    assert not blur.state_dict()
+
+
+# --- checkpoints
+
+
+def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint.pt"
+    assert checkpoint.load(path, ALONE) is None
+    checkpoint.save(path, {"a": torch.arange(3), "b": [1, "x", None]})
+    (tmp_path / "checkpoint.pt.123.tmp").write_bytes(b"of a run that was killed")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(os, "fsync", full)
+        checkpoint.save(path, {"a": torch.arange(4)})
+    state = checkpoint.load(path, ALONE)
+    assert state is not None
+    assert state["a"].tolist() == [0, 1, 2] and state["b"] == [1, "x", None]
+    checkpoint.save(path, {"a": 1})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_a_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"harm": Path("/")}, path)  # not of weights_only's kinds
+    with pytest.raises(RuntimeError, match="no checkpoint of this trainer"):
+        checkpoint.load(path, ALONE)
+    path.write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(RuntimeError, match="no checkpoint of this trainer"):
+        checkpoint.load(path, ALONE)
+
+
+def test_stop_vote_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    vote = StopVote(ALONE)
+    assert not vote.agreed()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert vote.agreed()
+    vote.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_checksum_depends_on_every_weight() -> None:
+    checksums = set()
+    for index in range(3):
+        task = tiny()
+        with torch.no_grad():
+            task.module[2].weight[index, 7] += 1e-6
+        checksums.add(check_identical(task.module, ALONE))
+    assert len(checksums) == 3 and check_identical(tiny().module, ALONE) == check_identical(
+        tiny().module, ALONE
+    )
+
+
+# --- the simulated device, and what the report makes of it
+
+
+class FakeTime:
+    """A clock that goes on only where something takes time; a sleep ends late."""
+
+    def __init__(self, late: float) -> None:
+        self.time, self.late = 1000.0, late
+
+    def now(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds + self.late
+
+
+@pytest.mark.parametrize("late", [0.0, 0.003])
+def test_the_simulated_device_does_not_drift(late: float) -> None:
+    clock = FakeTime(late)
+    device = simulate.SimulatedDevice(1000, clock.now, clock.sleep)
+    start = clock.time
+    for _ in range(500):
+        clock.time += 0.02  # fetching a batch
+        device.run(50)
+    assert device.synchronize() == pytest.approx(start + 0.02 + 500 * 0.05)
+    assert device.idle == pytest.approx(0)
+    assert device.busy == pytest.approx(25)
+
+
+def test_the_simulated_device_waits_for_slow_data() -> None:
+    clock = FakeTime(0)
+    device = simulate.SimulatedDevice(1000, clock.now, clock.sleep)
+    for _ in range(100):
+        clock.time += 0.08
+        device.run(40)
+    assert device.busy == pytest.approx(4)
+    assert device.idle == pytest.approx(99 * 0.04)
+    with pytest.raises(ValueError, match="above 0"):
+        simulate.SimulatedDevice(0)
+
+
+def test_utilisation_is_mlperf_storages() -> None:
+    # Its example: 5 epochs' steps of 400 samples on an H100 (0.224 s), in a run of 1.02 times that.
+    steps = 3202
+    assert report.utilisation(steps * 400, 400 / 0.224, steps * 0.224 * 1.02) == pytest.approx(1 / 1.02)
+    assert report.utilisation(100, 10, 0) == 0
+    assert report.utilisation(100, 10, 9.99) == 1
+
+
+def test_who_is_the_limit() -> None:
+    stats = {"verdict": "the slowest stage is decode"}
+    assert report.limit(0.991, stats) == "the device"
+    assert report.limit(0.98, stats) == "the loader: the slowest stage is decode"
+
+
+def test_mlperfs_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 160.0])
+    monkeypatch.setattr(report.time, "time", lambda: next(times))
+    clock = report.Clock(0.75)
+    clock.start()
+    assert not clock.evaluated(0.74) and clock.time_to_accuracy is None
+    resumed = report.Clock(0.75)
+    resumed.load_state_dict(clock.state_dict())
+    resumed.start()  # goes on, does not start anew
+    assert resumed.evaluated(0.75) and resumed.time_to_accuracy == 60
+    assert resumed.evaluated(0.8) and resumed.time_to_accuracy == 60

@@ -1,0 +1,248 @@
+"""Whole runs of examples/resnet50/train.py on several gloo ranks: killed, asked to stop, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.trainer
+from tests.trainer import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
+
+pytestmark = pytest.mark.timeout(240)
+UPDATES = SAMPLES // BATCH  # of an epoch
+
+
+class Finished:
+    """A run of QUICK that nothing disturbed."""
+
+    def __init__(self, directory: Path, size: int) -> None:
+        arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
+        assert Ranks(size, directory, arguments).wait() == [0] * size
+        self.updates = updates_seen(directory, size, BATCH // size // 6)
+        self.state = torch.load(directory / "out" / "checkpoint.pt", weights_only=True)
+        self.epochs = epochs_of(directory)
+
+
+def epochs_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "out" / "epochs.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return Finished(tmp_path_factory.mktemp("unbroken"), 2)
+
+
+def test_every_sample_once_an_epoch(unbroken: Finished) -> None:
+    assert len(unbroken.updates) == 3 * UPDATES
+    for epoch in range(3):
+        updates = unbroken.updates[epoch * UPDATES : (epoch + 1) * UPDATES]
+        assert sorted(chain(*updates)) == list(range(SAMPLES))
+    assert unbroken.updates[:UPDATES] != unbroken.updates[UPDATES : 2 * UPDATES]
+
+
+def test_the_report_of_each_epoch(unbroken: Finished) -> None:
+    assert [line["epoch"] for line in unbroken.epochs] == [1, 2, 3]
+    for line in unbroken.epochs:
+        columns = {"node", "GPUs", "batch/s", "batch size", "FPS", "speedup", "dist_speedup", "utilisation"}
+        assert columns <= set(line)
+        assert (line["node"], line["GPUs"], line["batch size"]) == (1, 2, BATCH)
+        assert line["FPS"] == pytest.approx(line["batch/s"] * BATCH, rel=0.01)
+        assert line["dist_speedup"] == pytest.approx(line["speedup"] / 2, abs=0.001)
+        assert 0 < line["utilisation"] <= 1
+        assert line["communication"]["alone ms"] > 0
+        assert 0 <= line["accuracy"] <= 1 and line["accuracy"] * 37 == pytest.approx(
+            round(line["accuracy"] * 37)
+        )
+    assert unbroken.epochs[2]["loss"] < unbroken.epochs[0]["loss"]
+
+
+def resume(directory: Path, size: int) -> list[dict[str, Any]]:
+    """Start again what is in `directory`, and let it end; what it reports of its epochs."""
+    arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
+    assert Ranks(size, directory, arguments).wait() == [0] * size
+    return epochs_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("killed", "ranks_after"),
+    [
+        ((1, 4), 2),
+        ((0, UPDATES + 3), 1),
+        ((1, 5), 3),
+        pytest.param((0, UPDATES + 7), 2, marks=pytest.mark.stress),
+        pytest.param((1, 2 * UPDATES - 1), 2, marks=pytest.mark.stress),
+    ],
+)
+def test_killed_and_resumed(
+    unbroken: Finished, tmp_path: Path, killed: tuple[int, int], ranks_after: int
+) -> None:
+    """It goes on with the very next sample after the checkpoint; on as many ranks, with the same numbers."""
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3"]
+    assert -signal.SIGKILL in Ranks(2, tmp_path, arguments, killed).wait()
+    reached = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["number"]
+    assert killed[1] - 3 <= reached <= killed[1]
+    before = updates_seen(tmp_path, 2, 1)[:reached]
+    epochs = resume(tmp_path, ranks_after)
+    after = updates_seen(tmp_path, ranks_after, max(1, BATCH // ranks_after // 6))
+    assert before + after == unbroken.updates
+
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert [line["epoch"] for line in epochs] == [1, 2, 3]
+    if ranks_after == 2:
+        assert [line["loss"] for line in epochs] == [line["loss"] for line in unbroken.epochs]
+        assert_same(state["model"], unbroken.state["model"])
+        assert_same(state["optimizer"], unbroken.state["optimizer"])
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Bit by bit, apart from batch norm's running statistics: they are averaged whenever they are kept."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            if not str(key).endswith(("running_mean", "running_var")):
+                assert_same(one[key], other[key])
+    elif isinstance(one, list):
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
+    elif torch.is_tensor(one):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(unbroken: Finished, tmp_path: Path) -> None:
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1000"]
+    ranks = Ranks(2, tmp_path, arguments)
+    wait_for(tmp_path / "out" / "epochs.jsonl")
+    os.kill(ranks.processes[1].pid, signal.SIGTERM)
+    assert ranks.wait() == [0, 0]
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    first, second = (len(path.read_text().splitlines()) for path in sorted(tmp_path.glob("*.jsonl")))
+    assert state["number"] == first == second  # both made the same number of updates, and all are kept
+
+
+def test_another_global_batch_is_refused(unbroken: Finished, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    torch.save(unbroken.state, tmp_path / "out" / "checkpoint.pt")
+    assert unbroken.state["global_batch"] == BATCH
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--global-batch", "24"]
+    assert Ranks(1, tmp_path, arguments).wait() == [1]
+
+
+def test_torchrun_restarts_and_ends(unbroken: Finished, tmp_path: Path) -> None:
+    """A rank dies: torchrun starts all anew, and they go on. SIGTERM to torchrun: they keep all, and end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [
+        "--max-restarts=1",
+        "--monitor-interval=0.1",
+        str(Path(tests.trainer.__file__)),
+        str(tmp_path),
+    ]
+    command += ["--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3", "--epochs", "100000"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
+        try:
+            wait_for(tmp_path / "out" / "epochs.jsonl")
+            job.terminate()
+            _, said = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    starts = sorted(tmp_path.glob("*-0.jsonl"))
+    assert len(starts) == 2, said.decode()
+    after = updates_seen(tmp_path, 2, 1)
+    begun = state["number"] - len(after)  # the last start ended with the update that its checkpoint has
+    assert begun in (0, 3)
+    expected = unbroken.updates[begun:]
+    assert len(after) >= UPDATES - begun and after[: len(expected)] == expected[: len(after)]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("rate", ["400", "1e9"])
+def test_simulated_devices(tmp_path: Path, rate: str) -> None:
+    """A device takes no more than its rate, and its rate is the ceiling; for an endless one the loader is."""
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--simulate-gpu-rate", rate]
+    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    line = epochs_of(tmp_path)[-1]
+    assert line["FPS after the first step"] <= float(rate) * 1.01
+    assert line["ceiling per GPU"] == float(rate)
+    assert rate != "1e9" or line["limit"].startswith("the loader: ")
+
+
+def test_synthetic_data_is_one_batch(tmp_path: Path) -> None:
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--synthetic", "--epochs", "2"]
+    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    updates = updates_seen(tmp_path, 1, 2)
+    assert len(updates) == 2 * UPDATES and len({tuple(update) for update in updates}) == 1
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--communication", "dgc"], ["--communication", "fp16", "--optimizer", "lars"]],
+    ids=["dgc", "fp16"],
+)
+def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
+    """What compression keeps on each rank is in the checkpoint."""
+    states = []
+    for name, killed in (("whole", None), ("killed", (1, UPDATES + 4))):
+        directory = tmp_path / name
+        arguments = [
+            str(directory),
+            "--out",
+            str(directory / "out"),
+            *QUICK,
+            *options,
+            "--checkpoint-steps",
+            "3",
+        ]
+        arguments += ["--epochs", "2"]
+        if killed is not None:
+            assert -signal.SIGKILL in Ranks(2, directory, arguments, killed).wait()
+        assert Ranks(2, directory, arguments).wait() == [0, 0]
+        states.append(torch.load(directory / "out" / "checkpoint.pt", weights_only=True))
+        assert epochs_of(directory)[-1]["communication MB"] > 0
+    assert_same(states[0]["model"], states[1]["model"])
+    if "dgc" in options:
+        assert [len(state["communication"]) for state in states] == [2, 2]
+
+
+def test_something_else_in_ten_lines(tmp_path: Path) -> None:
+    """your_own.py: other data, another network, all else is the trainer's."""
+    generator = np.random.default_rng(0)
+    for mode, count in (("train", 200), ("eval", 50)):
+        for number in range(count):
+            label = number % 10
+            values = generator.normal(0, 1, 256) + 3 * (np.arange(256) // 25 == label)
+            path = tmp_path / mode / f"{number}.bin"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(np.concatenate([[label], values]).astype("<f4").tobytes())
+    command = [
+        sys.executable,
+        str(RESNET50 / "your_own.py"),
+        str(tmp_path),
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
+    command += ["--epochs", "4", "--batch-size", "20", "--base-lr", "1", "--num-workers", "1"]
+    command += ["--out", str(tmp_path / "out"), "--target", "0.9"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    last = epochs_of(tmp_path)[-1]
+    assert last["accuracy"] >= 0.9 and last["time to accuracy"] > 0
