@@ -15,6 +15,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -59,6 +60,9 @@ class Place(NamedTuple):
 def make_shards(photos: Path, count: int, form: str) -> Path:
     """The photos in shards, made once."""
     folder = photos.parent / f"{photos.name}-{form}"
+    if (folder / "photos.json").exists() and json.loads((folder / "photos.json").read_bytes())["complete"]:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
     size = sum(path.stat().st_size + 2048 for path in photos.glob("*/*.jpg")) * A_SHARD // count + 1
     command = [sys.executable, "-m", "fastload.cli", "convert", str(photos), str(folder), "--to", form]
     options = ["--shard-size", str(size), "--shuffle", "1", "--name", "photos"]
