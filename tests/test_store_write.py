@@ -43,7 +43,7 @@ def faults() -> Iterator[FaultServer]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, not minutes, until writes give up."""
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=2, first=0.01, longest=0.3))
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=20, first=0.01, longest=0.3))
     few = {"max_retries": 3, "retry_timeout": timedelta(seconds=2)}
     few["backoff"] = {
         "init_backoff": timedelta(milliseconds=5),
@@ -125,9 +125,15 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("size", [1000, 20 << 20], ids=["whole", "in parts"])
 def test_faults_that_are_errors(
-    name: str, size: int, client: dict[str, Any], faults: FaultServer, impatient: None
+    name: str,
+    size: int,
+    client: dict[str, Any],
+    faults: FaultServer,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault, expected, words = REFUSED[name]
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.3))
     store = open_store("s3://bucket", **faults.options, **client)
     faults.script("key", fault, repeat=True)
     start = time.monotonic()
