@@ -102,8 +102,8 @@ class SampleStream(Protocol):
 class StreamDataset(Protocol):
     """A map-style dataset whose samples may not be numbered yet; until then an epoch is read as streams.
 
-    Once they are, `must_stream()` is False and it is like any other map-style dataset. Until then `len()`
-    and `[index]` raise TypeError with a sentence that says so; `[id]` answers for ids that a stream of this
+    Once `must_stream()` is False it is like any other map-style dataset. Until they are numbered, `len()` and
+    `[index]` raise TypeError with a sentence that says so; `[id]` answers for ids that a stream of this
     process has handed out, and so do the methods of `RowDataset`, where it is one.
     """
 
@@ -144,11 +144,11 @@ def as_streams(dataset: Any) -> StreamDataset | None:
     inner: Any = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    if isinstance(inner, StreamDataset) and inner.must_stream():
-        raise ArgumentError(
-            f"a Subset chooses samples by number, and those of {type(inner).__name__} are not numbered before"
-            " its first epoch has been read: read that epoch whole, or give the dataset index files"
-        )
+    if isinstance(inner, StreamDataset):
+        try:
+            len(inner)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ArgumentError(f"a Subset chooses samples by number: {error}") from error
     return None
 
 

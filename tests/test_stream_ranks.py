@@ -213,7 +213,7 @@ def exchange(rank: int, ranks: int) -> Any:
     meeting = Ranks(rank, ranks)
     meeting.meet({})
     got = meeting.exchange(tables[rank], [set(table) for table in tables])
-    answer = meeting.meet_again(rank == 1)
+    answer = meeting.meet_again(rank)
     dist.barrier()
     assert not meeting._store.check(["table/1"]) and not meeting._store.check(["table/1/0"])
     before = meeting._store
@@ -229,7 +229,7 @@ def exchange(rank: int, ranks: int) -> Any:
 
 
 def test_tables_of_any_size_and_a_clean_store() -> None:
-    assert on_ranks(3, exchange) == [(True, True, [False] * 3)] * 3
+    assert on_ranks(3, exchange) == [(True, [0, 1, 2], [False] * 3)] * 3
 
 
 # --- resuming, disagreeing ---------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +15,9 @@ from fastload.streams.ranks import Ranks, can_meet
 from fastload.streams.reader import TakeNext
 
 __all__ = ["StreamEpoch", "Streams", "check_streams"]
+
+_Plan = list[dict[str, Any]]
+_MEETINGS = 5  # places come in as shards are read to their end: seldom while an epoch begins
 
 
 class Streams:
@@ -38,21 +43,45 @@ class Streams:
         count = saved["count"] if saved is not None else max(1, loader.num_workers)
         if sampler.num_replicas == 1:
             streamed = saved is not None or dataset.must_stream()
+            plan = _plan(dataset, sampler, count) if streamed and saved is None else []
         else:
-            streamed, count = self._meet(dataset, sampler, count, saved)
+            streamed, plan = self._agree(dataset, sampler, count, saved)
         if not streamed:
             self._numbered = True
             return None
         sampler.check_streamable()
-        return StreamEpoch(dataset, sampler, loader.batch_size or 1, count, self._ranks, saved)
+        return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
+
+    def _agree(
+        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
+    ) -> tuple[bool, _Plan]:
+        """(whether to stream, this rank's streams), the same and fitting together on all ranks."""
+        for _ in range(_MEETINGS):
+            known = self._meet(dataset, sampler, count, saved)
+            if known is None:
+                return False, []
+            if saved is not None:
+                return True, []
+            count = known
+            # Places may be learned from this node at any time, and the plan made with them is another one.
+            before = _shared(dataset, sampler)
+            plan = _plan(dataset, sampler, count)
+            shared = _shared(dataset, sampler)
+            assert self._ranks is not None
+            answers = self._ranks.meet_again([dataset.must_stream(), shared if shared == before else None])
+            if not any(must for must, _ in answers):
+                return False, []
+            if all(other == shared for _, other in answers):
+                return True, plan
+        raise WorkerError("the ranks do not come to plan the same streams", stage="ranks")
 
     def _meet(
         self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
-    ) -> tuple[bool, int]:
-        """(whether to stream, the number of streams), after the ranks have told each other what they know."""
+    ) -> int | None:
+        """How many streams a rank has, or None for no streams; the ranks know what each of them knew."""
         must = saved is not None or dataset.must_stream()
         if not must and not can_meet():
-            return False, count  # numbered without learning, as it seems: there is nothing to agree on
+            return None  # numbered without learning, as it seems: there is nothing to agree on
         if self._ranks is None:
             self._ranks = Ranks(sampler.rank, sampler.num_replicas)
         tables = dataset.known_places()
@@ -74,16 +103,35 @@ class Streams:
                         f"and {value!r} on rank {sampler.rank}; make their loaders alike, call set_epoch() "
                         "and load_state_dict() on all of them, and iterate equally often"
                     )
-        count = max(summary["count"] for summary in summaries)
         if not any(summary["must"] for summary in summaries):
-            return False, count
-        known = [set(summary["known"]) for summary in summaries]
-        if saved is None and any(shards != known[0] for shards in known):
+            return None
+        if saved is None:
+            known = [set(summary["known"]) for summary in summaries]
             learned = self._ranks.exchange(tables, known)
             if learned:
                 dataset.learn_places(learned)
-            return self._ranks.meet_again(dataset.must_stream()), count
-        return True, count
+        streams: int = max(summary["count"] for summary in summaries)
+        return streams
+
+
+def _plan(dataset: StreamDataset, sampler: ShardSampler, count: int, rank: int | None = None) -> _Plan:
+    """The streams of a rank; None: of this one."""
+    return dataset.plan_streams(
+        count,
+        seed=sampler.seed,
+        epoch=sampler.epoch,
+        shuffle=sampler.shuffle,
+        rank=sampler.rank if rank is None else rank,
+        ranks=sampler.num_replicas,
+    )
+
+
+def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
+    """A digest of what the plans of all ranks have to have in common."""
+    plan = dataset.plan_streams(
+        1, seed=sampler.seed, epoch=sampler.epoch, shuffle=sampler.shuffle, rank=0, ranks=1
+    )
+    return hashlib.blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 class StreamEpoch:
@@ -96,7 +144,7 @@ class StreamEpoch:
     Args:
         dataset, sampler: of the loader.
         size: samples per batch.
-        count: how many streams this rank has.
+        plan: this rank's streams, where none are resumed.
         ranks: None where there is one.
         saved: `state()` of the epoch that is resumed.
 
@@ -111,14 +159,13 @@ class StreamEpoch:
         dataset: StreamDataset,
         sampler: ShardSampler,
         size: int,
-        count: int,
+        plan: _Plan,
         ranks: Ranks | None,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         self._dataset = dataset
         self._sampler = sampler
         self._size = size
-        self._count = count
         self._ranks = ranks if sampler.mode == "train" else None
         self.batches = 0  # handed out
         self.lap = 0
@@ -126,25 +173,15 @@ class StreamEpoch:
         self._in_lap = 0  # batches
         self._empty = 0  # laps without a batch, the last ones
         if saved is None:
-            self._plan()
+            self._first, self._count = plan, len(plan)
+            self._put(list(enumerate(plan)))
             return
         self.batches, self.lap = saved["batches"], saved["lap"]
         self._source, self._in_lap, self._empty = saved["source"], saved["in_lap"], saved["empty"]
+        self._first, self._count = saved["first"], saved["count"]
         self._put(saved["streams"])
         if self._ranks is not None and self.lap:
             self._ranks.ended(self.batches)  # or fewer: nobody asks about those any more
-
-    def _plan(self) -> None:
-        sampler = self._sampler
-        states = self._dataset.plan_streams(
-            self._count,
-            seed=sampler.seed,
-            epoch=sampler.epoch,
-            shuffle=sampler.shuffle,
-            rank=self._source,
-            ranks=sampler.num_replicas,
-        )
-        self._put(list(enumerate(states)))
 
     def _put(self, streams: Any) -> None:
         self._states: dict[int, dict[str, Any]] = dict(streams)
@@ -184,7 +221,11 @@ class StreamEpoch:
         if self._empty:
             self._source = (self._source + 1) % ranks
         self.lap, self._in_lap = self.lap + 1, 0
-        self._plan()
+        # A plan made anew could be another one, now that more places are known.
+        plan = self._first
+        if self._source != self._sampler.rank:
+            plan = _plan(self._dataset, self._sampler, self._count, self._source)
+        self._put(list(enumerate(plan)))
 
     def handed_out(self, stream: int, state: dict[str, Any] | None) -> None:
         """A batch of a stream reached the user, or an error in its place (state None: the stream's own)."""
@@ -214,6 +255,7 @@ class StreamEpoch:
             "source": self._source,
             "in_lap": self._in_lap,
             "empty": self._empty,
+            "first": self._first if self._ranks is not None else [],
             "streams": [[stream, self._states[stream]] for stream in self.live],
         }
 

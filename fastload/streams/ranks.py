@@ -105,14 +105,14 @@ class Ranks:
             if shard not in mine
         }
 
-    def meet_again(self, answer: bool) -> bool:
-        """Whether any rank says yes. What `exchange` has posted is taken out of the store."""
-        self._post(f"answer/{self.rank}", b"1" if answer else b"0")
-        answers = [self._wait(rank, "answer", "to take in places") for rank in range(self.ranks)]
+    def meet_again(self, answer: Any) -> list[Any]:
+        """What every rank answers. What `exchange` has posted is taken out of the store."""
+        self._post(f"answer/{self.rank}", json.dumps(answer).encode())
+        answers = [json.loads(self._wait(rank, "answer", "to take in places")) for rank in range(self.ranks)]
         for key in [key for key in self._posted if key.startswith("table/")]:
             self._store.delete_key(key)
             self._posted.remove(key)
-        return b"1" in answers
+        return answers
 
     def have(self, batches: int) -> None:
         """This rank has at least so many batches of its own."""
