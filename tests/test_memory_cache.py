@@ -112,6 +112,18 @@ def test_users_cannot_write_into_the_memory(tmp_path: Path) -> None:
 # --- the tier itself
 
 
+def test_closing_while_a_thread_fills_touches_no_other_file(memory: Memory, tmp_path: Path) -> None:
+    """The descriptor outlives `detach` for as long as a thread is about to write to it."""
+    mapped = memory._mapped
+    assert mapped is not None
+    memory.detach()
+    with (tmp_path / "other").open("w+b") as other:  # would get the number, were it free
+        assert other.fileno() != mapped.fd
+        assert mapped.keep(KEY, memoryview(b"x" * 100))
+        assert other.read() == b""
+    del mapped
+
+
 def test_reads_are_not_copies(memory: Memory) -> None:
     memory.keep(KEY, memoryview(b"x" * 1000))
     entry = memory.find(KEY)
@@ -129,19 +141,19 @@ def test_the_budget_is_kept_and_the_rest_passes_through(tmp_path: Path) -> None:
     cache.flush()
     assert [cache.read(key) == bytes([i]) * 10_000 for i, key in enumerate(keys)] == [True] * 40
     assert 15 <= cache.counters["cache.memory_hits"] <= 20
-    assert cache.memory is not None and os.fstat(cache.memory._fd).st_blocks * 512 <= 200_000 + 4096
+    assert cache.memory is not None and os.fstat(cache.memory._mapped.fd).st_blocks * 512 <= 200_000 + 4096
     cache.close()
 
 
 def test_a_row_that_is_being_written_is_none(memory: Memory) -> None:
     """Its checksum comes last; without that check a reader would take the bytes of nobody."""
     memory.keep(KEY, memoryview(b"x" * 100))
-    place = next(memory._places(KEY))
-    row = os.pread(memory._fd, 40, place)
+    place = next(memory._mapped.places(KEY))
+    row = os.pread(memory._mapped.fd, 40, place)
     for torn in (row[:32] + bytes(8), row[:24] + bytes(16), row[:16] + struct.pack("<Q", 1 << 40) + row[24:]):
-        os.pwrite(memory._fd, torn, place)
+        os.pwrite(memory._mapped.fd, torn, place)
         assert memory.find(KEY) is None
-    os.pwrite(memory._fd, row, place)
+    os.pwrite(memory._mapped.fd, row, place)
     assert memory.find(KEY) is not None
 
 
@@ -181,7 +193,7 @@ def test_threads_and_processes_fill_at_once(memory: Memory) -> None:
 
 
 def test_nobody_waits_for_a_process_that_stopped_with_the_lock(memory: Memory) -> None:
-    holder = os.open(f"/proc/self/fd/{memory._fd}", os.O_RDWR)
+    holder = os.open(f"/proc/self/fd/{memory._mapped.fd}", os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
     assert memory.keep(KEY, memoryview(b"x")) is False
     os.close(holder)

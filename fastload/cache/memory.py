@@ -93,21 +93,17 @@ class Memory:
         total = _total()
         if budget > total:
             raise ArgumentError(f"memory={budget} bytes, of {total} that there are: give less")
-        self._rows = max(64, budget // _BYTES_PER_ROW)
-        self._data = -(-(_HEAD + self._rows * _ROW_BYTES) // _ALIGN) * _ALIGN
-        self.budget = max(budget, self._data)
         name = f"fastload-{secrets.token_hex(16)}"
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._held = weakref.finalize(self, _close, fd)
         self._held.atexit = False
-        os.ftruncate(fd, self.budget)  # takes no memory yet
+        os.ftruncate(fd, max(budget, _data_start(0)))  # takes no memory yet
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._file = _File(os.getpid(), fd, name)
         self.detach()
 
     def __getstate__(self) -> dict[str, object]:
-        kept = ("_rows", "_data", "budget", "_file")
-        return {name: value for name, value in self.__dict__.items() if name in kept}
+        return {"_file": self._file}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -115,16 +111,8 @@ class Memory:
 
     def detach(self) -> None:
         """As before `attach`, also after a fork. Views that were handed out stay valid."""
-        self._map: mmap.mmap | None = None
-        self._view = memoryview(b"")
-        self._id = 0  # of the file that is mapped
+        self._mapped: _Mapped | None = None
         self._lock = threading.Lock()
-        self._fd: int = -1
-        self._full = False
-        self._closing: weakref.finalize[..., Memory] | None = getattr(self, "_closing", None)
-        if self._closing is not None:
-            self._closing()
-            self._closing = None
 
     def attach(self, root_fd: int | None) -> None:
         """Map the node's memory: the one that the cache directory names and that still exists, else our own.
@@ -132,26 +120,10 @@ class Memory:
         Where neither can be opened, this process reads and fills the directory only.
         """
         with self._lock:
-            if self._map is None:
-                self._attach(self._join(root_fd) if root_fd is not None else self._file.open())
-
-    def _attach(self, fd: int) -> None:
-        if fd < 0:
-            return
-        found = os.fstat(fd)
-        size = found.st_size
-        try:
-            mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-        except OSError:  # address space is short
-            os.close(fd)
-            return
-        self._view = memoryview(mapped)
-        self._fd, self._id, self._closing = fd, found.st_ino, weakref.finalize(self, _close, fd)
-        self._closing.atexit = False
-        if size != self.budget:  # the one that another rank has made decides for the node
-            self._rows, self.budget = max(64, size // _BYTES_PER_ROW), size
-            self._data = -(-(_HEAD + self._rows * _ROW_BYTES) // _ALIGN) * _ALIGN
-        self._map = mapped  # last: to other threads it says that the rest is there
+            if self._mapped is None:
+                fd = self._join(root_fd) if root_fd is not None else self._file.open()
+                with contextlib.suppress(OSError):  # address space is short
+                    self._mapped = _Mapped(fd) if fd >= 0 else None
 
     def _join(self, root_fd: int) -> int:
         """Open the memory that the directory's note names; where it is gone, ours, and note that."""
@@ -176,53 +148,72 @@ class Memory:
         finally:
             os.close(note)
 
-    # -- reading
-
     def find(self, key: bytes) -> Entry | None:
         """Where the record of `key` lies, or None."""
-        table = self._map
-        if table is None:
-            return None
-        for at in self._places(key):
-            row = table[at : at + _ROW_BYTES]
-            if row == _NO_ROW:
-                return None
-            if row.startswith(key):
-                offset, length, row_sum = _PLACE.unpack_from(row, 16)
-                sound = row_sum == xxhash.xxh3_64_intdigest(row[:32])
-                inside = self._data <= offset and offset + length <= self.budget
-                return Entry(IN_MEMORY, offset, length, self._id) if sound and inside else None
-        return None
+        mapped = self._mapped
+        return None if mapped is None else mapped.find(key)
 
     def read(self, entry: Entry) -> memoryview | None:
         """The payload, read-only, where it lies; it stays there as long as the view is held.
 
         None where this process has another file open by now than the one that the entry was found in.
         """
-        if self._map is None or entry.checksum != self._id:
+        mapped = self._mapped
+        if mapped is None or entry.checksum != mapped.id:
             return None
-        return self._view[entry.offset : entry.offset + entry.length]
-
-    def _places(self, key: bytes) -> Iterator[int]:
-        row = int.from_bytes(key[:8], "little")
-        for step in range(_PROBES):
-            yield _HEAD + (row + step) % self._rows * _ROW_BYTES
-
-    # -- filling
+        return mapped.view[entry.offset : entry.offset + entry.length]
 
     def keep(self, key: bytes, payload: memoryview) -> bool:
         """Copy a verified payload in. False when it is full, or was busy: nothing waits for it."""
-        if self._map is None or self._full:
+        mapped = self._mapped
+        return mapped is not None and mapped.keep(key, payload)
+
+
+class _Mapped:
+    """The file, open in this process. Closed with its last user: no thread finds its descriptor reused."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.lock = threading.Lock()
+        found = os.fstat(fd)
+        self.id, self.size = found.st_ino, found.st_size
+        self.map = mmap.mmap(fd, self.size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.view = memoryview(self.map)
+        self.rows, self.data = _table_rows(self.size), _data_start(self.size)
+        self.full = False
+
+    def __del__(self) -> None:
+        _close(self.fd)
+
+    def find(self, key: bytes) -> Entry | None:
+        for at in self.places(key):
+            row = self.map[at : at + _ROW_BYTES]
+            if row == _NO_ROW:
+                return None
+            if row.startswith(key):
+                offset, length, row_sum = _PLACE.unpack_from(row, 16)
+                sound = row_sum == xxhash.xxh3_64_intdigest(row[:32])
+                inside = self.data <= offset and offset + length <= self.size
+                return Entry(IN_MEMORY, offset, length, self.id) if sound and inside else None
+        return None
+
+    def places(self, key: bytes) -> Iterator[int]:
+        row = int.from_bytes(key[:8], "little")
+        for step in range(_PROBES):
+            yield _HEAD + (row + step) % self.rows * _ROW_BYTES
+
+    def keep(self, key: bytes, payload: memoryview) -> bool:
+        if self.full:
             return False
         offset = self._reserve(key, payload.nbytes)
         if offset < 0:
             return offset == _KNOWN
         try:
             written = 0
-            while written < payload.nbytes:  # the kernel copies it: no page of zeros is made and mapped first
-                written += os.pwrite(self._fd, payload[written:], offset + written)
+            while written < payload.nbytes:  # the kernel copies: no page of zeros is made and mapped first
+                written += os.pwrite(self.fd, payload[written:], offset + written)
         except OSError:  # memory is short
-            self._full = True
+            self.full = True
             return False
         return self._publish(key, offset, payload.nbytes)
 
@@ -233,25 +224,25 @@ class Memory:
                 return _BUSY
             if self.find(key) is not None:
                 return _KNOWN
-            (used,) = _USED.unpack(os.pread(self._fd, _USED.size, 0))
-            offset: int = self._data + used
-            if offset + nbytes > self.budget:
-                self._full = offset + _ALIGN > self.budget  # smaller ones may still fit
+            (used,) = _USED.unpack(os.pread(self.fd, _USED.size, 0))
+            offset: int = self.data + used
+            if offset + nbytes > self.size:
+                self.full = offset + _ALIGN > self.size  # smaller ones may still fit
                 return _BUSY
             used += -(-nbytes // _ALIGN) * _ALIGN
-            os.pwrite(self._fd, _USED.pack(used), 0)
+            os.pwrite(self.fd, _USED.pack(used), 0)
             return offset
 
     def _publish(self, key: bytes, offset: int, nbytes: int) -> bool:
         with self._locked() as held:
             if not held:
                 return False  # its bytes are lost to the budget, which is better than to wait
-            for at in self._places(key):
-                row = os.pread(self._fd, _ROW_BYTES, at)
+            for at in self.places(key):
+                row = os.pread(self.fd, _ROW_BYTES, at)
                 if row == _NO_ROW:
                     fields = _ROW.pack(key, offset, nbytes, 0)[:32]
                     row = fields + _USED.pack(xxhash.xxh3_64_intdigest(fields))
-                    return os.pwrite(self._fd, row, at) == _ROW_BYTES
+                    return os.pwrite(self.fd, row, at) == _ROW_BYTES
                 if row.startswith(key):
                     return True
         return False
@@ -259,13 +250,21 @@ class Memory:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
         """Hold the lock of all threads and processes; False where that took too long."""
-        with self._lock:
-            held = _lock_soon(self._fd)
+        with self.lock:
+            held = _lock_soon(self.fd)
             try:
                 yield held
             finally:
                 if held:
-                    fcntl.flock(self._fd, fcntl.LOCK_UN)
+                    fcntl.flock(self.fd, fcntl.LOCK_UN)
+
+
+def _table_rows(size: int) -> int:
+    return max(64, size // _BYTES_PER_ROW)
+
+
+def _data_start(size: int) -> int:
+    return -(-(_HEAD + _table_rows(size) * _ROW_BYTES) // _ALIGN) * _ALIGN
 
 
 _KNOWN, _BUSY = -1, -2
