@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
 from torch.utils.data import default_collate
 
+from fastload.autoscale import Autoscaler, ceiling, fixed_by
 from fastload.cuda import checked
 from fastload.device import Feed
 from fastload.errors import ArgumentError
@@ -45,6 +46,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: every argument of torch's, in its order, with its default.
 
     Args:
+        num_workers: also "auto": the first epoch finds how many of the node's cores it takes, see
+            `fastload.autoscale`. `loader.num_workers` is then the most that there can be, an int; the samples
+            and states are those of any number. A dataset that is split by worker gets the most at once.
         device: where the batches come to lie. None: in host memory. "cuda", "cuda:1" or a torch.device: on
             that GPU, copied one or two batches ahead beside the running work; `pin_memory` is then of no use.
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
@@ -78,7 +82,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         shuffle: bool | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -105,6 +109,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ArgumentError(f"seed must be an int or None, found {seed!r}")
         if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
             sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
+        self._autoscaler: Autoscaler | None = None
+        if num_workers == "auto":
+            num_workers = ceiling()
+            self._autoscaler = None if fixed_by(dataset) else Autoscaler(num_workers)
         super().__init__(
             dataset,
             batch_size,
@@ -196,6 +204,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             since the loader was made, see `fastload.stats`; "rates": flat numbers of the epoch that runs, or
             the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would be faster without,
             and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad samples;
+            "autoscale": what num_workers="auto" chose, and why, else "";
             "decode": who decodes ("decoder"), and for decode="auto" why.
         """
         epoch, gauges = self._meter.counters(), self._meter.gauges()
@@ -204,6 +213,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "epochs": self._state.epoch,
             "counters": self._counters.as_dict(),
             "rates": gauges,
+            "autoscale": "" if self._autoscaler is None else self._autoscaler.sentence(),
             "limit": limit(epoch),
             "verdict": verdict(epoch, gauges),
             "bad": list(self._bad.copy()),

@@ -48,6 +48,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._counters, self._bad, self._meter = loader._counters, loader._bad, loader._meter
         self._in_order = loader.in_order
         self._decoding = loader._decoding
+        self._autoscaler = loader._autoscaler
         if not loader.prefetch_factor:
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._least_ahead = self._ahead = loader.prefetch_factor
@@ -61,7 +62,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if self._feed is not None and self._feed.copies:
             self._pin_memory = False
             pin = self._feed.pin
-        self._pool = WorkerPool(_setup(self, loader), _context(loader), pin)
+        self._pool = WorkerPool(_setup(self, loader), _context(loader), pin, start=self._wanted())
         self._pin_memory_thread = None
         self._reset(loader, first_iter=True)
 
@@ -72,7 +73,9 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         previous = None if first_iter else self._progress
         self._progress = loader._state.begin(loader, late_seed=False, previous=previous)
-        self._meter.start(self._num_workers)
+        self._meter.start(self._wanted())
+        if self._autoscaler is not None:
+            self._autoscaler.start_epoch(self._counters["wait.batches"])
         super()._reset(loader, first_iter)
         loader._state.started(loader, self, self._progress)
         assert self._pool is not None
@@ -101,7 +104,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if self._streams is not None:  # each reads ahead by itself, so what is announced need not be more
             self._turn, ahead = deque(self._streams.live), self._least_ahead
         else:
-            self._turn, ahead = deque(range(self._num_workers)), self._ahead
+            self._turn, ahead = deque(range(self._wanted())), self._ahead
             self._turn.rotate(-self._progress.next_worker)
         for _ in range(ahead * len(self._turn)):
             self._submit()
@@ -164,6 +167,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._owner.clear()
         self._progress.finish()
         self._meter.stop()
+        if self._autoscaler is not None:
+            self._autoscaler.end_epoch()
         if not self._persistent_workers:
             self._shutdown_workers()
         raise StopIteration
@@ -177,7 +182,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
                 data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
         finally:
-            if not self._submit(lane):
+            parked = self._autoscaler is not None and bool(self._turn) and lane not in self._turn
+            if parked or not self._submit(lane):
                 self._pool.finish(worker_id)
             self._progress.handed_out(result.seq - self._first, lane, result.after)
             self._progress.next_worker = next(iter(self._owner.values()), 0)
@@ -186,7 +192,27 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         self._meter.handed_over()
+        if self._autoscaler is not None and self._turn:
+            self._adjust(self._autoscaler.look(self._counters, len(self._owner)))
         return data
+
+    def _wanted(self) -> int:
+        """How many workers make batches: all, unless `num_workers="auto"` has found that fewer do."""
+        return self._num_workers if self._autoscaler is None else int(self._autoscaler.workers)
+
+    def _adjust(self, wanted: int) -> None:
+        """Have so many workers make batches. One that is parked finishes what it has, and waits."""
+        assert self._pool is not None
+        while len(self._turn) > wanted:
+            self._turn.remove(max(self._turn))
+        while self._turn and len(self._turn) < wanted:
+            worker_id = min(set(range(wanted)) - set(self._turn))
+            if worker_id == len(self._workers):
+                self._pool.grow()
+            self._turn.append(worker_id)
+            for _ in range(self._ahead):
+                self._submit()
+        self._meter.workers = wanted
 
     def _submit(self, lane: int | None = None) -> bool:
         """Give the next index batch to the worker whose turn it is; out of order, to the one that is free.
@@ -205,7 +231,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         except StopIteration:
             self._turn.clear()
         if not self._turn:
-            for every in range(self._num_workers):
+            for every in range(len(self._workers)):
                 self._pool.finish(every)
             return False
         self._owner[self._sent] = lane

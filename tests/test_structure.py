@@ -54,7 +54,9 @@ MAY_IMPORT = {
     "state": {"errors", "sampler", "streams"},
     "in_process": {"device", "collate", "rows", "state", "streams"},
     "worker_iterator": {"device", "store", "rows", "workers", "state", "stats", "errors"},
+    "autoscale": {"cores", "rows", "stats", "store", "verdict"},
     "loader": {
+        "autoscale",
         *("cuda", "dali", "decoding", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),
         *("stats", "verdict", "errors"),
     },

@@ -55,19 +55,24 @@ class WorkerPool:
         setup: see `WorkerSetup`.
         context: a multiprocessing context.
         pin: registers the memory of slots with a device, see `SlotMap`.
+        start: how many to start now; `grow` starts another one. None: all that the setup names.
     """
 
     _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
 
-    def __init__(self, setup: WorkerSetup, context: Any, pin: Pin | None = None) -> None:
+    def __init__(
+        self, setup: WorkerSetup, context: Any, pin: Pin | None = None, start: int | None = None
+    ) -> None:
         self._workers: list[_Handle] = []
+        self._setup = setup
+        self._epoch: Epoch | None = None  # that runs
         self._context = context
         self._pin = pin
         self._open = True
         self._owner = os.getpid()
         self._alive.add(self)
         try:
-            for worker_id in range(setup.num_workers):
+            for worker_id in range(setup.num_workers if start is None else start):
                 self._workers.append(self._start(setup, worker_id))
         except BaseException:
             self.shutdown()
@@ -76,6 +81,13 @@ class WorkerPool:
     @property
     def processes(self) -> list[Any]:
         return [worker.process for worker in self._workers]
+
+    def grow(self) -> None:
+        """Start one worker more, in the epoch that runs."""
+        worker = self._start(self._setup, len(self._workers))
+        self._workers.append(worker)
+        if self._epoch is not None:
+            self._send(worker, self._epoch)
 
     def _start(self, setup: WorkerSetup, worker_id: int) -> _Handle:
         ours, theirs = Channel.pair()
@@ -116,9 +128,10 @@ class WorkerPool:
         self, first: int, seed: int, epoch: int, *, streamed: bool = False, shared_seed: int | None = None
     ) -> None:
         """Results older than sequence number `first` are not wanted any more."""
+        self._epoch = Epoch(first, seed, epoch, streamed, shared_seed)
         for worker in self._workers:
             worker.consumed = 0
-            self._send(worker, Epoch(first, seed, epoch, streamed, shared_seed))
+            self._send(worker, self._epoch)
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool = False) -> None:
         """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`."""

@@ -1,0 +1,306 @@
+"""`num_workers="auto"`: the policy with a scripted clock and counters, the mechanism with real workers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
+from fastload.autoscale import Autoscaler, ceiling
+from fastload.errors import WorkerError
+from fastload.stats import Counters
+from tests.loaderdata import Numbers, Stream
+from tests.photos import pillow_jpeg, scene
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks", "fork_workers"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # than there are cores
+]
+
+
+# --- the policy
+
+
+class Run:
+    """A scripted epoch: `stretch` lets time pass, in which so much of everything happens."""
+
+    def __init__(self, most: int, cores: float = 16) -> None:
+        self.now = self.busy = 0.0
+        self.counters = Counters()
+        self.cores = cores
+        self.scaler = Autoscaler(most, clock=lambda: self.now, cores=cores, busy=lambda: self.busy)
+        self.scaler.start_epoch()
+
+    def stretch(self, rate: float, *, idle: float = 8, seconds: float = 2.0, **added: float) -> int:
+        """So many batches a second, while `idle` cores are; counters as wait=..., decode=... seconds."""
+        self.counters.add("wait.batches", 1 if self.counters["wait.batches"] else 2)
+        self.counters.add("wait.batches", max(0.0, self.scaler._due - self.counters["wait.batches"]))
+        self.scaler.look(self.counters, 4)
+        self.now += seconds
+        self.busy += (self.cores - idle) * seconds
+        self.counters.add("wait.batches", rate * seconds)
+        for stage, value in added.items():
+            self.counters.add(f"{stage}.seconds", value)
+        return self.scaler.look(self.counters, 4)
+
+
+def test_grows_while_the_consumer_waits_and_it_helps() -> None:
+    run = Run(most=12)
+    found = [run.scaler.workers]
+    for rate in (100, 150, 200):
+        found.append(run.stretch(rate, wait=1.9, consumer=0.1, decode=12))
+    assert found == [6, 9, 12, 12]
+    assert "ceiling" in run.scaler.sentence() and "12 of at most 12" in run.scaler.sentence()
+
+
+def test_what_did_not_help_is_taken_back_for_good() -> None:
+    run = Run(most=12)
+    found = [run.stretch(100, wait=1.9, consumer=0.1, get=12) for _ in range(5)]
+    assert found == [9, 6, 6, 6, 6]
+    assert "did not help: the limit is get" in run.scaler.why
+
+
+def test_does_not_grow_without_an_idle_core() -> None:
+    run = Run(most=12)
+    assert [run.stretch(100, idle=0.1, wait=1.9, consumer=0.1, decode=12) for _ in range(3)] == [6, 6, 6]
+    assert "no core is idle" in run.scaler.why
+
+
+def test_parks_workers_that_wait_for_the_consumer() -> None:
+    run = Run(most=12)
+    assert run.stretch(10, wait=0.0, consumer=2.0, decode=2.0, slot=10.0) == 2  # a sixth of 6, and some more
+    assert run.stretch(10, wait=0.0, consumer=2.0, decode=2.0, slot=2.0) == 2
+    assert "waited for 0.0%" in run.scaler.why
+
+
+def test_parked_too_many_comes_back_and_does_not_swing() -> None:
+    run = Run(most=12)
+    assert run.stretch(10, wait=0.0, consumer=2.0, decode=2.0, slot=10.0) == 2
+    assert run.stretch(5, wait=1.0, consumer=1.0, decode=4.0) == 3
+    found = [run.stretch(10, wait=0.0, consumer=2.0, decode=1.0, slot=5.0) for _ in range(3)]
+    assert found == [3, 3, 3]
+
+
+def test_looks_neither_too_early_nor_too_often() -> None:
+    run = Run(most=12)
+    run.stretch(100, seconds=0.5, wait=0.5, decode=3)  # not a second yet
+    assert run.scaler.workers == 6
+    run = Run(most=12)
+    run.stretch(1, wait=2, decode=12)  # a second, but two batches only
+    assert run.scaler.workers == 6
+    run = Run(most=12)
+    assert run.stretch(100, wait=1.9, consumer=0.1, decode=12) == 9
+    run.now += 10
+    run.counters.add("wait.batches", 3)  # what was in flight is not through: it shows nothing of the change
+    run.scaler.look(run.counters, 4)
+    assert run.scaler._start is None
+
+
+def test_later_epochs_keep_the_number(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(most=12)
+    run.stretch(100, wait=1.9, consumer=0.1, decode=12)
+    with caplog.at_level(logging.INFO, "fastload"):
+        run.scaler.end_epoch()
+        run.scaler.start_epoch(run.counters["wait.batches"])
+        assert run.stretch(100, wait=1.9, consumer=0.1, decode=12) == 9
+        run.scaler.end_epoch()
+    assert len(caplog.messages) == 1 and "9 of at most 12 workers" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "most"),
+    [(1, 1, 1), (2, 1, 2), (4, 1, 3), (16, 1, 14), (192, 8, 22), (8, 8, 1), (0.5, 1, 1), (64, 1, 59)],
+)
+def test_ceiling(cores: float, ranks: int, most: int) -> None:
+    assert ceiling(cores, ranks) == most
+
+
+# --- the mechanism
+
+
+class Scripted:
+    """Says the next number after every batch."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.workers = numbers[0]
+        self.numbers: Iterator[int] = itertools.cycle(numbers)
+
+    def start_epoch(self, handed_over: float) -> None:
+        pass
+
+    def end_epoch(self) -> None:
+        pass
+
+    def sentence(self) -> str:
+        return "scripted"
+
+    def look(self, counters: Counters, in_flight: int) -> int:
+        self.workers = next(self.numbers)
+        return self.workers
+
+
+def auto(dataset: Any, batch_size: int, numbers: list[int], monkeypatch: Any, **options: Any) -> Any:
+    """A loader with num_workers="auto" that has as many workers as the script says."""
+    monkeypatch.setattr("fastload.loader.ceiling", lambda: max(numbers))
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size, num_workers="auto", **options)
+    loader._autoscaler = Scripted(numbers)  # type: ignore[assignment]
+    return loader
+
+
+SCRIPTS = [[1, 2, 3, 4], [4, 3, 2, 1], [1, 4, 1, 4], [2, 1, 1, 3, 3, 1], [1]]
+
+
+@pytest.mark.parametrize("numbers", SCRIPTS, ids=str)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_exactly_once_while_growing_and_parking(
+    numbers: list[int], persistent: bool, in_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = auto(
+        Numbers(101), 3, numbers, monkeypatch, persistent_workers=persistent, in_order=in_order, seed=1
+    )
+    for _ in range(3):
+        found = [batch.tolist() for batch in loader]
+        assert Counter(itertools.chain(*found)) == Counter(range(101))
+        assert not in_order or found == [list(range(101))[i : i + 3] for i in range(0, 101, 3)]
+
+
+@pytest.mark.parametrize("break_at", [0, 1, 5])
+def test_an_epoch_that_is_broken_off(break_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = auto(Numbers(60), 2, [1, 3, 2], monkeypatch, persistent_workers=True)
+    for _ in range(3):
+        for n, _ in enumerate(loader):
+            if n == break_at:
+                break
+    assert torch.cat(list(loader)).tolist() == list(range(60))
+
+
+def test_images_are_those_of_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for i in range(30):
+        (tmp_path / "photos" / "a" / f"{i}.jpg").write_bytes(pillow_jpeg(scene(60, 60, i)))
+
+    def images(make: Any) -> torch.Tensor:
+        cache = Cache(tmp_path / "cache")
+        dataset = ImageFolder(str(tmp_path / "photos"), RandomResizedCrop(16), cache=cache)
+        found = torch.cat([batch for batch, _ in make(dataset)])
+        dataset.close()
+        return found
+
+    expected = images(lambda dataset: DataLoader(dataset, 2, seed=3))
+    for numbers in ([1, 2, 3], [3, 1]):
+        assert torch.equal(
+            images(lambda dataset, n=numbers: auto(dataset, 2, n, monkeypatch, seed=3)), expected
+        )
+
+
+@pytest.mark.parametrize("then", ["auto", 0, 2])
+def test_resume(then: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved while workers came and went; another loader, with any number, goes on exactly there."""
+    loader = auto(Numbers(60), 2, [1, 3, 2], monkeypatch, shuffle=True, seed=5)
+    torch.manual_seed(0)
+    whole, state = [], None
+    for n, batch in enumerate(loader):
+        whole.append(batch.tolist())
+        if n == 11:
+            state = loader.state_dict()
+    torch.manual_seed(1)
+    other: DataLoader[Any] = (
+        auto(Numbers(60), 2, [3, 1], monkeypatch, shuffle=True, seed=5)
+        if then == "auto"
+        else DataLoader(Numbers(60), 2, shuffle=True, seed=5, num_workers=then)
+    )
+    assert state is not None
+    other.load_state_dict(state)
+    assert [batch.tolist() for batch in other] == whole[12:]
+
+
+def test_processes_start_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = auto(Numbers(40), 2, [1, 1, 1, 2, 2, 3, 1], monkeypatch)
+    before = {child.pid for child in psutil.Process().children()}
+    iterator = iter(loader)
+    counts = []
+    for _ in range(7):
+        next(iterator)
+        counts.append(len({child.pid for child in psutil.Process().children()} - before))
+    assert counts == [1, 1, 1, 2, 2, 3, 3]  # parked ones stay
+    assert loader.stats()["rates"]["workers"] == 1
+    del iterator
+
+
+def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = auto(Numbers(400), 2, [1, 2], monkeypatch)
+    loader._autoscaler.numbers = itertools.repeat(2)  # type: ignore[union-attr]
+    iterator: Any = iter(loader)
+    next(iterator)
+    iterator._workers[1].kill()
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        for _ in iterator:
+            pass
+
+
+@pytest.mark.parametrize("slow", ["samples", "steps"])
+def test_policy_and_mechanism_together(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.autoscale._INTERVAL", 0.1)
+    loader = auto(Numbers(300, Slow(0.01 if slow == "samples" else 0.0)), 2, [6], monkeypatch)
+    loader._autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
+    found = []
+    for batch in loader:
+        time.sleep(0.005 if slow == "steps" else 0)
+        found += batch.tolist()
+    assert found == list(range(300))
+    assert loader._autoscaler.workers in ((4, 5, 6) if slow == "samples" else (1, 2)), loader.stats()
+
+
+class Slow:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return index
+
+
+class Stateful(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("dataset", [Stream([4, 5]), Stateful()], ids=["iterable", "stateful"])
+def test_datasets_that_are_split_by_worker_keep_the_number(
+    dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.loader.ceiling", lambda: 2)
+    loader: DataLoader[Any] = DataLoader(dataset, 2, num_workers="auto")
+    assert loader.num_workers == 2 and loader._autoscaler is None and loader.stats()["autoscale"] == ""
+    assert len(list(loader)) == (5 if isinstance(dataset, Stream) else 4)
+
+
+def test_as_users_write_it(caplog: pytest.LogCaptureFixture) -> None:
+    loader: DataLoader[Any] = DataLoader(Numbers(64), 2, num_workers="auto")
+    assert isinstance(loader.num_workers, int) and loader.num_workers == ceiling()
+    with caplog.at_level(logging.INFO, "fastload"):
+        assert len(list(loader)) == 32
+    assert loader.stats()["autoscale"] == caplog.messages[-1]
+    assert loader.stats()["autoscale"].startswith("num_workers='auto': ")
+    with pytest.raises((TypeError, ValueError)):
+        DataLoader(Numbers(4), num_workers="all")  # type: ignore[arg-type]
