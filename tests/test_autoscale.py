@@ -254,12 +254,13 @@ def test_policy_and_mechanism_together(slow: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("fastload.autoscale._INTERVAL", 0.1)
     loader = auto(Numbers(300, Slow(0.01 if slow == "samples" else 0.0)), 2, [6], monkeypatch)
     loader._autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
-    found = []
+    found, numbers = [], {3}
     for batch in loader:
         time.sleep(0.005 if slow == "steps" else 0)
         found += batch.tolist()
+        numbers.add(loader._autoscaler.workers)
     assert found == list(range(300))
-    assert loader._autoscaler.workers in ((4, 5, 6) if slow == "samples" else (1, 2)), loader.stats()
+    assert max(numbers) > 3 if slow == "samples" else min(numbers) < 3, loader.stats()
 
 
 class Slow:
