@@ -16,11 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests import dgc_ranks
+from tests import (
+    dgc_ranks,
+    trainer,  # noqa: F401  (puts examples/resnet50 on sys.path)
+)
 from tests.dgc_ranks import OPTIONS, SHAPES, STEP_SAMPLES, STEPS, VARIANTS, gradients
 
-import dgc  # isort: skip  (dgc_ranks has put it on the path)
 import comm  # isort: skip
+import dgc  # isort: skip
+from options import parse  # isort: skip
 
 RANKS = 2
 COMPRESSED = ("conv", "matrix")
@@ -325,6 +329,18 @@ def test_another_number_of_ranks_loses_nothing(results: dict[str, list[Any]]) ->
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dgc.DeepGradientCompression(torch.nn.Linear(2, 2), **{"total_samples": 10, **options})
+
+
+def test_options_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    args = parse(["s3://bucket"])
+    assert args.dgc_sparsity_strategy == dgc.SPARSITY_STRATEGY
+    assert args.dgc_momentum_factor_masking
+    args = parse(["s3://bucket", "--dgc-sparsity-strategy", "0.5,0.9", "--no-dgc-momentum-factor-masking"])
+    assert args.dgc_sparsity_strategy == (0.5, 0.9)
+    assert not args.dgc_momentum_factor_masking
+    with pytest.raises(SystemExit):
+        parse(["s3://bucket", "--dgc-sparsity-strategy", "most"])
+    assert "--dgc-sparsity-strategy: invalid shares value: 'most'" in capsys.readouterr().err
 
 
 # --- learning

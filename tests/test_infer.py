@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 import fastload
+from tests import trainer  # puts examples/resnet50 on sys.path
+
+import infer  # isort: skip
+from model import MODELS, ResNet  # isort: skip
 
 ROOT = Path(fastload.__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "resnet50"
-sys.path.insert(0, str(EXAMPLE))
-
-import infer  # noqa: E402
-from model import MODELS, ResNet  # noqa: E402
-
 VARIANTS: list[dict[str, Any]] = [{}, {"variant": "d"}, {"blur": True}]
 
 
@@ -137,7 +135,7 @@ def test_the_table(tmp_path: Path) -> None:
     torch.save({"model": made.state_dict(), "ema": None}, tmp_path / "checkpoint.pt")
 
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE / "infer.py"), *arguments],
+        [sys.executable, str(trainer.RESNET50 / "infer.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from dgc import SPARSITY_STRATEGY
 from model import MODELS
 from schedule import DECAYS, resolutions
 from step import AMP, COMMUNICATION
 
 __all__ = ["parse"]
+
+
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(float(share) for share in text.split(","))
 
 
 def parse(arguments: list[str] | None, description: str | None = None) -> argparse.Namespace:
@@ -70,6 +75,18 @@ def parse(arguments: list[str] | None, description: str | None = None) -> argpar
     device.add_argument(
         "--communication", default="fp32", choices=COMMUNICATION, help="of gradients; see comm.py"
     )
+    # Named as in MoXing, which counts the epochs of the warm-up in samples, too.
+    device.add_argument(
+        "--dgc-sparsity-strategy",
+        type=shares,
+        default=SPARSITY_STRATEGY,
+        metavar="S,S,...",
+        help="shares of the gradients that are not sent, by epoch; the last one holds from then on",
+    )
+    device.add_argument(
+        "--dgc-total-samples", type=int, help="that such an epoch has; default: those of the dataset"
+    )
+    device.add_argument("--dgc-momentum-factor-masking", action=argparse.BooleanOptionalAction, default=True)
     device.add_argument("--bucket-mb", type=int, default=25, help="of gradients that are sent together")
     device.add_argument("--first-bucket-mb", type=int, default=1)
 

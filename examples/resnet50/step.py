@@ -242,7 +242,9 @@ def _communication(module: nn.Module, args: Any, ranks: Ranks, samples: int) -> 
             )
         return DeepGradientCompression(
             module,
-            samples,
+            args.dgc_total_samples or samples,
+            sparsity_strategy=args.dgc_sparsity_strategy,
+            momentum_factor_masking=args.dgc_momentum_factor_masking,
             momentum=args.momentum,
             momentum_type="nesterov" if args.nesterov else "vanilla",
             clip_norm=args.clip_norm or None,
