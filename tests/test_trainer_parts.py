@@ -388,8 +388,11 @@ def test_utilisation_is_mlperf_storages() -> None:
 
 def test_who_is_the_limit() -> None:
     stats = {"verdict": "the slowest stage is decode"}
-    assert report.limit(0.991, stats) == "the device"
-    assert report.limit(0.98, stats) == "the loader: the slowest stage is decode"
+    assert report.limit(0.991, 0.009, stats) == "the device"
+    assert report.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
+    assert report.limit(0.6, 0.01, stats).startswith(
+        "this process and its cores: data was waited for in 1.0%"
+    )
 
 
 def test_mlperfs_clock(monkeypatch: pytest.MonkeyPatch) -> None:

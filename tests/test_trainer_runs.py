@@ -79,7 +79,7 @@ def resume(directory: Path, size: int) -> list[dict[str, Any]]:
     [
         ((1, 4), 2),
         ((0, UPDATES + 3), 1),
-        ((1, 5), 3),
+        pytest.param((1, 5), 3, marks=pytest.mark.stress),
         pytest.param((0, UPDATES + 7), 2, marks=pytest.mark.stress),
         pytest.param((1, 2 * UPDATES - 1), 2, marks=pytest.mark.stress),
     ],
@@ -196,7 +196,10 @@ def test_synthetic_data_is_one_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--communication", "dgc"], ["--communication", "fp16", "--optimizer", "lars"]],
+    [
+        ["--communication", "dgc"],
+        pytest.param(["--communication", "fp16", "--optimizer", "lars"], marks=pytest.mark.stress),
+    ],
     ids=["dgc", "fp16"],
 )
 def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:

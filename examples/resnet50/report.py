@@ -187,7 +187,7 @@ class Report:
             "first batch": round(first_wait, 3),
             "seconds": round(longest, 3),
             "communication": _communication(ceiling) if ranks.size > 1 else None,
-            "limit": limit(summed / ranks.size, stats),
+            "limit": limit(summed / ranks.size, waited / ranks.size / max(seconds, 1e-9), stats),
             **more,
         }
         self.epochs.append(line)
@@ -251,9 +251,19 @@ class Report:
         path.write_bytes(vl_convert.vegalite_to_png(chart(self.epochs), scale=2))
 
 
-def limit(used: float, stats: dict[str, Any]) -> str:
-    """Who sets the pace: the device, or what the loader says of itself."""
-    return "the device" if used >= ENOUGH else f"the loader: {stats['verdict']}"
+def limit(used: float, waited: float, stats: dict[str, Any]) -> str:
+    """Who sets the pace.
+
+    Args:
+        used: utilisation.
+        waited: the share of the time in which there was no batch.
+        stats: of the loader, with what it says of itself.
+    """
+    if used >= ENOUGH:
+        return "the device"
+    if waited >= (1 - used) / 2:
+        return f"the loader: {stats['verdict']}"
+    return f"this process and its cores: data was waited for in {waited:.1%} of the time only"
 
 
 def _communication(ceiling: Ceiling) -> dict[str, Any]:
