@@ -232,6 +232,33 @@ def test_tables_of_any_size_and_a_clean_store() -> None:
     assert on_ranks(3, exchange) == [(True, [0, 1, 2], [False] * 3)] * 3
 
 
+class Learning(RowShards):
+    """While an epoch begins, this rank comes to know more, and its plans change with it: so many times."""
+
+    def __init__(self, changes: int) -> None:
+        super().__init__(LENGTHS)
+        self.changes = changes
+
+    def plan_streams(self, count: int, **options: Any) -> list[dict[str, Any]]:
+        states = super().plan_streams(count, **options)
+        self.changes -= 1
+        return [state | {"known": max(0, self.changes // 2)} for state in states]
+
+
+def plan(rank: int, ranks: int, *, changes: int) -> Any:
+    dataset = Learning(changes if rank == 1 else 0)
+    loader = fastload.DataLoader(dataset, batch_size=4, shuffle=True)
+    batches = epoch(loader, ranks, lockstep=True)
+    dist.barrier()
+    return batches
+
+
+def test_plans_fit_together() -> None:
+    check_padding(on_ranks(2, partial(plan, changes=7)), 2, 1, LENGTHS, 4)
+    with pytest.raises(WorkerError, match="do not come to plan the same streams"):
+        on_ranks(2, partial(plan, changes=1000))
+
+
 # --- resuming, disagreeing ---------------------------------------------------------------------------------
 
 
