@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fastload.normalize import Normalize
     from fastload.sampler import DistributedSampler, ShardSampler
     from fastload.store import open_store
+    from fastload.watch import watch
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
 # child needs none of it.
@@ -41,6 +42,7 @@ _HOME = {
     "TarDataset": "fastload.datasets.tar",
     "cached": "fastload.datasets.cached",
     "open_store": "fastload.store",
+    "watch": "fastload.watch",
 }
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "__version__",
     "cached",
     "open_store",
+    "watch",
 ]
 
 __version__ = "0.1.0"

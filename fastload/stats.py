@@ -28,12 +28,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 from fastload.cores import Cores
 
 __all__ = ["Counters", "Meter", "rates"]
+
+# Replaced by `fastload.profile`, where torch is loaded: this module does without.
+profiler_range: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 _READING = ("get.seconds", "cache.seconds")
 
@@ -67,7 +70,8 @@ class Counters:
         """
         start, reading = time.perf_counter(), sum(map(self.__getitem__, _READING))
         try:
-            yield
+            with profiler_range(stage):
+                yield
         finally:
             reading = sum(map(self.__getitem__, _READING)) - reading
             self.add(f"{stage}.seconds", time.perf_counter() - start - reading)

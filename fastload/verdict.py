@@ -23,9 +23,9 @@ _STAGES = {
 def limit(counters: Mapping[str, float]) -> str:
     """The stage that an epoch with these counters would be faster without.
 
-    "" where nothing was loaded; "consumer" where it hardly waited; "sampler" or "copy" in the trainer's
-    process; else what the workers spent most of their time with: "get", "cache", "decode" or "collate". What
-    was waited for the first batch of an epoch, while workers started, is left out.
+    "" where nothing was loaded; "consumer" where it hardly waited; in the trainer's process "sampler", "copy"
+    or "decoder"; else what the workers spent most of their time with: "get", "cache", "decode" or "collate".
+    What was waited for the first batch of an epoch, while workers started, is left out.
     """
     seconds = {name: counters.get(f"{name}.seconds", 0.0) for name in (*_STAGES, "sampler", "consumer")}
     batches = counters.get("wait.batches", 0.0)
@@ -34,12 +34,17 @@ def limit(counters: Mapping[str, float]) -> str:
     wait = max(0.0, counters.get("wait.seconds", 0.0) - counters.get("wait.first_seconds", 0.0))
     if batches == 1:
         wait = counters.get("wait.seconds", 0.0)
-    copying = counters.get("copy.wait_seconds", 0.0)
-    stall = wait + seconds["sampler"] + copying
+    here = {
+        "sampler": seconds["sampler"],
+        "copy": counters.get("copy.wait_seconds", 0.0),
+        "decoder": counters.get("decoder.seconds", 0.0),
+    }
+    stall = wait + sum(here.values())
     if stall <= _FREE * (stall + seconds["consumer"]):
         return "consumer"
-    if max(seconds["sampler"], copying) > wait:
-        return "sampler" if seconds["sampler"] > copying else "copy"
+    longest = max(here, key=lambda name: here[name])
+    if here[longest] > wait:
+        return longest
     return max(_STAGES, key=lambda name: seconds[name])
 
 
@@ -65,6 +70,11 @@ def verdict(counters: Mapping[str, float], gauges: Mapping[str, float] | None = 
         return (
             "the copy to the device is the limit: send uint8 and normalise there (batch_transform), or send "
             "smaller images"
+        )
+    if stage == "decoder":
+        return (
+            "the device's decoder is the limit: a cache in mode 'shrunk' leaves it less to do, decode='cpu' "
+            "with more workers nothing"
         )
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0

@@ -19,6 +19,7 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
 from fastload.device import Feed
+from fastload.profile import stage
 from fastload.rows import as_rows
 from fastload.state import Progress
 from fastload.workers import Result, WorkerPool, WorkerSetup
@@ -180,7 +181,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             data = None
             if result.packed is not None:
                 unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
-                data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
+                with stage("unpack"):
+                    data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
         finally:
             parked = self._autoscaler is not None and bool(self._turn) and lane not in self._turn
             if parked or not self._submit(lane):
@@ -245,7 +247,10 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         assert self._pool is not None
         start = time.perf_counter()
         try:
-            received = self._pool.receive(self._timeout) if wait else self._pool.arrived()
+            with stage("wait"):
+                received = (
+                    self._pool.receive(self._timeout, self._meter.tick) if wait else self._pool.arrived()
+                )
         except BaseException:  # Ctrl-C too: what had come in by then may be lost, and would be waited for
             self._shutdown_workers()
             if (forget := self._forget()) is not None:

@@ -53,7 +53,9 @@ MAY_IMPORT = {
     "workers": {"channel", "collate", "slots", "state", "streams", "stats", "errors"},
     "state": {"errors", "sampler", "streams"},
     "in_process": {"device", "collate", "rows", "state", "streams"},
-    "worker_iterator": {"device", "store", "rows", "workers", "state", "stats", "errors"},
+    "worker_iterator": {"device", "profile", "store", "rows", "workers", "state", "stats", "errors"},
+    "profile": {"stats"},
+    "watch": {"loader", "stats", "verdict", "errors"},
     "autoscale": {"cores", "rows", "stats", "store", "verdict"},
     "loader": {
         "autoscale",

@@ -11,7 +11,7 @@ import signal
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -160,8 +160,8 @@ class WorkerPool:
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
 
-    def receive(self, timeout: float) -> list[tuple[int, Result]]:
-        """Wait for results: (worker, result), at least one.
+    def receive(self, timeout: float, tick: Callable[[], None] | None = None) -> list[tuple[int, Result]]:
+        """Wait for results: (worker, result), at least one. `tick` is called now and then meanwhile.
 
         Raises:
             WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
@@ -177,6 +177,8 @@ class WorkerPool:
             for worker in self._workers:
                 if not worker.process.is_alive():
                     raise self._obituary(worker)
+            if tick is not None:
+                tick()
             if left == 0:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
 
