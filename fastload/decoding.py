@@ -71,7 +71,7 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
         raise ArgumentError(f"decode={decode!r} does not work here: {why}")
 
 
-def measure_decoder(decoder: ImageDecoder, encoded: EncodedImages, rounds: int = 2) -> float:
+def measure_decoder(decoder: ImageDecoder | Decoding, encoded: EncodedImages, rounds: int = 2) -> float:
     """Images per second that a decoder makes of a batch, given `rounds` times, two at a time.
 
     The first call should not count: a decoder sets itself up with its first batch.

@@ -4,8 +4,10 @@
 
 nvJPEG's hardware engines do not honour the order of the stream that they are given: they write while earlier
 work of that stream is still reading the memory that torch's allocator has just taken back from it
-(pytorch/vision pull request 9606 has measurements). So this thread waits until the device is through before
-each call, and until the engines are after it; torchvision waits for neither.
+(pytorch/vision pull request 9606 has measurements). So this thread waits for the feed's stream before each
+call, and after it until the engines are through: then files and images are anybody's. The consumer's stream,
+with a whole training step on it, is not waited for: its memory is not handed out on the feed's stream before
+it has read it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Engine(Protocol):
         """(3, height, width) uint8 of each file, on the device. RuntimeError or ValueError if one is bad."""
 
     def wait(self) -> None:
-        """Until all work given to the current stream of the device, and to its engines, is done."""
+        """Until all work given to the device's current stream is done, and that of `decode`."""
 
 
 class TorchvisionEngine:
@@ -44,12 +46,17 @@ class TorchvisionEngine:
         self._device, self._decode, self._rgb = device, decode_jpeg, ImageReadMode.RGB
 
     def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        images: list[torch.Tensor] = self._decode(list(files), mode=self._rgb, device=self._device)
-        return images
+        try:
+            with torch.cuda.device(self._device):
+                images: list[torch.Tensor] = self._decode(list(files), mode=self._rgb, device=self._device)
+            return images
+        except RuntimeError:
+            # torchvision decodes on a stream of its own, and only with success does ours wait for that.
+            torch.cuda.synchronize(self._device)
+            raise
 
     def wait(self) -> None:
-        # The stream is not enough after the call: torchvision decodes on a stream of its own.
-        torch.cuda.synchronize(self._device)
+        torch.cuda.current_stream(self._device).synchronize()
 
 
 class CpuEngine:

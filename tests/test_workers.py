@@ -110,7 +110,7 @@ def test_an_epoch_left_before_anything_was_received() -> None:
 
 
 def _settled(process: psutil.Process) -> bool:
-    """Whether it has not run for half a second; its CPU time, counted in ticks of 10 ms, may be 0 for ever."""
+    """Whether it has not run for half a second. (CPU time is counted in ticks of 10 ms, and may stay 0.)"""
     before = process.num_ctx_switches()
     time.sleep(0.5)
     return process.num_ctx_switches() == before and process.status() == psutil.STATUS_SLEEPING
