@@ -107,7 +107,7 @@ def test_images_are_not_overwritten_while_the_device_reads_them(dataset: ImageFo
 
 @needs_nvjpeg
 def test_nvjpeg_does_not_write_where_the_stream_still_reads() -> None:
-    """Known of the hardware engine: it does not honour stream order. The decoder waits; see its twin below."""
+    """Known of the hardware engine: it does not honour stream order. The decoder waits; see the twin."""
     assert _overwritten(TorchvisionEngine(CUDA)) == 0
 
 
