@@ -18,7 +18,7 @@ cheap, and TensorBoard or Prometheus can take it as it is. The stages and their 
              waited for copies to end)
     device   seconds (of the device's own clock that were watched, by events), idle.seconds (of these, it had
              no batch to work on): "device.seconds" and "device.idle.seconds"
-    bad      samples (skipped or replaced under `on_error`)
+    bad      samples (skipped or replaced under `on_error`), bytes (of shards, that could not be read)
 """
 
 from __future__ import annotations

@@ -896,3 +896,74 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="features"):
         fastload.TFRecordDataset(url, {"a": dict})
     assert FEATURES
+
+
+# --- Through the loader, as streams ------------------------------------------------------------------------
+
+
+def loader_of(data: Any, workers: int, **arguments: Any) -> Any:
+    return fastload.DataLoader(data, 8, shuffle=True, num_workers=workers, seed=11, **arguments)
+
+
+def numbers_of(found: list[Any], kind: str) -> list[int]:
+    return [int(one) for batch in found for one in batch[LABEL[kind]].tolist()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", [None, "raw", "shrunk", "decoded"])
+def test_epochs_through_the_loader(kind: str, workers: int, mode: Any, tmp_path: Path) -> None:
+    """Streams, then, with a cache, random access without a request; every record once in each epoch."""
+    with FaultServer(shards(kind)) as server:
+        cache = None if mode is None else Cache(tmp_path / "cache", mode, short_side=20)
+        data = closing(
+            dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP, cache=cache)
+        )
+        loader = loader_of(data, workers)
+        orders, gets = [], []
+        for _ in range(3):
+            found = numbers_of(list(loader), kind)
+            assert sorted(found) == list(range(TOTAL))
+            orders.append(tuple(found))
+            gets.append(sum(server.count(key) for key in server.objects))
+        assert len(set(orders)) == 3
+        if mode is None:
+            assert gets[2] > gets[1] > gets[0]
+        else:
+            assert gets[2] == gets[0] and len(data) == TOTAL and len(loader) == -(-TOTAL // 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_in_the_middle_of_a_streamed_epoch(kind: str, workers: int, tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards(kind))
+    data = closing(dataset(kind, url, transform=CROP, shuffle_buffer=30))
+    whole = list(loader_of(data, 2))
+    loader = loader_of(data, 2)
+    running = iter(loader)
+    head = [next(running) for _ in range(9)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    del running
+    resumed = loader_of(data, workers)
+    resumed.load_state_dict(state)
+    found = head + list(resumed)
+    if workers == 2:
+        for one, other in zip(found, whole, strict=True):
+            assert torch.equal(one[IMAGE[kind]], other[IMAGE[kind]])
+            assert torch.equal(one[LABEL[kind]], other[LABEL[kind]])
+    assert sorted(numbers_of(found, kind)) == list(range(TOTAL))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_records_under_on_error(kind: str, workers: int, tmp_path: Path) -> None:
+    data = closing(dataset(kind, write(tmp_path / "shards", damaged(kind)), transform=CROP))
+    with pytest.raises(DecodeError, match=rf"\.{kind} @ "):
+        list(loader_of(data, workers))
+    loader = loader_of(data, workers, on_error="skip")
+    found = set(numbers_of(list(loader), kind))
+    stats = loader.stats()
+    assert stats["counters"]["bad.samples"] == 3 and stats["counters"]["bad.bytes"] > 3000
+    assert sorted(key.split(f".{kind} @ ")[0] for key, _ in stats["bad"]) == [
+        "part-000",
+        "part-002",
+        "part-003",
+    ]
+    assert set(range(6, 40)) | set(range(128, TOTAL)) <= found and 5 not in found

@@ -6,6 +6,8 @@ to fork.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import mmap
 import os
@@ -95,6 +97,25 @@ class ShardList:
         if compression is None:
             compression = next((kind for end, kind in _COMPRESSED.items() if key.endswith(end)), "")
         return Shard(key, self._manifest.size(row), self._manifest.version(row), bool(compression))
+
+    @functools.cached_property
+    def compressed(self) -> bool:
+        """Whether any shard is."""
+        return any(self[shard].compressed for shard in range(len(self)))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names the shards and their versions."""
+        digest = hashlib.blake2b(digest_size=8)
+        for shard in range(len(self)):
+            digest.update(repr(tuple(self[shard])).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def weights(self) -> list[int]:
+        """What whole shards are balanced by: their samples where wids' index says, else their bytes."""
+        if len(self.counts) == len(self):
+            return [self.counts[shard] for shard in range(len(self))]
+        return [self[shard].size for shard in range(len(self))]
 
     def indexes(
         self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Places]

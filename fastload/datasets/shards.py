@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import os
 import random
@@ -16,20 +14,15 @@ from fastload.cache import Cache
 from fastload.cache.cache import parse_size
 from fastload.datasets.fields import Fields
 from fastload.datasets.held import Held
-from fastload.datasets.lanes import CachedLane, LearningLane
 from fastload.datasets.places import PlaceBook
 from fastload.datasets.record_prefix import RecordPrefix
 from fastload.datasets.record_source import RecordSource, ShardFormat, record_name
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shard_list import ShardList
-from fastload.datasets.shard_stream import ShardStream
-from fastload.datasets.stream_plan import StreamPlan
+from fastload.datasets.shard_stream import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
-from fastload.fetch.interleave import AnyLane, Blocks, Found, Interleave, Span
-from fastload.fetch.lane import Lane, Reach
-from fastload.fetch.pool import ReadPool
-from fastload.fetch.share import process_share
+from fastload.fetch.interleave import Found
 from fastload.images.rng import sample_seed
 from fastload.rows import Allocate, Failures, Todo
 from fastload.stats import Counters
@@ -44,9 +37,7 @@ _SHARD_BITS = 32
 _SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
-_UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
 _COMPRESSED_PATIENCE = 1.0  # seconds to wait for the cache's writer: a miss costs a whole shard later
-_NUMBERS = "its records have no numbers yet"
 
 
 class ShardDataset(Dataset[Any]):
@@ -78,8 +69,7 @@ class ShardDataset(Dataset[Any]):
         self.url = url
         self.decode = decode
         self.transform = transform
-        self.cycle_length, self.block_length = cycle_length, block_length
-        self._most_records, self._most_bytes = _buffer(shuffle_buffer)
+        self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         self.cache = Cache(cache) if isinstance(cache, str | os.PathLike) else cache
         self.counters = Counters()
         self._form = form
@@ -118,7 +108,7 @@ class ShardDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         if not self._book.complete():
-            raise TypeError(f"this dataset has no length yet: {_NUMBERS}. {self._how()}")
+            raise TypeError(f"this dataset has no length yet: {NO_NUMBERS}")
         return len(self._book)
 
     def __getitem__(self, index: int) -> Any:
@@ -144,54 +134,13 @@ class ShardDataset(Dataset[Any]):
     def plan_streams(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
     ) -> list[dict[str, Any]]:
-        split = self._book.complete() and not self._any_compressed()
-        streams = count * ranks
-        if streams > len(self._shards) and not split:
-            _log.warning(
-                "%d shards and %d readers: %d of them have nothing to read. %s",
-                len(self._shards),
-                streams,
-                streams - len(self._shards),
-                "Compressed shards cannot be shared" if self._any_compressed() else self._how(),
-            )
-        plans = [
-            StreamPlan(seed, epoch, shuffle, stream, streams, count, split, self._listing())
-            for stream in range(rank * count, (rank + 1) * count)
-        ]
-        return [{"plan": plan.to_json(), "at": None} for plan in plans]
+        return self._opener().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
 
     def open_stream(self, state: dict[str, Any]) -> ShardStream:
         self._notice_fork()
-        plan, at = StreamPlan(**state["plan"]), state["at"]
-        if plan.listing != self._listing():
-            raise ArgumentError("the saved state is of other shards, or of other versions of these")
-        if plan.split and not self._book.complete():
-            raise ArgumentError(
-                "the saved state shares out records by their places, which are not known here: give the "
-                "index files or the cache that the run had"
-            )
-        weights = self._book.counts() if plan.split else self._weights()
-        lanes = max(1, self.cycle_length // plan.per_rank)
-        share = process_share(self._shards.store)
-        reach = Reach.of(share[1], lanes)
-        pool = ReadPool(max(1, min(lanes * reach.ahead, share[0]._most)), self.counters)
-        interleave = Interleave(
-            plan.spans(weights),
-            functools.partial(self._open_lane, pool, reach),
-            cycle_length=lanes,
-            block_length=self.block_length,
-            position=None if at is None else at["position"],
-        )
-        blocks = Blocks(
-            interleave,
-            seed=(plan.seed, plan.epoch, plan.stream) if plan.shuffle else None,
-            most_records=self._most_records if plan.shuffle else _UNORDERED_BLOCK,
-            most_bytes=self._most_bytes,
-            state=at,
-        )
-        stream = ShardStream(plan.to_json(), blocks, pool, self._hold)
-        self._streams.append(stream)
-        return stream
+        self._streams = [stream for stream in self._streams if not stream.closed]
+        self._streams.append(self._opener().open(state, self._hold))
+        return self._streams[-1]
 
     def known_places(self) -> dict[int, bytes]:
         self._book.complete()
@@ -284,7 +233,7 @@ class ShardDataset(Dataset[Any]):
         if shard > 0 or (shard == 0 and not self._book.complete()):
             table = self._book.get(shard) if shard < len(self._shards) else None
             if table is None:
-                raise TypeError(f"there is no sample {index!r} to be had: {_NUMBERS}. {self._how()}")
+                raise TypeError(f"there is no sample {index!r} to be had: {NO_NUMBERS}")
             if ordinal >= len(table.places):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.places)} records")
             return index
@@ -303,18 +252,12 @@ class ShardDataset(Dataset[Any]):
             error.key = self._name(record)
         return error
 
-    def _how(self) -> str:
-        return (
-            "Read it with fastload.DataLoader, which streams it; give index files (index=); or give it a "
-            "cache, which learns the places in the first epoch"
-        )
-
     def _random_pays(self) -> bool:
         """Whether to read at random now that it can be done: from the cache, or where records are large."""
         count = len(self._book)
         if count == 0:
             return True
-        compressed = self._any_compressed()
+        compressed = self._shards.compressed
         if self.cache is not None:
             some = random.Random(0).sample(range(count), min(_PROBE, count))
             records = [self._book.record_id(index) for index in some]
@@ -327,33 +270,9 @@ class ShardDataset(Dataset[Any]):
                 return True
         return not compressed and self._book.total_bytes() >= _SMALL_RECORD * count
 
-    @functools.cached_property
-    def _compressed(self) -> bool:
-        return any(self._shards[shard].compressed for shard in range(len(self._shards)))
-
-    def _any_compressed(self) -> bool:
-        return self._compressed
-
-    def _weights(self) -> list[int]:
-        """What whole shards are balanced by: their samples where wids' index says, else their bytes."""
-        counts = self._shards.counts
-        if len(counts) == len(self._shards):
-            return [counts[shard] for shard in range(len(counts))]
-        return [self._shards[shard].size for shard in range(len(self._shards))]
-
     def _identity(self, shard: int) -> str:
         key, size, version, compressed = self._shards[shard]
         return repr((self._shards.store.identity, key, size, version, compressed, self._form.name))
-
-    @functools.cached_property
-    def _digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for shard in range(len(self._shards)):
-            digest.update(repr(tuple(self._shards[shard])).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
-
-    def _listing(self) -> str:
-        return self._digest
 
     def _cache_key(self, shard: int, offset: int) -> bytes:
         assert self.cache is not None
@@ -366,47 +285,6 @@ class ShardDataset(Dataset[Any]):
         return self._cache_key(record >> _SHARD_BITS, self._book.place(record)[0])
 
     # --- what a stream hands out
-
-    def _open_lane(
-        self, pool: ReadPool, reach: Reach, span: Span, ordinal: int, offset: int | None
-    ) -> AnyLane:
-        """A lane over a span from a record on."""
-        shard, table = self._shards[span.shard], self._book.get(span.shard)
-        stop = None
-        if table is not None:
-            count = len(table.places)
-            last = count if span.stop is None else span.stop
-            if self.cache is not None:
-                key = functools.partial(self._cache_key, span.shard)
-                read = functools.partial(self._read_again, span.shard)
-                cached = CachedLane(table, ordinal, last, self.cache, key, read)
-                if cached.complete():
-                    return cached
-            if ordinal < count and offset is None:
-                offset = int(table.places[ordinal, 0])
-            if span.stop is not None:
-                stop = int(table.places[span.stop - 1].sum())
-        begin = offset or 0
-        end = None if shard.compressed else (shard.size if stop is None else stop)
-        splitter = self._form.splitter(begin, end)
-        lane = Lane(
-            self._shards.store,
-            shard,
-            begin,
-            stop,
-            splitter,
-            reach=reach,
-            pool=pool,
-            counters=self.counters,
-        )
-        if table is None and ordinal == 0 and self._book.learning:
-            return LearningLane(lane, span.shard, self._book)
-        return lane
-
-    def _read_again(self, shard: int, ordinal: int) -> Any:
-        """A record that the cache had and lost, as the cache would have it."""
-        payload = self._source().read(shard << _SHARD_BITS | ordinal, sleep)
-        return payload if self._prefix.prepare is None else self._prefix.prepare(payload)
 
     def _hold(self, found: Found) -> int:
         record = found.shard << _SHARD_BITS | found.ordinal
@@ -441,6 +319,23 @@ class ShardDataset(Dataset[Any]):
     def _notice_fork(self) -> None:
         if self._pid != os.getpid():  # threads and clients of the parent are of no use here
             self._reset()
+
+    def _opener(self) -> StreamOpener:
+        return StreamOpener(
+            self._shards,
+            self._book,
+            self._form,
+            self.cache,
+            key=self._cache_key,
+            read_again=self._read_again,
+            options=self._options,
+            counters=self.counters,
+        )
+
+    def _read_again(self, record: int) -> Any:
+        """A record that the cache had and lost, as the cache would have it."""
+        payload = self._source().read(record, sleep)
+        return payload if self._prefix.prepare is None else self._prefix.prepare(payload)
 
     def _source(self) -> RecordSource:
         return RecordSource(self._shards, self._book, self._form, self._cache_key)

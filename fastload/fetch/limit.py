@@ -33,7 +33,7 @@ class Limit:
     """
 
     def __init__(self, most: int, *, pinned: bool = False) -> None:
-        self._most = most
+        self.most = most
         self._pinned = pinned
         self.value = most if pinned else min(_FIRST, most)
         self._reads, self._seconds = 0, 0.0  # since the limit's last change
@@ -58,7 +58,7 @@ class Limit:
             self._recover(now)
         elif self._far and not self._pinned and not self._stepped:
             self._stepped = True
-            self._set(min(self._most, 2 * self.value))
+            self._set(min(self.most, 2 * self.value))
         elif not self._pinned and self._reads >= 2 * self.value and now >= self._hold:
             self._step(self._seconds / (self._reads - self.value), now)
 
@@ -73,15 +73,15 @@ class Limit:
         if before is not None and latency / before[1] > 1 + 0.7 * (self.value / before[0] - 1):
             self._hold = now + _HOLD
             self._set(before[0])
-        elif self.value < self._most:
+        elif self.value < self.most:
             self._before = self.value, latency
-            self._set(min(self._most, 2 * self.value))
+            self._set(min(self.most, 2 * self.value))
 
     def _recover(self, now: float) -> None:
         steps = int((now - self._recovered_at) / _RECOVERY)
         if steps:
             self._recovered_at += steps * _RECOVERY
-            self._set(min(self._most, self.value + steps))
+            self._set(min(self.most, self.value + steps))
 
     def _set(self, value: int) -> None:
         self.value = value
