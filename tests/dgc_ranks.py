@@ -188,7 +188,7 @@ def gratings(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     down, across = torch.meshgrid(torch.arange(24.0), torch.arange(24.0), indexing="ij")
     stripes = torch.sin(0.8 * (down * angle.cos() + across * angle.sin()) + phase)
     noise = torch.randn((count, 3, 24, 24), generator=generator)
-    return stripes[:, None] + 4 * noise, classes
+    return stripes[:, None] + 3.5 * noise, classes
 
 
 def network() -> nn.Sequential:

@@ -6,6 +6,7 @@ proxy before the server counts what the nodes ask of it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -24,7 +25,7 @@ from fastload.cli._photos import make_dataset
 from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
 
 ROOT = Path(fastload.__file__).parents[1]
-TRAIN = ROOT / "examples" / "resnet50" / "train.py"
+EXAMPLE = ROOT / "examples" / "resnet50"
 IMAGES = 96
 RANKS = 2  # of each node
 
@@ -65,7 +66,7 @@ def train(directory: Path, environment: dict[str, str], *options: str) -> list[d
                 *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
                 *("--nnodes=2", f"--node-rank={node}", f"--nproc-per-node={RANKS}"),
                 *("--master-addr=127.0.0.1", f"--master-port={port}", "--local-addr=127.0.0.1"),
-                *(str(TRAIN), "s3://photos", "--cache", str(directory / f"ssd-{node}")),
+                *(str(EXAMPLE / "train.py"), "s3://photos", "--cache", str(directory / f"ssd-{node}")),
                 *("--out", str(directory / f"out-{node}"), "--epochs", "2", "--no-eval"),
                 *("--simulate-gpu-rate", "100000", "--batch-size", "8", "--resolution", "32"),
                 *("--num-workers", "1", *options),
@@ -113,3 +114,12 @@ def test_without_partition_it_sees_more(bucket: tuple[Proxy, dict[str, str]], tm
     train(tmp_path, environment)
     assert proxy.counts().object_gets - before > IMAGES * 1.2
     assert sum(entries(tmp_path)) == proxy.counts().object_gets - before
+
+
+def test_ray_is_asked_for_in_words() -> None:
+    if importlib.util.find_spec("ray") is not None:
+        pytest.skip("Ray is installed, and this would start it")
+    command = [sys.executable, str(EXAMPLE / "ray_train.py"), "--ranks", "2", "--", "s3://bucket"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "pip install 'ray[train]'" in done.stderr

@@ -194,7 +194,8 @@ def endless(loader: Any, count: int) -> Iterator[Any]:
 def run(arguments: list[str] | None = None) -> dict[str, Any]:
     """What the command line says; returns the JSON document."""
     args = parse(arguments)
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # about CUDA kernels that are not for this machine
+    for name in ("torchao", "torch.utils._pytree"):  # of CUDA kernels that are not for here, of each other
+        logging.getLogger(name).setLevel(logging.ERROR)
     evaluation = make_loader(args, "val", CenterCrop(args.size), shuffle=False)
     training = make_loader(args, "train", RandomResizedCrop(args.size), shuffle=True)
     network = load(args, len(training.dataset.classes))
