@@ -174,8 +174,7 @@ class Window:
         return [_Part(read, start, stop) for start, stop in ranges]
 
     def _wait(self, read: _Read) -> None:
-        start = time.perf_counter()
-        with self._done:
+        with self._counters.timed("get"), self._done:
             read.awaited = True
             if not read.started and self._queue and self._queue[0].read is not read:
                 self._advance(read)
@@ -189,7 +188,6 @@ class Window:
                     self._second(read)
                 # The threads' own reads have deadlines, and a thread reports whatever ends it.
                 self._done.wait(timeout=0.02)
-        self._counters.add("get.seconds", time.perf_counter() - start)
 
     def _advance(self, read: _Read) -> None:
         """Read next what is waited for now: its place may lie behind reads that are taken after it."""
@@ -225,16 +223,12 @@ class Window:
     def _take_now(self, read: _Read) -> Any:
         """Read one sample here: from the cache where it has a good copy, else from the store."""
         if read.entry is not None and self._cache is not None and read.key is not None:
-            start = time.perf_counter()
-            payload = self._cache.read(read.key, read.entry)
-            self._counters.add("cache.seconds", time.perf_counter() - start)
+            with self._counters.timed("cache"):
+                payload = self._cache.read(read.key, read.entry)
             if payload is not None:
                 return payload
-        start = time.perf_counter()
-        try:
+        with self._counters.timed("get"):
             return self._fetch(read)
-        finally:
-            self._counters.add("get.seconds", time.perf_counter() - start)
 
     # --- in the reader threads
 
