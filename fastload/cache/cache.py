@@ -32,6 +32,7 @@ from fastload.stats import Counters
 
 __all__ = ["Cache", "parse_size"]
 
+Digest = hashlib.blake2b  # of the first parts of a key
 Mode = Literal["raw", "shrunk", "decoded"]
 
 # This process is short of something; the entry is not to blame.
@@ -124,18 +125,20 @@ class Cache:
         limit = "" if self.size_limit is None else f", size_limit={self.size_limit}"
         return f"Cache({self.path!r}, {self.mode!r}{limit})"
 
-    def key(self, *parts: str | bytes) -> bytes:
+    def key(self, *parts: str | bytes, beginning: Digest | None = None) -> bytes:
         """A 16-byte digest of the parts (in order, boundaries kept), the mode and the mode's parameters.
 
         What tells two payloads apart must be among the parts: the store's identity, the object's key and
         version, the decoder's name and version.
+
+        Args:
+            beginning: of the parts before these; see `key_beginning`.
         """
-        digest = self._hash.copy()
-        for part in parts:
-            data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-            digest.update(b"%d:" % len(data))
-            digest.update(data)
-        return digest.digest()
+        return _add(beginning or self._hash, parts).digest()
+
+    def key_beginning(self, *parts: str | bytes) -> Digest:
+        """The first parts of many keys, digested once."""
+        return _add(self._hash, parts)
 
     @property
     def counters(self) -> Counters:
@@ -376,3 +379,11 @@ class Cache:
         if self._opened.writer is not None:
             self._opened.writer.flush(60.0)
         return self._opened
+
+
+def _add(digest: Digest, parts: tuple[str | bytes, ...]) -> Digest:
+    digest = digest.copy()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(b"%d:%b" % (len(data), data))
+    return digest

@@ -103,6 +103,7 @@ class MemberFields:
     def __init__(self, decoders: Mapping[str, Callable[[bytes], Any]], *, unsafe: bool) -> None:
         self._decoders = {name.lower().lstrip("."): function for name, function in decoders.items()}
         self._unsafe = unsafe
+        self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
 
     @property
     def key(self) -> str:
@@ -113,7 +114,11 @@ class MemberFields:
         return {"__key__": key, **members}
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        return [name for name in fields if _kind(name) in _IMAGES and self._decoder(name) is None]
+        # Asked for twice a sample, and the members of samples are mostly the same ones.
+        names = tuple(fields)
+        if names != self._last[0]:
+            self._last = names, [n for n in names if _kind(n) in _IMAGES and self._decoder(n) is None]
+        return self._last[1]
 
     def open(self, name: str, value: Any) -> Any:
         if name == "__key__":

@@ -30,6 +30,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 _ALIGN = 64
 _MAX_DEPTH = 64
+_INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
+_UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 def dump(sample: Any) -> bytes:
@@ -54,7 +56,7 @@ def load(record: Any, *, readonly: bool = False) -> Any:
     Raises:
         DecodeError: the record is not one that `dump` made.
     """
-    memory = np.frombuffer(record, np.uint8)
+    memory = memoryview(record).cast("B")
     try:
         value, end = _read(memory, 0, 0, readonly)
     except (struct.error, IndexError, ValueError, TypeError, KeyError, OverflowError) as error:
@@ -148,14 +150,14 @@ _WRITERS: dict[type, _Writer] = {
 }
 
 
-def _read(memory: Array, at: int, depth: int, readonly: bool) -> tuple[Any, int]:
+def _read(memory: memoryview, at: int, depth: int, readonly: bool) -> tuple[Any, int]:
     tag, at = chr(memory[at]), at + 1
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH}")
     if tag in "NTF":
         return {"N": None, "T": True, "F": False}[tag], at
     if tag in "id":
-        return struct.unpack_from("<q" if tag == "i" else "<d", memory.data, at)[0], at + 8
+        return (_INT64 if tag == "i" else _FLOAT64).unpack_from(memory, at)[0], at + 8
     if tag in "Isb":
         return _read_bytes(memory, at, tag)
     if tag in "ltm":
@@ -165,20 +167,21 @@ def _read(memory: Array, at: int, depth: int, readonly: bool) -> tuple[Any, int]
     raise ValueError(f"unknown tag {tag!r} at byte {at - 1}")
 
 
-def _read_bytes(memory: Array, at: int, tag: str) -> tuple[Any, int]:
-    size = struct.unpack_from("<Q" if tag == "b" else "<I", memory.data, at)[0]
-    at += 8 if tag == "b" else 4
+def _read_bytes(memory: memoryview, at: int, tag: str) -> tuple[Any, int]:
+    form = _UINT64 if tag == "b" else _UINT32
+    (size,) = form.unpack_from(memory, at)
+    at += form.size
     if size > memory.nbytes - at:
         raise ValueError(f"{size} bytes at byte {at} of {memory.nbytes}")
-    data = memory[at : at + size].tobytes()
+    data = bytes(memory[at : at + size])
     value: Any = data
     if tag != "b":
         value = data.decode() if tag == "s" else int(data)
     return value, at + size
 
 
-def _read_container(memory: Array, at: int, tag: str, depth: int, readonly: bool) -> tuple[Any, int]:
-    (count,) = struct.unpack_from("<I", memory.data, at)
+def _read_container(memory: memoryview, at: int, tag: str, depth: int, readonly: bool) -> tuple[Any, int]:
+    (count,) = _UINT32.unpack_from(memory, at)
     at += 4
     items = []
     for _ in range(count * (2 if tag == "m" else 1)):
@@ -189,11 +192,11 @@ def _read_container(memory: Array, at: int, tag: str, depth: int, readonly: bool
     return (items if tag == "l" else tuple(items)), at
 
 
-def _read_block(memory: Array, at: int, tag: str, readonly: bool) -> tuple[Any, int]:
-    name_size, ndim = int(memory[at]), int(memory[at + 1])
-    name = memory[at + 2 : at + 2 + name_size].tobytes().decode()
+def _read_block(memory: memoryview, at: int, tag: str, readonly: bool) -> tuple[Any, int]:
+    name_size, ndim = memory[at], memory[at + 1]
+    name = bytes(memory[at + 2 : at + 2 + name_size]).decode()
     at += 2 + name_size
-    shape = struct.unpack_from(f"<{ndim}Q", memory.data, at)
+    shape = struct.unpack_from(f"<{ndim}Q", memory, at)
     at = -(-(at + 8 * ndim) // _ALIGN) * _ALIGN
     dtype: Any = getattr(torch, name) if tag == "x" else np.dtype(name)
     kind: Any = torch.dtype if tag == "x" else np.dtype
@@ -202,9 +205,9 @@ def _read_block(memory: Array, at: int, tag: str, readonly: bool) -> tuple[Any, 
     size = math.prod(shape) * dtype.itemsize
     if size > memory.nbytes - at:
         raise ValueError(f"an array of {size} bytes at byte {at} of {memory.nbytes}")
-    data = memory[at : at + size]
+    data: Array = np.frombuffer(memory, np.uint8, size, at)
     usable = data.flags.writeable or (readonly and tag == "a")
-    if not usable or (data.ctypes.data % max(1, dtype.itemsize)):
+    if not usable or (dtype.itemsize > 1 and data.ctypes.data % dtype.itemsize):
         data = data.copy()
     value: Any
     if tag == "x" and size:

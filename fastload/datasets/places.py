@@ -8,8 +8,10 @@ found there by all the others.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -21,7 +23,6 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from fastload.formats.index import Places
 
@@ -82,7 +83,7 @@ class PlaceBook:
         self._directory = directory
         self._tables: dict[int, Table] = {}
         self._count = count
-        self._stops: NDArray[np.int64] | None = None  # of each shard, in the numbering of all records
+        self._stops: list[int] | None = None  # of each shard, in the numbering of all records
 
     @property
     def learning(self) -> bool:
@@ -102,13 +103,13 @@ class PlaceBook:
         """Whether the places of all records are known."""
         if self._stops is None and all(self.get(shard) is not None for shard in range(self._count)):
             counts = [len(self._tables[shard].places) for shard in range(self._count)]
-            self._stops = np.cumsum(counts, dtype=np.int64)
+            self._stops = list(itertools.accumulate(counts))
         return self._stops is not None
 
     def __len__(self) -> int:
         """How many records there are; only if `complete`."""
         assert self._stops is not None
-        return int(self._stops[-1]) if self._count else 0
+        return self._stops[-1] if self._count else 0
 
     def total_bytes(self) -> int:
         """Of all records that are known."""
@@ -117,13 +118,13 @@ class PlaceBook:
     def counts(self) -> list[int]:
         """Records of each shard; only if `complete`."""
         assert self._stops is not None
-        return np.diff(self._stops, prepend=0).tolist()  # type: ignore[no-any-return]
+        return [len(self._tables[shard].places) for shard in range(self._count)]
 
     def record_id(self, index: int) -> int:
         """Number in 0 .. n-1 -> shard << 32 | ordinal; only if `complete`."""
         assert self._stops is not None
-        shard = int(np.searchsorted(self._stops, index, "right"))
-        first = int(self._stops[shard - 1]) if shard else 0
+        shard = bisect.bisect_right(self._stops, index)
+        first = self._stops[shard - 1] if shard else 0
         return shard << _SHARD_BITS | (index - first)
 
     def place(self, record: int) -> tuple[int, int]:

@@ -62,15 +62,18 @@ class RecordPrefix:
     def prepare(self) -> Callable[[Any], bytes] | None:
         return None if self.mode == "raw" else self._to_record
 
-    def restore(self, payload: Any) -> Any:
+    def restore(self, payload: Any, *, readonly: bool = False) -> Any:
         """What the cache kept (or `prepare` returned) -> fields, or what `decode` returned.
+
+        Args:
+            readonly: see `layout.load`.
 
         Raises:
             DecodeError: the payload is not what it should be; and what `decode` raises.
         """
         if self.mode == "raw":
             return self._split(memoryview(payload))
-        return load(payload)
+        return load(payload, readonly=readonly)
 
     def _split(self, payload: memoryview) -> Any:
         if self._fields is None:

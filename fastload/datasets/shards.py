@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
-from fastload.cache.cache import parse_size
+from fastload.cache.cache import Digest, parse_size
 from fastload.datasets.fields import Fields
 from fastload.datasets.held import Held
 from fastload.datasets.places import PlaceBook
@@ -95,11 +95,12 @@ class ShardDataset(Dataset[Any]):
         self._pid = os.getpid()
         self._held = Held(self._prefix.prepare, self._keep, self.counters)
         self._offsets: dict[int, int] = {}  # of the records that were taken last, for errors about them
+        self._key_beginnings: dict[int, Digest] = {}  # of each shard's records
         self._window: Window | None = None
         self._streams: list[ShardStream] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_pid", "_held", "_offsets", "_window", "_streams")
+        own = ("_pid", "_held", "_offsets", "_key_beginnings", "_window", "_streams")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -179,7 +180,7 @@ class ShardDataset(Dataset[Any]):
                 record = -1
                 try:
                     record = self._record(index)
-                    fields = self._prefix.restore(self._take(record))
+                    fields = self._prefix.restore(self._take(record), readonly=True)
                     for name, image in self._maker.put(batch, row, fields).items():
                         images.setdefault(name, []).append(image)
                     rows.append(row)
@@ -276,10 +277,14 @@ class ShardDataset(Dataset[Any]):
 
     def _cache_key(self, shard: int, offset: int) -> bytes:
         assert self.cache is not None
-        key, _, version, _ = self._shards[shard]
-        return self.cache.key(
-            self._shards.store.identity, key, version, self._form.name, str(offset), *self._prefix.key
-        )
+        beginning = self._key_beginnings.get(shard)
+        if beginning is None:
+            key, _, version, _ = self._shards[shard]
+            beginning = self.cache.key_beginning(
+                self._shards.store.identity, key, version, self._form.name, *self._prefix.key
+            )
+            self._key_beginnings[shard] = beginning
+        return self.cache.key(str(offset), beginning=beginning)
 
     def _place_key(self, record: int) -> bytes:
         return self._cache_key(record >> _SHARD_BITS, self._book.place(record)[0])
