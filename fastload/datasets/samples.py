@@ -46,6 +46,7 @@ class SampleMaker:
         self._fields = None if decoded else fields
         self._transform = transform
         self._making: _Making | None = None
+        self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
         parts = self._parts()
         for part in parts:
             if part is not None and not callable(part):
@@ -62,6 +63,7 @@ class SampleMaker:
 
     def start_epoch(self, epoch: int) -> None:
         """For transforms that go by it."""
+        self._last = None
         for part in self._parts():
             if isinstance(part, ByEpoch):
                 part.start_epoch(epoch)
@@ -153,6 +155,12 @@ class SampleMaker:
             DecodeError: the sample does not have the one image, or those that are named.
         """
         transform = current_transform(self._transform)
+        names = tuple(fields)
+        if self._last is None or self._last[:2] != (names, transform):  # samples are mostly alike
+            self._last = names, transform, self._find_crops(fields, transform)
+        return self._last[2]
+
+    def _find_crops(self, fields: Mapping[str, Any], transform: Transform) -> dict[str, Crop]:
         if isinstance(transform, Mapping):
             missing = sorted(transform.keys() - fields.keys())
             if missing:
