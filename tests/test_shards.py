@@ -37,8 +37,8 @@ import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.cli._s3 import serve_s3
 from fastload.datasets import lanes as lanes_module
-from fastload.datasets.columns import copy_value, new_column, put_value
-from fastload.datasets.shard_urls import expand_braces, glob_pattern
+from fastload.datasets.shards.columns import copy_value, new_column, put_value
+from fastload.datasets.shards.urls import expand_braces, glob_pattern
 from fastload.errors import (
     ArgumentError,
     DecodeError,

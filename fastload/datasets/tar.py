@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache
-from fastload.datasets.fields import MemberFields
-from fastload.datasets.shards import ShardDataset
+from fastload.datasets.shards.dataset import ShardDataset
+from fastload.datasets.shards.fields import MemberFields
 from fastload.formats.index import Places, parse_wds_index
 from fastload.formats.tar import TarSplitter
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache
-from fastload.datasets.fields import ExampleFields
-from fastload.datasets.shards import ShardDataset
+from fastload.datasets.shards.dataset import ShardDataset
+from fastload.datasets.shards.fields import ExampleFields
 from fastload.formats.example import Spec
 from fastload.formats.index import Places, parse_tfrecord_index
 from fastload.formats.tfrecord import TFRecordSplitter, unframe

@@ -1,4 +1,4 @@
-"""The deterministic first step of a record, as far as the cache keeps its result; as `prefix`, for fields.
+"""The deterministic first step of a record, as far as the cache keeps its result; see `datasets.prefix`.
 
 mode      the cache keeps                                        a sample is made of
 raw       the record as the shard has it                         its fields
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastload.cache import Cache
-from fastload.datasets.fields import Fields
 from fastload.datasets.layout import dump, load
 from fastload.datasets.prefix import code_of
+from fastload.datasets.shards.fields import Fields
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_resized, shrink
 

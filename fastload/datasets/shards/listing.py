@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fastload.datasets.places import Table
-from fastload.datasets.shard_urls import Named, is_index, resolve
+from fastload.datasets.shards.places import Table
+from fastload.datasets.shards.urls import Named, is_index, resolve
 from fastload.errors import ArgumentError, DecodeError
 from fastload.fetch.lane import Shard
 from fastload.formats.index import Places, parse_wids

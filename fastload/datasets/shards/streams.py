@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache
-from fastload.datasets.lanes import CachedLane, LearningLane
-from fastload.datasets.places import PlaceBook
-from fastload.datasets.record_source import ShardFormat
-from fastload.datasets.shard_list import ShardList
-from fastload.datasets.stream_plan import StreamPlan
+from fastload.datasets.shards.lanes import CachedLane, LearningLane
+from fastload.datasets.shards.listing import ShardList
+from fastload.datasets.shards.places import PlaceBook
+from fastload.datasets.shards.plan import StreamPlan
+from fastload.datasets.shards.source import ShardFormat
 from fastload.errors import ArgumentError
 from fastload.fetch.interleave import AnyLane, Blocks, Found, Interleave, Span
 from fastload.fetch.lane import Lane, Reach

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastload.datasets.columns import copy_value, new_column, put_value
-from fastload.datasets.fields import Fields
 from fastload.datasets.objects import decode_into
+from fastload.datasets.shards.columns import copy_value, new_column, put_value
+from fastload.datasets.shards.fields import Fields
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.transforms import Crop

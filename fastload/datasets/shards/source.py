@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from fastload.datasets.places import PlaceBook
-from fastload.datasets.shard_list import ShardList
+from fastload.datasets.shards.listing import ShardList
+from fastload.datasets.shards.places import PlaceBook
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
 from fastload.fetch.inflate import Inflater
 from fastload.fetch.ranges import plan_ranges

@@ -12,14 +12,14 @@ from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.cache.cache import Digest, parse_size
-from fastload.datasets.fields import Fields
-from fastload.datasets.held import Held
-from fastload.datasets.places import PlaceBook
-from fastload.datasets.record_prefix import RecordPrefix
-from fastload.datasets.record_source import RecordSource, ShardFormat, record_name
-from fastload.datasets.samples import SampleMaker
-from fastload.datasets.shard_list import ShardList
-from fastload.datasets.shard_stream import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
+from fastload.datasets.shards.fields import Fields
+from fastload.datasets.shards.held import Held
+from fastload.datasets.shards.listing import ShardList
+from fastload.datasets.shards.places import PlaceBook
+from fastload.datasets.shards.prefix import RecordPrefix
+from fastload.datasets.shards.samples import SampleMaker
+from fastload.datasets.shards.source import RecordSource, ShardFormat, record_name
+from fastload.datasets.shards.streams import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.fetch.interleave import Found
@@ -32,7 +32,7 @@ __all__ = ["ShardDataset"]
 
 _log = logging.getLogger("fastload")
 
-_CHUNK = 8  # samples decoded by one call of the kernel, as in `objects`
+_CHUNK = 8  # samples decoded by one call of the kernel, as in `datasets.objects`
 _SHARD_BITS = 32
 _SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fastload.cache import Cache
-from fastload.datasets.places import PlaceBook, Table
+from fastload.datasets.shards.places import PlaceBook, Table
 from fastload.errors import DecodeError
 from fastload.fetch.interleave import AnyLane
 from fastload.formats.pieces import Record

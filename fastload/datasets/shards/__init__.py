@@ -1,0 +1,1 @@
+"""Shards as a dataset: streams while the places of records are unknown, random access once they are known."""
