@@ -14,7 +14,7 @@ train-demo: $(ready)  ## the reference trainer: 2 ranks learn eight shapes from 
 	$(bin)/python examples/resnet50/demo.py $(ARGS)
 
 test: $(ready)  ## the test suite, without the long forms of random tests
-	$(bin)/python -m pytest -m "not stress" $(ARGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile -m "not stress" $(ARGS)
 
 lint: $(ready)  ## style and types
 	$(bin)/ruff check .

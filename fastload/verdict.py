@@ -25,15 +25,14 @@ def limit(counters: Mapping[str, float]) -> str:
 
     "" where nothing was loaded; "consumer" where it hardly waited; in the trainer's process "sampler", "copy"
     or "decoder"; else what the workers spent most of their time with: "get", "cache", "decode" or "collate".
-    What was waited for the first batch of an epoch, while workers started, is left out.
+    What was waited for the first batch of an epoch, while workers started, does not make it the loader's.
     """
     seconds = {name: counters.get(f"{name}.seconds", 0.0) for name in (*_STAGES, "sampler", "consumer")}
     batches = counters.get("wait.batches", 0.0)
     if not batches:
         return ""
-    wait = max(0.0, counters.get("wait.seconds", 0.0) - counters.get("wait.first_seconds", 0.0))
-    if batches == 1:
-        wait = counters.get("wait.seconds", 0.0)
+    whole = counters.get("wait.seconds", 0.0)
+    wait = whole if batches == 1 else max(0.0, whole - counters.get("wait.first_seconds", 0.0))
     here = {
         "sampler": seconds["sampler"],
         "copy": counters.get("copy.wait_seconds", 0.0),
@@ -43,7 +42,7 @@ def limit(counters: Mapping[str, float]) -> str:
     if stall <= _FREE * (stall + seconds["consumer"]):
         return "consumer"
     longest = max(here, key=lambda name: here[name])
-    if here[longest] > wait:
+    if here[longest] > whole:  # the start too: of an epoch of a few batches it is most
         return longest
     return max(_STAGES, key=lambda name: seconds[name])
 

@@ -136,9 +136,11 @@ class FaultServer:
         self._ready.set()
         self._loop.run_forever()
         server.close()
+        self._loop.run_until_complete(asyncio.sleep(0))  # one that never began leaves its transport open
         for task in self._tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.sleep(0))  # transports let go of their sockets
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 

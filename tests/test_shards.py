@@ -36,7 +36,7 @@ from torch.utils.data import Subset, default_collate
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.cli._s3 import serve_s3
-from fastload.datasets import lanes as lanes_module
+from fastload.datasets.shards import lanes as lanes_module
 from fastload.datasets.shards.columns import copy_value, new_column, put_value
 from fastload.datasets.shards.urls import expand_braces, glob_pattern
 from fastload.errors import (

@@ -133,8 +133,8 @@ class Store(ABC):
     @abstractmethod
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer: ...
 
-    @abstractmethod
-    def _write(self, key: str, body: Buffer | Path) -> None: ...
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        raise ArgumentError(f"{self.url} can only be read", key=key)
 
     def _renew(self, since: float) -> bool:
         """Get new credentials unless they are newer than `since`; False where there can be none."""
