@@ -129,8 +129,8 @@ class PlaceBook:
 
     def place(self, record: int) -> tuple[int, int]:
         """(offset, size) of the record with that id; its table must be known."""
-        offset, size = self._tables[record >> _SHARD_BITS].places[record & 0xFFFF_FFFF].tolist()
-        return offset, size
+        places, ordinal = self._tables[record >> _SHARD_BITS].places, record & 0xFFFF_FFFF
+        return places.item(ordinal, 0), places.item(ordinal, 1)
 
     def fault(self, record: int) -> str | None:
         """What is wrong with a record, where that is known."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastload.datasets.objects import decode_into
-from fastload.datasets.shards.columns import copy_value, new_column, put_value
+from fastload.datasets.shards.columns import copy_value, new_column, number_view, put_value
 from fastload.datasets.shards.fields import Fields
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
@@ -27,6 +27,7 @@ class _Making(NamedTuple):
     allocate: Allocate
     rest: list[dict[str, Any]]  # what of each row is no image, for `row`
     crops: dict[str, Crop]
+    numbers: dict[str, tuple[type, Any]]  # see `number_view`
 
 
 class SampleMaker:
@@ -91,7 +92,7 @@ class SampleMaker:
 
     def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
         """A batch of `n` rows. Its columns are made with the first row, by what that has."""
-        self._making = _Making(n, allocate, [{} for _ in range(n)], {})
+        self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {})
         return {}
 
     def put(self, batch: dict[str, Any], row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,13 +111,25 @@ class SampleMaker:
                     batch[name] = made.allocate((made.rows, *crops[name].sample_shape), torch.uint8)
                 else:
                     batch[name] = new_column(rest[name], made.rows, made.allocate)
+                    if (view := number_view(batch[name], rest[name])) is not None:
+                        made.numbers[name] = view
         if crops.keys() != made.crops.keys() or not batch.keys() <= fields.keys():
             raise DecodeError(f"the sample has {', '.join(fields)}, others in the batch {', '.join(batch)}")
-        for name in batch:
+        for name, column in batch.items():
             if name not in crops:
-                put_value(batch[name], row, rest[name], name)
+                self._put(column, row, name, rest[name])
         made.rest[row] = rest
         return {name: fields[name] for name in crops}
+
+    def _put(self, column: Any, row: int, name: str, value: Any) -> None:
+        number = self._made.numbers.get(name)
+        if number is not None and type(value) is number[0]:
+            try:
+                number[1][row] = value
+                return
+            except OverflowError:
+                pass  # an int beyond 64 bits, which `put_value` refuses in words
+        put_value(column, row, value, name)
 
     def put_images(
         self, batch: dict[str, Any], rows: list[int], images: Mapping[str, list[Any]], seeds: list[int]
