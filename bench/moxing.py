@@ -93,15 +93,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
     parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     given = parser.parse_args()
-    console = Console(stderr=given.json, width=110)
     torch.set_num_threads(1)
+    document = report(
+        Console(stderr=given.json, width=110), given.images, 2 if given.quick else given.repeats
+    )
+    if given.save:
+        (RESULTS / f"moxing-{document['date'][:10]}.json").write_text(json.dumps(document, indent=1) + "\n")
+    if given.json:
+        print(json.dumps(document))
+
+
+def report(console: Console, images: int, repeats: int) -> dict[str, Any]:
+    """Measures, prints the table, and returns what there is to save."""
     document: dict[str, Any] = {"bench": "moxing", **describe_machine(), "load_before": os.getloadavg()}
-    runs, size = measure(given.images, 2 if given.quick else given.repeats)
+    runs, size = measure(images, repeats)
     rates = {name: [one.images / one.seconds for one in made] for name, made in runs.items()}
     medians = {name: statistics.median(made) for name, made in rates.items()}
-    table = Table(
-        title=f"{given.images:,} photos, {given.images * size / 1e6:,.0f} MB, {WORKERS} workers, 20 ms"
-    )
+    table = Table(title=f"{images:,} photos, {images * size / 1e6:,.0f} MB, {WORKERS} workers, 20 ms")
     for column in ("", "without cache", "with cache", "MoXing 2018, without", "with"):
         table.add_column(column, justify="right" if column else "left")
     for kind, theirs in MOXING.items():
@@ -111,7 +119,7 @@ def main() -> None:
         table.add_row(kind, *cells, *there)
     console.print(table)
     document |= {
-        "images": given.images,
+        "images": images,
         "image_bytes": round(size),
         "rates": {name: round(rate, 1) for name, rate in medians.items()},
         "megabytes": {name: round(rate * size / 1e6, 2) for name, rate in medians.items()},
@@ -119,10 +127,7 @@ def main() -> None:
         "moxing_2018_megabytes": {kind: list(theirs) for kind, theirs in MOXING.items()},
         "load_after": os.getloadavg(),
     }
-    if given.save:
-        (RESULTS / f"moxing-{document['date'][:10]}.json").write_text(json.dumps(document, indent=1) + "\n")
-    if given.json:
-        print(json.dumps(document))
+    return document
 
 
 if __name__ == "__main__":

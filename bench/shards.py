@@ -6,7 +6,7 @@ to uint8 in batches of 64. All contenders take turns; ratios are those of one tu
 
 rclone, the server, answers ranges under status 200, which many clients refuse: the proxy that makes the round
 trip says 206 for all of them. "streamed" reads shards without an index, "at random" with the index files that
-`fastload convert` wrote beside them.
+`fastload convert` wrote beside them. MoXing's table (see `bench.moxing`) comes at the end.
 """
 
 from __future__ import annotations
@@ -273,6 +273,11 @@ def main() -> None:
     }
     for name, ratio in document["ratios"].items():
         console.print(f"{name:44}{ratio:6.2f}")
+    from bench import moxing  # which makes its shards with this module
+
+    document["moxing"] = moxing.report(
+        console, given.images if given.quick else moxing.IMAGES, 2 if given.quick else given.repeats
+    )
     if given.save:
         (RESULTS / f"shards-{document['date'][:10]}.json").write_text(json.dumps(document, indent=1) + "\n")
     if given.json:
