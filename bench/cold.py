@@ -120,19 +120,23 @@ def bare(place: Place) -> Callable[[], Run]:
 
     def run() -> Run:
         random.shuffle(keys)
-        context = multiprocessing.get_context("fork")
-        parts = [keys[i::WORKERS] for i in range(WORKERS)]
-        processes = [context.Process(target=_bare_reads, args=(place, part)) for part in parts]
-        cpu, start = cpu_seconds(), time.perf_counter()
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError("the bare loop failed")
-        return Run(len(keys), time.perf_counter() - start, 0.0, cpu_seconds() - cpu)
+        return side_by_side(_bare_reads, place, [keys[i::WORKERS] for i in range(WORKERS)], len(keys))
 
     return run
+
+
+def side_by_side(read: Callable[[Any, Any], None], place: Any, parts: Sequence[Any], count: int) -> Run:
+    """`read(place, part)` for each part in a process of its own; all of them read `count` images."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=read, args=(place, part)) for part in parts]
+    cpu, start = cpu_seconds(), time.perf_counter()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError("the bare loop failed")
+    return Run(count, time.perf_counter() - start, 0.0, cpu_seconds() - cpu)
 
 
 def _bare_reads(place: Place, keys: list[str]) -> None:

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -32,7 +30,7 @@ from botocore.config import Config
 from rich.console import Console
 from rich.table import Table
 
-from bench.cold import BATCH, SIZE, WORKERS, Run, cpu_seconds, epoch, filling_and_cached
+from bench.cold import BATCH, SIZE, WORKERS, Run, epoch, filling_and_cached, side_by_side
 from bench.peers.webdataset import webdataset_loader
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
@@ -135,21 +133,8 @@ def bytes_only(at: Place) -> Callable[[], Run]:
 
 def bare(at: Place, count: int) -> Callable[[], Run]:
     """obstore alone: two processes, each reads its shards piece by piece from one end to the other."""
-
-    def run() -> Run:
-        context = multiprocessing.get_context("fork")
-        parts = [at.shards["tfrecord"][i::WORKERS] for i in range(WORKERS)]
-        processes = [context.Process(target=_bare_reads, args=(at, part)) for part in parts]
-        cpu, start = cpu_seconds(), time.perf_counter()
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError("the bare loop failed")
-        return Run(count, time.perf_counter() - start, 0.0, cpu_seconds() - cpu)
-
-    return run
+    parts = [at.shards["tfrecord"][i::WORKERS] for i in range(WORKERS)]
+    return lambda: side_by_side(_bare_reads, at, parts, count)
 
 
 def _bare_reads(at: Place, shards: list[Path]) -> None:
