@@ -407,17 +407,32 @@ def test_a_tensor_that_the_worker_keeps_is_not_overwritten(size: int) -> None:
         assert float(batch[0, 0]) == i and float(of_first) == 0
 
 
-def test_twin_without_that_guard_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def _slot_of_the_next_batch(pool: SlotPool) -> tuple[int, int]:
+    """Where a tensor lies that is kept after its batch came back, and where the next batch is made."""
+    kept = pool.allocate((50_000,), torch.float32)
+    packed, descriptors = pool.pack(kept)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    pool.release(packed.slots[0])
+    following = pool.allocate((50_000,), torch.float32).data_ptr()
+    pool.abandon()
+    return kept.data_ptr(), following
+
+
+def test_a_slot_that_still_has_a_tensor_is_not_used_again() -> None:
+    kept, following = _slot_of_the_next_batch(SlotPool(keep=2))
+    assert kept != following
+
+
+def test_twin_without_that_guard_it_is_overwritten() -> None:
     class Careless(SlotPool):
         def _take(self, nbytes: int) -> Any:
             for slot in self._free:
                 slot.alive = lambda: None
             return super()._take(nbytes)
 
-    monkeypatch.setattr("fastload.workers.worker.SlotPool", Careless)
-    dataset = Numbers(40, lambda i: torch.full((50_000,), float(i)))
-    sums = [float(of_first) for _, of_first in DataLoader(dataset, num_workers=1, collate_fn=_Keeps())]
-    assert any(sums)
+    kept, following = _slot_of_the_next_batch(Careless(keep=2))
+    assert kept == following
 
 
 def test_slots_of_a_batch_that_outgrows_them() -> None:
