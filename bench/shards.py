@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.cold import BATCH, SIZE, WORKERS, Run, epoch, filling_and_cached, side_by_side
-from bench.peers.webdataset import webdataset_loader
+from bench.peers._old_webdataset import webdataset_loader
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
 from fastload.cli._machine import describe_machine

@@ -1,0 +1,149 @@
+"""What the peers' scripts share. Plain Python: it runs in their environments, which have no fastload.
+
+    python SCRIPT JOB
+
+JOB is one JSON document: {
+  "folder"    class folders of photos on the local disk
+  "bucket", "endpoint", "key", "secret"    the same photos on an S3 server
+  "batch", "size", "workers", "mode"    batches of `batch` crops of `size` pixels; `mode` is the script's own
+  "later"     false: every epoch is a first one, with new workers and empty caches; true: an epoch after others
+  "scratch"   a directory of the script's own
+}
+
+The script prints a line when it is ready, {"versions": {...}}. For each line that it reads, {"seconds": at most},
+it runs an epoch and prints {"images", "seconds", "first_batch"}: both times from the start of the epoch, that of
+its workers included. With {"prepare": true} in the job it makes its own files instead, beside the photos,
+prints {"bytes", "seconds"} and ends.
+"""
+
+import io
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import numpy as np
+from PIL import Image
+
+
+def serve(start, *packages, prepare=None):
+    """Do what the job says.
+
+    Args:
+        start: job -> a function of no arguments that yields, in an epoch, the number of images of each batch.
+        packages: whose versions are reported.
+        prepare: job -> the bytes of the files that it made.
+    """
+    job = SimpleNamespace(**{"prepare": False, **json.loads(sys.argv[1])})
+    if job.prepare:
+        begin = time.perf_counter()
+        size = prepare(job)
+        return answer(bytes=size, seconds=time.perf_counter() - begin)
+    epoch = start(job)
+    answer(versions={name: version(name) for name in packages})
+    for line in sys.stdin:
+        answer(**run(epoch, json.loads(line)["seconds"]))
+
+
+def run(epoch, at_most):
+    """One epoch, or as much of it as `at_most` seconds allow."""
+    begin, first, images = time.perf_counter(), None, 0
+    batches = iter(epoch())
+    for count in batches:
+        first = first or time.perf_counter() - begin
+        images += count
+        if time.perf_counter() - begin > at_most:
+            break
+    took = time.perf_counter() - begin
+    if hasattr(batches, "close"):
+        batches.close()
+    return {"images": images, "seconds": took, "first_batch": first}
+
+
+def answer(**document):
+    print(json.dumps(document), flush=True)
+
+
+def files(job):
+    """(path, label) of every photo, in the order of the names."""
+    names = sorted(os.listdir(job.folder))
+    return [
+        (os.path.join(job.folder, name, file), label)
+        for label, name in enumerate(names)
+        for file in sorted(os.listdir(os.path.join(job.folder, name)))
+    ]
+
+
+def keys(job):
+    """(key in the bucket, label) of every photo."""
+    return [(os.path.relpath(path, job.folder), label) for path, label in files(job)]
+
+
+def beside(job, suffix):
+    """Where a script keeps its own form of the photos; on the S3 server its base name is a bucket."""
+    return f"{job.folder}-{suffix}"
+
+
+def made(target, make):
+    """Bytes of what make(target) wrote, a file or a folder, which is there whole or not at all."""
+    if not os.path.exists(target):
+        unfinished = target + ".part"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        make(unfinished)
+        os.rename(unfinished, target)
+    if os.path.isfile(target):
+        return os.path.getsize(target)
+    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(target) for name in names)
+
+
+def cache_folder(job, name):
+    """A directory for a cache of the peer's: emptied before each epoch that is to be a first one."""
+    path = os.path.join(job.scratch, name)
+    if not job.later:
+        shutil.rmtree(path, ignore_errors=True)
+    os.makedirs(path, exist_ok=True)
+    return path
+
+
+def s3_client(job, connections=10):
+    """boto3's client."""
+    import boto3
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        endpoint_url=job.endpoint,
+        aws_access_key_id=job.key,
+        aws_secret_access_key=job.secret,
+        region_name="us-east-1",
+        config=Config(max_pool_connections=connections, signature_version="s3v4"),
+    )
+
+
+def decode(data, size):
+    """JPEG -> RandomResizedCrop(size) and a random flip by Pillow, uint8 (3, size, size)."""
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    image = image.resize((size, size), Image.BILINEAR, box=crop_box(*image.size))
+    pixels = np.asarray(image)
+    if random.random() < 0.5:
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def crop_box(width, height):
+    """(left, top, right, bottom), drawn as torchvision's RandomResizedCrop draws it."""
+    for _ in range(10):
+        area = width * height * random.uniform(0.08, 1.0)
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = random.randint(0, width - w), random.randint(0, height - h)
+            return left, top, left + w, top + h
+    side_w, side_h = min(width, height * 4 / 3), min(height, width * 4 / 3)
+    left, top = (width - side_w) / 2, (height - side_h) / 2
+    return left, top, left + side_w, top + side_h
