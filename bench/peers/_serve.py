@@ -6,14 +6,14 @@ JOB is one JSON document: {
   "folder"    class folders of photos on the local disk
   "bucket", "endpoint", "key", "secret"    the same photos on an S3 server
   "batch", "size", "workers", "mode"    batches of `batch` crops of `size` pixels; `mode` is the script's own
-  "later"     false: every epoch is a first one, with new workers and empty caches; true: an epoch after others
+  "later"     false: every epoch is a first one, with new workers and empty caches; true: one after others
   "scratch"   a directory of the script's own
 }
 
-The script prints a line when it is ready, {"versions": {...}}. For each line that it reads, {"seconds": at most},
-it runs an epoch and prints {"images", "seconds", "first_batch"}: both times from the start of the epoch, that of
-its workers included. With {"prepare": true} in the job it makes its own files instead, beside the photos,
-prints {"bytes", "seconds"} and ends.
+The script prints a line when it is ready, {"versions": {...}}. For each line that it reads, {"seconds":
+at most}, it runs an epoch and prints {"images", "seconds", "first_batch"}: both times from the start of the
+epoch, that of its workers included. With {"prepare": true} in the job it makes its own files instead, beside
+the photos, prints {"bytes", "seconds"} and ends.
 """
 
 import io

@@ -1,8 +1,8 @@
-"""fastload: mode "SOURCE MODE", SOURCE one of "files", "s3", "tar", "tfrecord", MODE that of the cache or "none"."""
+"""fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none."""
 
 import os
 
-from _serve import serve, beside
+from _serve import beside, cache_folder, serve
 
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
 
@@ -22,19 +22,24 @@ def dataset(job, source, cache):
 
 
 def start(job):
-    from _serve import cache_folder
-
     source, mode = job.mode.split()
 
     def loader():
         cache = None if mode == "none" else Cache(cache_folder(job, mode), mode, short_side=300)
         data = dataset(job, source, cache)
-        return DataLoader(data, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=job.later)
+        return DataLoader(
+            data, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=job.later
+        )
 
     if job.later:
         running = loader()
-        return lambda: (len(images) for images, _ in running)
-    return lambda: (len(images) for images, _ in loader())
+        return lambda: (size(batch) for batch in running)
+    return lambda: (size(batch) for batch in loader())
+
+
+def size(batch):
+    """Of a batch of shards' fields, or of images and labels."""
+    return len(next(iter(batch.values()))) if isinstance(batch, dict) else len(batch[0])
 
 
 if __name__ == "__main__":
