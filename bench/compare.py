@@ -1,0 +1,281 @@
+"""Us and what a user would pick instead: the same photos, the same work, one run.
+
+    python -m bench compare [--quick] [--resume]        (`make bench`: on a fresh machine, unattended)
+
+2,000 photos of 138 KB on the local disk and on an S3 server behind a round trip; RandomResizedCrop(224) and a
+flip to uint8 in batches of 64. Each contender runs in a process (peers: with an environment) of its own, with
+the number of workers that was fastest in a trial. All take turns, and each turn begins with another one. A
+first epoch has new workers and empty caches; later ones have what the loader kept. Server and round trip run
+on the same cores. The page cache is warm.
+
+Writes bench/results/compare-DATE.json (see bench/compare.schema.json; with --quick it ends in -quick),
+and from it the charts and the README's tables (see `bench.report`). An interrupted run goes on with --resume.
+--quick: fewer photos, turns and latencies; it installs nothing, and compares with what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from bench import decode, growth, handover, node, report
+from bench.contenders import COLD, FILLING, GROWING, LATER, OUTSIDE, Contender
+from bench.environment import Unavailable, build_pillow, is_installed, python_of
+from bench.limits import Limits, bare_get, handing_over, machine_limits
+from bench.peer import Peer
+from bench.photos import WORKPLACE, photo_folder
+from bench.record import QUICK, Record, Scale, commit
+from bench.sections import BATCH, SIZE, Course, Place, choose_workers, load, take_turns
+from bench.shards import make_shards
+from fastload.cli._machine import describe_machine
+from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
+
+RESULTS = Path(__file__).parent / "results"
+QUALITY = 97
+ALL = [*COLD, *FILLING, *(contender for group in LATER.values() for contender in group)]
+
+
+# --- before anything is measured
+
+
+def install(console: Console) -> dict[str, Any]:
+    """Makes the environments that are missing, two at a time: {"reasons": why not, by script, "minutes"}."""
+    start = time.perf_counter()
+    reasons: dict[str, str] = {}
+
+    def make(script: str) -> None:
+        try:
+            python_of(script)
+            console.print(f"installed: {script}")
+        except Unavailable as error:
+            reasons[script] = str(error)
+            console.print(f"[red]not installed: {script}[/]: {error}")
+
+    build_pillow()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, sorted({contender.script for contender in ALL})))
+    return {"reasons": reasons, "minutes": (time.perf_counter() - start) / 60}
+
+
+def prepare(folder: Path, count: int) -> None:
+    """Shards, and what else peers make of the photos: before the server starts, which keeps its listings."""
+    for form in ("tar", "tfrecord"):
+        make_shards(folder, count, form)
+    for script, mode in sorted(
+        {(contender.script, contender.mode) for contender in ALL if contender.own_files}
+    ):
+        if is_installed(script):
+            job = {"prepare": True, "folder": str(folder), "mode": mode, "size": SIZE, "batch": BATCH}
+            try:
+                Peer(script, job).close()
+            except Unavailable as error:
+                raise SystemExit(f"{script} could not make its files: {error}") from None
+
+
+# --- sections
+
+
+@contextmanager
+def place(server: S3Server, folder: Path, latency_ms: int) -> Iterator[Place]:
+    with delay_proxy(server.endpoint_url, latency_ms / 1000) as proxy:
+        yield Place(folder, server, proxy)
+
+
+def contenders_here(record: Record, section: str, group: tuple[Contender, ...]) -> list[Contender]:
+    """Those of the group that are installed; the others are noted."""
+    reasons = record.parts.get("installed", {}).get("reasons", {})
+    for contender in group:
+        if not is_installed(contender.script):
+            record.miss(contender.name, section, reasons.get(contender.script, "not installed"))
+    return [contender for contender in group if is_installed(contender.script)]
+
+
+def with_workers(record: Record, course: Course, group: list[Contender], key: str) -> list[Contender]:
+    """The group with the numbers of workers that are best at this course, or their first ones."""
+    if not record.scale.tried:
+        return [replace(contender, workers=contender.workers[:1]) for contender in group]
+    best = record.part(
+        f"workers, {key}", lambda: {c.name: choose_workers(course, c).workers[0] for c in group}
+    )
+    return [replace(contender, workers=(best[contender.name],)) for contender in group]
+
+
+def cold(record: Record, server: S3Server, folder: Path, latency: int, bare: Limits) -> dict[str, Any]:
+    """First epochs over one latency."""
+    scale = record.scale
+    with place(server, folder, latency) as at:
+        course = Course(at, False, scale.repeats, scale.seconds, record.step)
+        group = with_workers(record, course, contenders_here(record, "cold", COLD), "cold")
+        group += FILLING if latency == scale.latencies[0] else ()
+        name, decoding = bare.decoding("raw")
+        bounds = {f"bare parallel GET, {latency} ms": bare_get(at), f"{name}, 2 threads": decoding}
+        return record.rows("cold", f"{latency} ms", take_turns(course, group, bounds))
+
+
+def later(record: Record, server: S3Server, folder: Path, mode: str, bare: Limits) -> dict[str, Any]:
+    """Epochs after others; what is still read from the store comes without a latency."""
+    with place(server, folder, 0) as at:
+        course = Course(at, True, record.scale.repeats, record.scale.seconds, record.step, warm_ups=3)
+        group = contenders_here(record, "later", LATER[mode])
+        group = with_workers(record, course, group, f"later {mode}")
+        name, decoding = bare.decoding(mode)
+        return record.rows("later", mode, take_turns(course, group, {f"{name}, 2 threads": decoding}))
+
+
+def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[str, Any]]:
+    """Some contenders with 1, 2, 4 ... workers, up to the cores."""
+    cores = len(os.sched_getaffinity(0))
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max(2, cores)]
+    found = []
+    for case, names in GROWING.items():
+        group = COLD if case.startswith("cold") else LATER["raw"]
+        chosen = [c for c in group if c.name in names and is_installed(c.script)]
+        many = [replace(c, workers=(count,)) for c in chosen for count in counts]
+        with place(server, folder, 20 if case.startswith("cold") else 0) as at:
+            course = Course(at, case.startswith("later"), record.scale.repeats, 3.0, record.step)
+            found += record.rows("workers", case, take_turns(course, many, {}))["rows"]
+    return [{name: row[name] for name in ("contender", "case", "workers", "rates")} for row in found]
+
+
+def decode_rows(record: Record, folder: Path) -> dict[str, Any]:
+    """Decoding and cropping in memory by one core, no loader."""
+    record.step("decoding alone")
+    photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[:256]]
+    rates, _ = decode.per_core(photos, record.scale.repeats)
+    names = {"kernel": "fastload", "Pillow": "Pillow-SIMD (torch, WebDataset, LitData, MosaicML, Grain)"}
+    rows, bounds = [], []
+    for label, values in rates.items():
+        mode, _, what = label.partition(": ")
+        values = [round(value, 1) for value in values]
+        about = {"section": "decode", "case": mode, "rates": values}
+        if what in names:
+            limit = f"{decode.RAW.partition(': ')[2]}, 1 thread" if mode != "decoded" else None
+            rows.append(record.bare_row(contender=names[what], limit=limit, **about))
+        elif label in (decode.RAW, decode.SHRUNK):
+            bounds.append({"name": f"{what}, 1 thread", "unit": "images/s", **about})
+    return {"rows": rows, "limits": bounds}
+
+
+def handover_rows(record: Record) -> dict[str, Any]:
+    """Batches of ready samples from two workers: collating and passing them on, nothing else."""
+    rows, bounds = [], []
+    for case, dtype in (("float32", torch.float32), ("uint8", torch.uint8)):
+        copy = handing_over(dtype.itemsize)
+        rates: dict[str, list[float]] = {"copying the batch, 1 thread": [], "torch": [], "fastload": []}
+        for _ in range(record.scale.repeats):
+            record.step(f"hand-over, {case}")
+            rates["copying the batch, 1 thread"].append(round(copy(), 1))
+            for name in ("torch", "fastload"):
+                rates[name].append(round(handover.rate(handover.LOADERS[name], dtype, 100), 1))
+        limit, values = next(iter(rates.items()))
+        about = {"section": "handover", "case": case}
+        bounds.append({**about, "name": limit, "rates": values, "unit": "images/s"})
+        for name in ("fastload", "torch"):
+            rows.append(record.bare_row(contender=name, limit=limit, rates=rates[name], workers=2, **about))
+    return {"rows": rows, "limits": bounds}
+
+
+# --- the whole
+
+
+def measure(record: Record, console: Console) -> dict[str, Any]:
+    """All parts, in turn; the document."""
+    scale, before = record.scale, load()
+    installed = record.part("installed", lambda: install(console)) if scale.tried else {"minutes": 0.0}
+    start = time.perf_counter()
+    folder = photo_folder(scale.images, QUALITY)
+    prepare(folder, scale.images)
+    for (name, section), reason in OUTSIDE.items():
+        record.miss(name, section, reason)
+    machine = record.part("machine", lambda: machine_limits(WORKPLACE))
+    bare = Limits(folder)
+    with serve_s3(WORKPLACE) as server:
+        found = [
+            record.part(f"cold {ms} ms", lambda ms=ms: cold(record, server, folder, ms, bare))
+            for ms in scale.latencies
+        ]
+        found += [
+            record.part(f"later {mode}", lambda mode=mode: later(record, server, folder, mode, bare))
+            for mode in LATER
+        ]
+        workers = record.part("growth, workers", lambda: worker_counts(record, server, folder))
+    found.append(record.part("decode", lambda: decode_rows(record, folder)))
+    found.append(record.part("handover", lambda: handover_rows(record)))
+    record.step("more objects")
+    objects = record.part("growth, objects", lambda: growth.objects(scale.objects, scale.repeats))
+    record.step("larger objects")
+    sizes = record.part("growth, sizes", lambda: growth.sizes(scale.object_bytes, scale.repeats))
+    document = {
+        "bench": "compare",
+        "schema": 1,
+        "commit": commit(),
+        "quick": scale.quick,
+        **describe_machine(),
+        "minutes": {
+            "installing": round(installed["minutes"], 1),
+            "measuring": round((time.perf_counter() - start) / 60, 1),
+        },
+        "settings": {
+            "images": scale.images,
+            "image_bytes": mean_bytes(folder),
+            "size": SIZE,
+            "batch": BATCH,
+            "repeats": scale.repeats,
+            "page_cache": "warm",
+        },
+        "load": {"before": before, "after": load()},
+        "contenders": list(record.contenders.values()),
+        "unavailable": record.unavailable,
+        "rows": [row for part in found for row in part["rows"]],
+        "limits": [limit for part in found for limit in part["limits"]],
+        "machine_limits": machine,
+        "growth": {"workers": workers, "objects": objects, "sizes": sizes},
+    }
+    return document | {"node": node.predict(document)}
+
+
+def mean_bytes(folder: Path) -> int:
+    sizes = [path.stat().st_size for path in folder.rglob("*.jpg")]
+    return round(sum(sizes) / len(sizes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a short form: less of all, nothing installed")
+    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console(stderr=True, width=110)
+    WORKPLACE.mkdir(exist_ok=True)
+    with console.status("starting") as status:
+        began = time.perf_counter()
+
+        def step(what: str, ended: bool = False) -> None:
+            line = f"{(time.perf_counter() - began) / 60:4.1f} min  {what}"
+            console.print(line) if ended else status.update(line)
+
+        record = Record(QUICK if given.quick else Scale(), given.resume, step)
+        document = measure(record, console)
+    report.check(document)
+    path = RESULTS / f"compare-{document['date'][:10]}{'-quick' if given.quick else ''}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    record.finish()
+    print(report.markdown(document))
+    console.print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Who takes part in which section of `python -m bench compare`, with which of its ways, and what differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["COLD", "FILLING", "GROWING", "LATER", "OUTSIDE", "Contender"]
+
+PILLOW = "Pillow-SIMD decodes the whole photo"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to read the photos.
+
+    Attributes:
+        script: `bench/peers/SCRIPT.py`; `mode` is that script's own.
+        workers: the counts (of processes or threads) that are tried; the fastest takes part.
+        differs: in what its work is not the same as ours.
+        own_files: it makes files of its own of the photos first.
+    """
+
+    name: str
+    script: str
+    mode: str = ""
+    workers: tuple[int, ...] = (2,)
+    differs: str = ""
+    own_files: bool = False
+
+
+# The first epoch from S3. Where a round trip is waited for in each worker, more of them than cores help.
+COLD = (
+    Contender("fastload", "ours", "s3 none"),
+    Contender("fastload, tar shards", "ours", "tar none", differs="250 photos a shard, shuffled in blocks"),
+    Contender("torch + s3fs", "torch_s3", "s3fs", (8, 2, 16), PILLOW),
+    Contender("torch + boto3", "torch_s3", "boto3", (8, 2, 16), PILLOW),
+    Contender("s3torchconnector", "s3torchconnector", "", (8, 2, 16), PILLOW),
+    Contender("WebDataset", "webdataset", "", (2, 4), f"tar shards, shuffled within 1,000 photos; {PILLOW}"),
+    Contender("LitData, chunks", "litdata", "chunks", (2, 4), f"its own chunks; {PILLOW}", own_files=True),
+    Contender("LitData, raw", "litdata", "raw", (2, 4, 8), f"keeps the files on disk; {PILLOW}"),
+    Contender(
+        "MosaicML Streaming", "mosaicml", "", (2, 4), f"its own shards (MDS); {PILLOW}", own_files=True
+    ),
+    Contender("SPDL + boto3", "spdl", "s3", (16, 32), "threads; FFmpeg decodes the whole photo"),
+    Contender("Grain + boto3", "grain", "s3", (2, 4), f"16 threads a worker; {PILLOW}"),
+)
+# At 20 ms only: what filling each kind of cache costs.
+FILLING = (
+    Contender("fastload, filling raw", "ours", "s3 raw"),
+    Contender("fastload, filling shrunk", "ours", "s3 shrunk", differs="keeps 400x300 JPEGs, quality 90"),
+    Contender("fastload, filling decoded", "ours", "s3 decoded", differs="keeps 400x300 pixels"),
+)
+LATER = {
+    "raw": (
+        Contender("fastload", "ours", "s3 raw"),
+        Contender("torchvision ImageFolder", "torch_files", "", (2, 4), PILLOW),
+        Contender("WebDataset", "webdataset", "", (2, 4), f"shuffled within 1,000 photos; {PILLOW}"),
+        Contender("LitData, chunks", "litdata", "chunks", (2, 4), PILLOW),
+        Contender("LitData, raw", "litdata", "raw", (2, 4), PILLOW),
+        Contender("MosaicML Streaming", "mosaicml", "", (2, 4), PILLOW),
+        Contender(
+            "FFCV, jpg",
+            "ffcv",
+            "jpg 97 9999",
+            (2,),
+            "its own file, JPEG q97; decodes the whole photo",
+            own_files=True,
+        ),
+        Contender("DALI (CPU operators)", "dali", "files", (2, 4)),
+        Contender("SPDL", "spdl", "files", (2, 4), "threads; FFmpeg decodes the whole photo"),
+        Contender("Grain", "grain", "files", (2, 4), PILLOW),
+        Contender("tf.data", "tfdata", "", (2,), "decodes and crops in one, antialiased"),
+    ),
+    "shrunk": (
+        Contender("fastload", "ours", "s3 shrunk", differs="400x300 JPEGs, quality 90"),
+        Contender(
+            "FFCV, jpg",
+            "ffcv",
+            "jpg 90 400",
+            (2,),
+            "its own file of the same size and quality",
+            own_files=True,
+        ),
+    ),
+    "decoded": (
+        Contender("fastload", "ours", "s3 decoded", differs="400x300 pixels"),
+        Contender("FFCV, raw", "ffcv", "raw 90 400", (2,), "its own file of the same pixels", own_files=True),
+    ),
+}
+# With which the numbers of workers are compared.
+GROWING = {
+    "cold 20 ms": ("fastload", "s3torchconnector", "WebDataset"),
+    "later raw": ("fastload", "torchvision ImageFolder", "FFCV, jpg"),
+}
+# Who cannot take part in a section at all.
+OUTSIDE = {
+    ("tf.data", "cold"): "TensorFlow no longer has an S3 file system of its own",
+    ("FFCV", "cold"): "it reads its own file from a local disk only",
+    ("DALI (CPU operators)", "cold"): "its S3 reader takes no endpoint other than Amazon's",
+}

@@ -1,0 +1,86 @@
+"""What bounds a loader on this machine, as bare loops: no loader can be faster than the slowest of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from bench import cold
+from bench.decode import rate_of
+from bench.kernels import BATCH, SIZE, Fill, RoiDecode
+from bench.sections import Place
+from fastload import RandomResizedCrop
+from fastload.cli._probe import probe_disk
+from fastload.images import decode_resized, native, shrink
+
+__all__ = ["SHORT_SIDE", "Limits", "bare_get", "handing_over", "machine_limits"]
+
+SHORT_SIDE, QUALITY = 300, 90  # of shrunk and decoded images: 400 x 300
+MEMORY_BYTES = 256 << 20
+
+
+class Limits:
+    """Bare decoding of all photos, in as many threads as there are workers."""
+
+    def __init__(self, folder: Path, threads: int = 2) -> None:
+        self.threads = threads
+        self.photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))]
+
+    def decoding(self, mode: str) -> tuple[str, Callable[[], float]]:
+        """The limit's name, and what measures it once: images per second."""
+        crop, count = RandomResizedCrop(SIZE), len(self.photos)
+        if mode == "decoded":
+            pixels = [decode_resized(photo, SHORT_SIDE) for photo in self.photos]
+            return "resize in memory", rate_of(Fill(pixels, crop, native.kernel, self.threads), count)
+        kept = self.photos
+        if mode == "shrunk":
+            kept = [shrink(photo, SHORT_SIDE, QUALITY) for photo in self.photos]
+        return "bare ROI decode in C", rate_of(RoiDecode(kept, crop, self.threads), count)
+
+
+def bare_get(place: Place) -> Callable[[], float]:
+    """GETs of all photos by obstore in two processes with 32 threads each: images per second."""
+    paths = sorted(place.folder.glob("*/*.jpg"))
+    options = place.server.options | {"endpoint_url": place.proxy.url}
+    run = cold.bare(cold.Place(f"s3://{place.folder.name}/", place.folder.name, options, paths))
+
+    def rate() -> float:
+        made = run()
+        return made.images / made.seconds
+
+    return rate
+
+
+def handing_over(itemsize: int) -> Callable[[], float]:
+    """Copying a batch in memory, by one core: images per second."""
+    batch = np.ones(BATCH * 3 * SIZE * SIZE * itemsize, np.uint8)
+    target = np.empty_like(batch)
+
+    def rate() -> float:
+        start = time.perf_counter()
+        for _ in range(50):
+            np.copyto(target, batch)
+        return 50 * BATCH / (time.perf_counter() - start)
+
+    return rate
+
+
+def machine_limits(directory: Path) -> dict[str, float]:
+    """Bytes per second of a copy in memory by one core, and of the disk under `directory`."""
+    source = np.ones(MEMORY_BYTES, np.uint8)
+    target = np.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        seconds.append(time.perf_counter() - start)
+    disks = [probe_disk(directory) for _ in range(3)]
+    return {
+        "memcpy_bytes_per_second": round(MEMORY_BYTES / statistics.median(seconds)),
+        "disk_read_bytes_per_second": round(statistics.median(disk.read for disk in disks)),
+        "disk_write_bytes_per_second": round(statistics.median(disk.write for disk in disks)),
+    }

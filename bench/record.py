@@ -1,0 +1,103 @@
+"""The document of a comparison in the making: each part is measured once, and kept on disk from then on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.photos import WORKPLACE
+from bench.sections import Turns
+
+__all__ = ["QUICK", "Record", "Scale", "commit"]
+
+UNFINISHED = WORKPLACE / "compare-unfinished.json"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    images: int = 2000
+    repeats: int = 5
+    latencies: tuple[int, ...] = (20, 0, 50, 100)  # ms; the first one is where numbers of workers are chosen
+    seconds: float = 6.0  # that an epoch may take
+    tried: bool = True  # whether peers are installed and numbers of workers tried
+    objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    object_bytes: tuple[int, ...] = (10 << 10, 100 << 10, 1 << 20, 10 << 20)
+    quick: bool = False
+
+
+QUICK = Scale(400, 2, (20,), 3.0, False, (1_000, 10_000), (10 << 10, 1 << 20), True)
+
+
+class Record:
+    """What was measured so far.
+
+    Args:
+        resumed: take over what an interrupted run of the same commit and scale has left.
+        step: called with what runs now; with (what, True) when a part is through.
+    """
+
+    def __init__(self, scale: Scale, resumed: bool, step: Callable[..., None]) -> None:
+        self.scale, self.step = scale, step
+        self._about = json.loads(json.dumps({"commit": commit(), "scale": asdict(scale)}))
+        self.parts: dict[str, Any] = {}
+        if resumed and UNFINISHED.exists():
+            kept = json.loads(UNFINISHED.read_text())
+            if kept["about"] == self._about:
+                self.parts = kept["parts"]
+        self.contenders: dict[str, dict[str, Any]] = self.parts.setdefault("contenders", {})
+        self.unavailable: list[dict[str, str]] = self.parts.setdefault("unavailable", [])
+
+    def part(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What is there under that name, or else is measured now."""
+        if name not in self.parts:
+            self.parts[name] = measure()
+            self.step(f"done: {name}", True)
+            UNFINISHED.write_text(json.dumps({"about": self._about, "parts": self.parts}))
+        return self.parts[name]
+
+    def finish(self) -> None:
+        """The document is written: nothing is left to resume."""
+        UNFINISHED.unlink(missing_ok=True)
+
+    def miss(self, name: str, section: str, reason: str) -> None:
+        """A contender does not take part in a section."""
+        entry = {"name": name, "section": section, "reason": reason}
+        if entry not in self.unavailable:
+            self.unavailable.append(entry)
+
+    def rows(self, section: str, case: str, turns: Turns) -> dict[str, Any]:
+        """{"rows", "limits"} of one case, as the document has them."""
+        for name, reason in turns.failed.items():
+            self.miss(name, section, reason)
+        for entrant in turns.entrants:
+            contender = entrant.contender
+            about = {"name": contender.name, "script": contender.script, "differs": contender.differs}
+            self.contenders.setdefault(contender.name, about | {"versions": entrant.peer.versions})
+        limit = turns.first_limit()
+        bounds = [
+            {"section": section, "case": case, "name": name, "rates": rates, "unit": "images/s"}
+            for name, rates in turns.limits.items()
+        ]
+        return {"rows": [entrant.row(section, case, limit) for entrant in turns.entrants], "limits": bounds}
+
+    def bare_row(self, **measured: Any) -> dict[str, Any]:
+        """A row of something that is no whole epoch: only rates."""
+        empty = ("first_batch_seconds", "start_seconds", "cpu_seconds_per_1000", "store_bytes_per_image")
+        return dict.fromkeys((*empty, "store_requests_per_image", "pss_bytes", "workers")) | measured
+
+
+def commit() -> str:
+    """The commit of these sources, with a + where they were changed since."""
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")

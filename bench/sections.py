@@ -1,0 +1,190 @@
+"""One section of `python -m bench compare`: contenders and limits take turns at one kind of epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.contenders import Contender
+from bench.environment import Unavailable
+from bench.peer import Peer, Run
+from bench.photos import WORKPLACE
+from fastload.cli._s3 import Proxy, S3Server
+
+__all__ = ["Course", "Entrant", "Place", "Turns", "choose_workers", "load", "take_turns"]
+
+SIZE, BATCH = 224, 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the photos are: a folder, and a bucket behind a round trip."""
+
+    folder: Path
+    server: S3Server
+    proxy: Proxy
+
+    def job(self, contender: Contender, *, later: bool, scratch: Path) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "bucket": self.folder.name,
+            "endpoint": self.proxy.url,
+            "key": self.server.key,
+            "secret": self.server.secret,
+            "batch": BATCH,
+            "size": SIZE,
+            "workers": contender.workers[0],
+            "mode": contender.mode,
+            "later": later,
+            "scratch": tempfile.mkdtemp(dir=scratch),
+        }
+
+
+@dataclass
+class Entrant:
+    """A contender that runs, and what was measured of it."""
+
+    contender: Contender
+    peer: Peer
+    runs: list[Run] = field(default_factory=list)
+    store_bytes: int = 0
+    store_requests: int = 0
+    pss: int | None = None
+
+    def row(self, section: str, case: str, limit: str | None) -> dict[str, Any]:
+        """As the document has it."""
+        images = sum(run.images for run in self.runs)
+        return {
+            "section": section,
+            "case": case,
+            "contender": self.contender.name,
+            "workers": self.contender.workers[0],
+            "rates": [round(run.rate, 1) for run in self.runs],
+            "first_batch_seconds": [round(run.first_batch, 3) for run in self.runs],
+            "start_seconds": round(self.peer.start_seconds, 2),
+            "cpu_seconds_per_1000": [round(1000 * run.cpu_seconds / run.images, 3) for run in self.runs],
+            "store_bytes_per_image": round(self.store_bytes / images, 1),
+            "store_requests_per_image": round(self.store_requests / images, 4),
+            "pss_bytes": self.pss,
+            "limit": limit,
+        }
+
+
+@dataclass(frozen=True)
+class Course:
+    """How a section is run.
+
+    Attributes:
+        later: epochs after others, from full caches, instead of first ones.
+        repeats: turns that count; before them each contender has `warm_ups` epochs that do not.
+        seconds: an epoch is left when it has taken that long.
+        step: called with what runs now, once an epoch.
+    """
+
+    place: Place
+    later: bool
+    repeats: int
+    seconds: float
+    step: Callable[[str], None]
+    warm_ups: int = 1
+
+    @contextlib.contextmanager
+    def started(self, contenders: Sequence[Contender], failed: dict[str, str]) -> Iterator[list[Entrant]]:
+        """Those that run here, after their warm-up; why not is put into `failed` for the others."""
+        with tempfile.TemporaryDirectory(dir=WORKPLACE) as scratch, ExitStack() as stack:
+            entrants = []
+            for contender in contenders:
+                self.step(f"{contender.name}: warming up")
+                try:
+                    job = self.place.job(contender, later=self.later, scratch=Path(scratch))
+                    entrant = Entrant(contender, stack.enter_context(Peer(contender.script, job)))
+                    self._warm_up(entrant)
+                except Unavailable as error:
+                    failed[contender.name] = str(error)
+                    continue
+                entrants.append(entrant)
+            yield entrants
+
+    def _warm_up(self, entrant: Entrant) -> None:
+        for _ in range(self.warm_ups - 1):
+            entrant.peer.epoch(4 * self.seconds)  # fills what is to be full
+        with entrant.peer.watched() as seen:
+            entrant.peer.epoch(self.seconds)
+        entrant.pss = max(seen, default=None)
+
+    def run(self, entrant: Entrant) -> None:
+        self.step(entrant.contender.name)
+        before = self.place.proxy.counts()
+        entrant.runs.append(entrant.peer.epoch(self.seconds))
+        after = self.place.proxy.counts()
+        entrant.store_bytes += after.bytes_down - before.bytes_down
+        entrant.store_requests += after.object_gets - before.object_gets
+
+
+@dataclass
+class Turns:
+    """What came of a section.
+
+    Attributes:
+        limits: the rates of each limit, one a turn.
+        failed: who did not run here, and why.
+    """
+
+    entrants: list[Entrant]
+    limits: dict[str, list[float]]
+    failed: dict[str, str]
+
+    def first_limit(self) -> str | None:
+        """The limit that is met first."""
+        return min(self.limits, key=lambda name: statistics.median(self.limits[name]), default=None)
+
+
+def take_turns(
+    course: Course, contenders: Sequence[Contender], limits: Mapping[str, Callable[[], float]]
+) -> Turns:
+    """All contenders and limits, as often as the course says. Each turn begins with another contender."""
+    found = Turns([], {name: [] for name in limits}, {})
+    with course.started(contenders, found.failed) as entrants:
+        for turn in range(course.repeats):
+            for name, limit in limits.items():
+                course.step(name)
+                found.limits[name].append(round(limit(), 1))
+            for entrant in rotated(entrants, turn):
+                try:
+                    course.run(entrant)
+                except Unavailable as error:
+                    found.failed[entrant.contender.name] = str(error)
+                    entrants = [other for other in entrants if other is not entrant]
+        found.entrants = entrants
+    return found
+
+
+def rotated(entrants: list[Entrant], turn: int) -> list[Entrant]:
+    """Another one first in each turn, spread over all of them."""
+    first = turn * max(1, len(entrants) // 5 + 1) % max(1, len(entrants))
+    return entrants[first:] + entrants[:first]
+
+
+def choose_workers(course: Course, contender: Contender) -> Contender:
+    """The contender with the worker count that is fastest; with its first one where it does not run."""
+    rates: dict[int, float] = {}
+    for count in contender.workers if len(contender.workers) > 1 else ():
+        tried = replace(contender, workers=(count,))
+        course.step(f"{contender.name}: {count} workers?")
+        with course.started([tried], {}) as entrants:
+            for entrant in entrants:
+                course.run(entrant)
+                rates[count] = entrant.runs[0].rate
+    best = max(rates, key=lambda count: rates[count]) if rates else contender.workers[0]
+    return replace(contender, workers=(best,))
+
+
+def load() -> float:
+    return round(os.getloadavg()[0], 1)
