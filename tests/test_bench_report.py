@@ -1,0 +1,267 @@
+"""`python -m bench report`: the schema of a result, the figures computed from it, the README's part of it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import charts, figures, losses, report, tables
+
+ROOT = Path(__file__).parent.parent
+Document = dict[str, Any]
+
+
+@pytest.fixture
+def small() -> Document:
+    document: Document = json.loads((ROOT / "tests/data/compare-small.json").read_text())
+    return document
+
+
+def row(document: Document, case: str, contender: str) -> Document:
+    found = figures.find(figures.rows_of(document, "cold", case), contender)
+    assert found is not None
+    return found
+
+
+# --- the schema
+
+
+def test_the_schema_is_one_and_accepts_the_small_result(small: Document) -> None:
+    report.jsonschema.Draft202012Validator.check_schema(json.loads(report.SCHEMA.read_text()))
+    report.check(small)
+
+
+DAMAGE: dict[str, tuple[Callable[[Document], object], str]] = {
+    "a part is missing": (lambda d: d.pop("growth"), "'growth' is a required property"),
+    "a part too many": (lambda d: d.update(extra=1), "'extra' was unexpected"),
+    "a part of a row is missing": (lambda d: d["rows"][0].pop("limit"), "'limit' is a required property"),
+    "a part of a row too many": (lambda d: d["rows"][0].update(median=3), "'median' was unexpected"),
+    "another schema": (lambda d: d.update(schema=2), "1 was expected"),
+    "a rate of 0": (lambda d: d["rows"][0].update(rates=[1, 0, 1]), "less than or equal to the minimum of 0"),
+    "a rate in words": (lambda d: d["rows"][0].update(rates=["fast"] * 3), "'fast' is not of type 'number'"),
+    "no rates": (lambda d: d["rows"][0].update(rates=[]), "[] should be non-empty"),
+    "not a number": (lambda d: d["rows"][0].update(rates=[1, float("nan"), 1]), "not JSON compliant"),
+    "negative memory": (lambda d: d["rows"][0].update(pss_bytes=-1), "less than the minimum of 0"),
+    "an unknown case": (lambda d: d["rows"][0].update(case="30 ms"), "'30 ms' is not one of"),
+    "a case of another section": (lambda d: d["rows"][0].update(case="raw"), "not valid under any"),
+    "a date of no day": (lambda d: d.update(date="yesterday"), "does not match"),
+    "local time": (lambda d: d.update(date="2026-11-20T10:00:00+01:00"), "does not match"),
+    "half a worker": (lambda d: d["rows"][0].update(workers=0.5), "is not of type"),
+    "a name that breaks a table": (lambda d: d["contenders"][0].update(name="a|b"), "does not match"),
+    "nobody's row": (lambda d: d["rows"][0].update(contender="x"), "'x' is not among the contenders"),
+    "nobody's limit": (lambda d: d["rows"][0].update(limit="x"), "no limit 'x'"),
+    "a row twice": (lambda d: d["rows"].append(d["rows"][0]), "2 rows of"),
+    "a turn is missing": (lambda d: d["rows"][0]["rates"].pop(), "cold: [2, 3] turns"),
+    "a limit's turn is missing": (lambda d: d["limits"][0]["rates"].pop(), "cold: [2, 3] turns"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_result_is_refused(small: Document, name: str) -> None:
+    damage, message = DAMAGE[name]
+    damage(small)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        report.check(small)
+
+
+# --- figures
+
+
+def test_medians_spreads_and_shares(small: Document) -> None:
+    ours = row(small, "20 ms", "fastload")  # 1000, 900, 1200 of 2000, 1000, 1500
+    assert figures.median(ours["rates"]) == 1000
+    assert figures.spread(ours["rates"]) == "900–1,200"
+    assert figures.share(small, ours) == pytest.approx(0.8)  # of 0.5, 0.9, 0.8; not 1000 / 1500
+    assert figures.share(small, row(small, "20 ms", "torch + s3fs")) == pytest.approx(0.04)
+    assert figures.share(small, row(small, "0 ms", "fastload")) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((None, "–"), (0, "0"), (1, "1.00"), (0.05, "0.0500"), (36.14, "36.1"), (999.6, "1,000")),
+        *((9.996, "10.0"), (1034, "1,030"), (18380.0, "18,400"), (-4.5, "-4.50")),
+    ],
+)
+def test_three_digits(value: float | None, text: str) -> None:
+    assert figures.number(value) == text
+
+
+def test_sizes_of_objects() -> None:
+    assert [figures.short_size(n) for n in (10240, 2**20, 138000)] == ["10 KiB", "1 MiB", "138 KB"]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_of_the_first_epoch(small: Document) -> None:
+    lines = [cells(line) for line in tables.first_epoch(small).splitlines()]
+    assert lines[0][1:4] == ["0 ms", "20 ms", "of the limit"]
+    assert [line[0] for line in lines[2:]] == [
+        "**fastload, tar shards** <sup>1</sup>",
+        "WebDataset <sup>2,3</sup>",
+        "**fastload**",
+        "torch + s3fs <sup>3</sup>",
+        "*limit: bare parallel GET*",
+    ]
+    assert lines[4][1:] == [
+        *("1,100", "**1,000** <sub>900–1,200</sub>", "80 %", "0.250", "1.25", "1.00", "1.00x", "400", "2"),
+    ]
+    assert lines[3][1] == "–" and lines[6][1:4] == ["", "*1,500*", ""]
+    assert lines[5][7] == "1.10x", "151,800 bytes for a photo of 138,000"
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_every_table_is_whole(small: Document) -> None:
+    """In each table of the text, all lines have as many cells as the heading."""
+    tables_found = re.findall(r"(?:^\|.*\n?)+", report.markdown(small), re.MULTILINE)
+    assert len(tables_found) == 8
+    for text in tables_found:
+        assert len({len(cells(line)) for line in text.splitlines()}) == 1, text
+
+
+# --- where fastload loses
+
+
+def test_a_planted_loss_is_named(small: Document) -> None:
+    """WebDataset's 1,100 images/s against our 1,000; and nothing else but its memory in later epochs."""
+    rate, memory = losses.losses(small)
+    assert (rate.what, rate.case, rate.contender) == ("Rate", "20 ms", "WebDataset")
+    assert (rate.theirs, rate.ours, rate.turns) == (1100, 1000, (2, 3))
+    assert rate.kin == ("fastload, tar shards", 1400)
+    assert (memory.what, memory.case, memory.theirs, memory.ours) == ("Memory", "raw", 300, 420)
+    text = losses.paragraph(small)
+    assert (
+        "* Rate, first epoch (images/s): WebDataset 1,100 against 1,000 "
+        "(20 ms, ahead in 2 of 3 turns; *fastload, tar shards* 1,400)." in text
+    )
+    assert "* Memory, later epochs (MB): WebDataset 300 against 420 (raw)." in text
+    assert "* Nowhere: First batch, CPU." in text
+
+
+def test_its_twin_without_the_loss(small: Document) -> None:
+    row(small, "20 ms", "WebDataset")["rates"] = [1000, 850, 1000]  # a tie is no loss
+    (memory,) = losses.losses(small)
+    assert memory.what == "Memory"
+    assert "* Nowhere: Rate, First batch, CPU." in losses.paragraph(small)
+    figures.rows_of(small, "later", "raw")[1]["pss_bytes"] = 420_000_000
+    assert losses.paragraph(small).endswith("nowhere in these figures.")
+
+
+def other_figures(small: Document) -> list[Document]:
+    """The small result, each time with one more figure in which ours is behind."""
+    changed = []
+    for key in ("first_batch_seconds", "cpu_seconds_per_1000"):
+        document = copy.deepcopy(small)
+        row(document, "0 ms", "torch + s3fs")[key] = [0.01, 0.01, 0.01]
+        changed.append(document)
+    for part, entry in (
+        ("workers", {"contender": "WebDataset", "case": "cold 20 ms", "workers": 2, "rates": [1001] * 3}),
+        ("sizes", {"contender": "WebDataset", "object_bytes": 10240, "bytes_per_second": [31000001] * 3}),
+    ):
+        document = copy.deepcopy(small)
+        document["growth"][part].append(entry)
+        changed.append(document)
+    changed.append(copy.deepcopy(small))
+    changed[-1]["growth"]["objects"][1]["start_seconds"] = [0.39]
+    return changed
+
+
+def test_every_kind_of_loss_is_found(small: Document) -> None:
+    before = losses.losses(small)
+    found = []
+    for document in other_figures(small):
+        report.check(document)
+        (new,) = [loss for loss in losses.losses(document) if loss not in before]
+        found.append((new.what, new.place, new.case))
+    assert found == [
+        ("First batch", "first epoch", "0 ms"),
+        ("CPU", "first epoch", "0 ms"),
+        ("Rate", "growth, cold 20 ms", "2 workers"),
+        ("Rate", "growth", "objects of 10 KiB"),
+        ("Start", "growth", "1,000 objects"),
+    ]
+
+
+# --- the text
+
+
+def test_who_could_not_run_and_what_differs(small: Document) -> None:
+    text = report.markdown(small)
+    assert "* tf.data (first epoch): it has no S3 file system" in text
+    assert "2. shuffled within 1,000 photos\n3. decodes the whole photo\n" in text
+    assert "WebDataset: webdataset 1.0.2; torch + s3fs: s3fs 2026.9.0." in text
+    assert "commit `abc1234+`" in text and "2 cores of A small CPU, 8 GiB" in text
+    assert "fastload reads and decodes 1,000 images/s; WebDataset is 1.10 times as fast (1,100)" in text
+
+
+def test_a_quick_result_with_little_in_it(small: Document) -> None:
+    small["rows"] = small["rows"][2:3]
+    small.update(quick=True, node=None, growth={"workers": [], "objects": [], "sizes": []})
+    report.check(small)
+    text = report.markdown(small)
+    assert "--quick" in text and "latency" not in text and "Later" not in text
+    assert list(charts.CHARTS["first-epoch"].specification(small, charts.THEMES["light"]))
+
+
+def test_include() -> None:
+    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    once = report.include(readme, "new")
+    assert once == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
+    assert report.include(once, "new") == once
+    for damaged in ("", readme + readme, readme.replace(report.END, ""), f"{report.END}{report.BEGIN}"):
+        with pytest.raises(ValueError, match="the README needs one"):
+            report.include(damaged, "new")
+
+
+def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's part and the charts of the newest full result; a quick one is passed over."""
+    monkeypatch.setattr(charts, "CHARTS", {"first-epoch": charts.CHARTS["first-epoch"]})
+    monkeypatch.setattr(report, "_pictures", lambda document, *names: [])
+    for date, quick in (("2026-11-19", False), ("2026-11-20", False), ("2026-11-21", True)):
+        document = {**small, "date": f"{date}T10:00:00+00:00", "quick": quick}
+        (tmp_path / f"compare-{date}.json").write_text(json.dumps(document))
+    newest = report.newest(tmp_path)
+    assert newest == tmp_path / "compare-2026-11-20.json"
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
+    written = report.write(newest, readme, tmp_path)
+    assert report.markdown(small) in readme.read_text()
+    names = ["README.md", "compare-2026-11-20-first-epoch.png", "compare-2026-11-20-first-epoch-dark.png"]
+    assert [path.name for path in written] == names
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[1:])
+
+
+def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
+    ends = [(str(i), 1.0, y) for i, y in enumerate((379, 380, 100, 101, 102, 380))]
+    ys = [y for _, _, y in charts._apart(ends)]
+    assert all(b - a >= charts.LINE for a, b in itertools.pairwise(ys)) and ys[-1] <= charts.HEIGHT
+
+
+# --- what is committed
+
+
+def test_the_readme_has_the_newest_result() -> None:
+    newest = report.newest()
+    if newest is None:
+        pytest.skip("no full result of bench compare is committed yet")
+    document = json.loads(newest.read_text())
+    report.check(document)
+    readme = (ROOT / "README.md").read_text()
+    assert report.include(readme, report.markdown(document)) == readme, "run python -m bench report"
+
+
+def test_every_image_of_the_readme_is_there() -> None:
+    readme = (ROOT / "README.md").read_text()
+    images = re.findall(r'!\[[^]]*\]\(([^)\s]+)\)|(?:src|srcset)="([^"\s]+)"', readme)
+    local = [path for pair in images for path in pair if path and not path.startswith("http")]
+    assert local, "the README shows charts"
+    assert [path for path in local if not (ROOT / path).is_file()] == []
