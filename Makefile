@@ -5,13 +5,16 @@ export PYTHON ?= python3
 bin := .venv/bin
 ready := .venv/.ready
 
-.PHONY: demo train-demo test lint stress fuzz gpu-check clean
+.PHONY: demo train-demo bench test lint stress fuzz gpu-check clean
 
 demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
 
 train-demo: $(ready)  ## the reference trainer: 2 ranks learn eight shapes from an S3 bucket
 	$(bin)/python examples/resnet50/demo.py $(ARGS)
+
+bench: $(ready)  ## us and the peers: the README's tables, within an hour; ARGS=--quick: within minutes
+	$(bin)/python -m bench compare $(ARGS)
 
 test: $(ready)  ## the test suite, without the long forms of random tests
 	$(bin)/python -m pytest -n 2 --dist loadfile -m "not stress" $(ARGS)

@@ -1,4 +1,4 @@
-"""The first epoch, from an S3 server behind a round trip, beside torch's usual clients and obstore alone.
+"""The first epoch, from an S3 server behind a round trip, beside obstore alone.
 
 `python -m bench.cold [--images 2000] [--repeats 5] [--quick]`: prints a table; the last line is JSON.
 
@@ -30,14 +30,11 @@ import torch
 
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli._baseline import S3fsImages
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
 
 SIZE, BATCH, WORKERS = 224, 64, 2
 LATENCIES = (0, 20, 50, 100)  # ms
 BARE_THREADS = 32  # in each of two processes
-PEER_SAMPLE = 6 * BATCH
-PEER_SECONDS = 20.0
 
 
 class Run(NamedTuple):
@@ -58,15 +55,13 @@ class Place(NamedTuple):
     paths: list[Path]
 
 
-def epoch(loader: Any, seconds: float = float("inf")) -> Run:
+def epoch(loader: Any) -> Run:
     """Iterate once, start and end of the workers included."""
     count, first = 0, 0.0
     cpu, start = cpu_seconds(), time.perf_counter()
     for batch in loader:
         first = first or time.perf_counter() - start
         count += images_of(batch)
-        if time.perf_counter() - start > seconds:
-            break
     took = time.perf_counter() - start
     return Run(count, took, first, cpu_seconds() - cpu)
 
@@ -169,41 +164,6 @@ def _bare_reads(place: Place, keys: list[str]) -> None:
         thread.join()
 
 
-class Boto3Images(S3fsImages):
-    """The same with boto3."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        if self._client is None:
-            self._client = _Boto3(self._options)
-        return super().__getitem__(index)
-
-
-class _Boto3:
-    def __init__(self, options: dict[str, Any]) -> None:
-        import boto3
-
-        self._client = boto3.client(
-            "s3",
-            endpoint_url=options["endpoint_url"],
-            aws_access_key_id=options["key"],
-            aws_secret_access_key=options["secret"],
-            region_name="us-east-1",
-        )
-
-    def cat_file(self, path: str) -> bytes:
-        bucket, _, key = path.partition("/")
-        body: bytes = self._client.get_object(Bucket=bucket, Key=key)["Body"].read()
-        return body
-
-
-def peer(place: Place, images: type[S3fsImages]) -> Callable[[], Run]:
-    """torch's DataLoader over a usual client, on a sample: all of the photos would take minutes."""
-    paths = random.Random(0).sample(place.paths, min(PEER_SAMPLE, len(place.paths)))
-    keys = [f"{place.bucket}/{path.parent.name}/{path.name}" for path in paths]
-    dataset = images(keys, [0] * len(keys), SIZE, **place.options)
-    return lambda: epoch(torch.utils.data.DataLoader(dataset, BATCH, num_workers=WORKERS), PEER_SECONDS)
-
-
 def first_batch_by_forkserver(place: Place) -> float:
     """In a process that has used the native client already, so that its workers start by forkserver."""
     code = (
@@ -260,8 +220,7 @@ def contenders(at: dict[int, Place]) -> dict[str, Callable[[], Run]]:
     )
     found = {f"crops, {ms} ms": cold(at[ms]) for ms in LATENCIES}
     found |= {"crops, 20 ms, filling": filling, "crops, cached": warm}
-    found |= {"bytes, 20 ms": bytes_only(at[20]), "bare obstore, 20 ms": bare(at[20])}
-    return found | {"torch + s3fs": peer(at[20], S3fsImages), "torch + boto3": peer(at[20], Boto3Images)}
+    return found | {"bytes, 20 ms": bytes_only(at[20]), "bare obstore, 20 ms": bare(at[20])}
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
@@ -276,8 +235,6 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
         "filling / not filling": of("crops, 20 ms, filling", "crops, 20 ms"),
         "cold / cached": of("crops, 20 ms, filling", "crops, cached"),
         "bytes / bare obstore": of("bytes, 20 ms", "bare obstore, 20 ms"),
-        "fastload / torch + s3fs": of("crops, 20 ms", "torch + s3fs"),
-        "fastload / torch + boto3": of("crops, 20 ms", "torch + boto3"),
     }
 
 

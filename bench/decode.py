@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.epochs import WORKERS, Epoch, Peer, filling, our_loader, torch_loader
+from bench.epochs import WORKERS, Epoch, filling, our_loader, torch_loader
 from bench.kernels import BATCH, SIZE, Contender, Fill, Pillow, RoiDecode, kernel_quality
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, RandomResizedCrop
@@ -37,14 +37,6 @@ RAW, SHRUNK, DECODED = (
     "decoded: resize in memory",
 )
 TORCH = "torch DataLoader, Pillow over files"
-# What each peer reads is the nearest that it has to the same files.
-PEERS = {
-    "raw: DALI CPU, the same files": ("dali",),
-    "raw: FFCV, JPEG q97, full size": ("ffcv", "jpg", "97", "9999"),
-    "shrunk: FFCV, JPEG q90, 400 px": ("ffcv", "jpg", "90", "400"),
-    "decoded: FFCV raw, 400 px": ("ffcv", "raw", "90", "400"),
-}
-
 Rates = dict[str, list[float]]
 
 
@@ -87,16 +79,13 @@ def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]
 
 
 @contextlib.contextmanager
-def loaders(
-    folder: Path, with_peers: bool
-) -> Iterator[tuple[dict[str, Callable[[], float]], dict[str, str]]]:
-    """Contenders of whole epochs, and what is to be said about peers."""
+def loaders(folder: Path) -> Iterator[dict[str, Callable[[], float]]]:
+    """Contenders of whole epochs."""
     photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))]
     small = [shrink(photo, SHORT_SIDE, 90) for photo in photos]
     pixels = [decode_resized(photo, SHORT_SIDE) for photo in photos]
     crop, n = RandomResizedCrop(SIZE), len(photos)
-    about: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(dir=WORKPLACE) as directory, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(dir=WORKPLACE) as directory:
         contenders: dict[str, Callable[[], float]] = {
             RAW: rate_of(RoiDecode(photos, crop, WORKERS), n),
             SHRUNK: rate_of(RoiDecode(small, crop, WORKERS), n),
@@ -109,16 +98,7 @@ def loaders(
                 contenders[f"{mode}: fastload"]()
             cache.close()
         contenders[f"raw: {TORCH}"] = Epoch(torch_loader(folder))
-        for name, (script, *options) in PEERS.items() if with_peers else ():
-            try:
-                peer = Peer(script, str(folder), str(BATCH), str(SIZE), str(WORKERS), *options)
-            except RuntimeError as error:
-                about[name] = str(error)
-                continue
-            stack.callback(peer.close)
-            contenders[name] = peer
-            about[name] = json.dumps(peer.about)
-        yield contenders, about
+        yield contenders
 
 
 def share(rates: Rates, name: str, limit: str) -> float:
@@ -172,7 +152,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
     parser.add_argument("--quality", type=int, default=97, help="of the photos (97: about 138 KB each)")
     parser.add_argument("--per-core", action="store_true", help="only what runs on one core, without loaders")
-    parser.add_argument("--peers", action="store_true", help="also DALI and FFCV, installed under .bench/")
     parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
     parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     return parser.parse_args()
@@ -193,15 +172,13 @@ def main() -> None:
     console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
     result |= {"per_core": medians(core), "bytes": sizes, "psnr_db": psnr, "backend": backend()}
     if not options.per_core:
-        with loaders(folder, options.peers) as (contenders, about):
+        with loaders(folder) as contenders:
             epochs = take_turns(contenders, options.rounds)
         show(console, f"epochs of {options.images:,} photos, {WORKERS} workers, batches of {BATCH}", epochs)
-        for name, text in about.items():
-            console.print(f"{name}: {text}")
         filled = filling(folder, options.rounds)
         slower = show_filling(console, filled)
         shares = {name: share(epochs, name, limit) for name in epochs if (limit := limit_of(epochs, name))}
-        result |= {"end_to_end": medians(epochs), "of_the_limit": shares, "peers": about}
+        result |= {"end_to_end": medians(epochs), "of_the_limit": shares}
         result |= {"filling": {name: medians(found) for name, found in filled.items()}, "slower": slower}
     result["load_after"] = os.getloadavg()
     console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")

@@ -1,4 +1,4 @@
-"""Whole epochs through loaders: ours in its three modes, torch's, and peers in environments of their own.
+"""Whole epochs through loaders: ours in its three modes, and torch's.
 
 A contender is called and returns images per second of one epoch over all photos: batches of 64, shuffled,
 RandomResizedCrop(224) and a random flip, uint8, two workers that are already running.
@@ -6,10 +6,7 @@ RandomResizedCrop(224) and a random flip, uint8, two workers that are already ru
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,7 +24,7 @@ from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.cli._s3 import serve_s3
 from fastload.images.rng import SampleRng
 
-__all__ = ["WORKERS", "Epoch", "Peer", "filling", "our_loader", "torch_loader"]
+__all__ = ["WORKERS", "Epoch", "filling", "our_loader", "torch_loader"]
 
 WORKERS = 2
 
@@ -72,79 +69,6 @@ def torch_loader(folder: Path) -> Any:
     return torch.utils.data.DataLoader(
         PillowFolder(folder), BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True
     )
-
-
-# --- peers
-
-
-class Peer:
-    """Another loader, in a process and a virtual environment of its own, which are made on demand.
-
-    Args:
-        name: of `bench/peers/<name>.py`, whose first lines say what to install.
-        arguments: for that script. It prints a line when it is ready, and one with the rate of an epoch
-            for each line that it reads.
-
-    Raises:
-        RuntimeError: it could not be installed or does not run here; the message says why.
-    """
-
-    def __init__(self, name: str, *arguments: str) -> None:
-        script = Path(__file__).parent / "peers" / f"{name}.py"
-        python = _environment(name, script)
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed in `close`)
-        self.process = subprocess.Popen(
-            [str(python), str(script), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-        )
-        self.about = self._read()
-
-    def __call__(self) -> float:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return float(self._read()["rate"])
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        self._stderr.seek(0)
-        raise RuntimeError(self._stderr.read().strip().splitlines()[-1])
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self._stderr.close()
-
-
-def _environment(name: str, script: Path) -> Path:
-    folder = WORKPLACE / name
-    ready = folder / "ready"
-    python = folder / "bin" / "python"
-    if not ready.exists():
-        steps = (
-            script.read_text()
-            .split("\n\n")[0]
-            .replace("\n# ", " ")
-            .removeprefix("# pip install ")
-            .split(" && ")
-        )
-        try:
-            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-            for step in steps:
-                command = [str(python), "-m", "pip", "install", "-q", *step.split()]
-                subprocess.run(command, check=True, timeout=900, capture_output=True, text=True)
-        except subprocess.CalledProcessError as error:
-            lines = [line for line in error.stderr.splitlines() if "rror" in line] or [str(error)]
-            raise RuntimeError(f"could not be installed: {lines[-1].strip()}") from None
-        ready.touch()
-    return python
 
 
 # --- what filling the cache costs

@@ -89,8 +89,11 @@ class Peer:
         done = threading.Event()
 
         def look() -> None:
-            while not done.wait(LOOK_EVERY):
+            while True:
+                ended = done.wait(LOOK_EVERY)
                 found.append(sum(_pss(process) for process in self._processes()))
+                if ended:
+                    return
 
         thread = threading.Thread(target=look)
         thread.start()

@@ -47,17 +47,18 @@ def serve(start, *packages, prepare=None):
     epoch = start(job)
     answer(versions={name: version(name) for name in packages})
     for line in sys.stdin:
-        answer(**run(epoch, json.loads(line)["seconds"]))
+        answer(**run(epoch, json.loads(line)["seconds"], job.workers))
 
 
-def run(epoch, at_most):
-    """One epoch, or as much of it as `at_most` seconds allow."""
+def run(epoch, at_most, workers):
+    """One epoch, or its part of `at_most` seconds: to the end of a round, in which each worker gave a batch.
+    In the middle of one, batches that are nearly ready would not count."""
     begin, first, images = time.perf_counter(), None, 0
     batches = iter(epoch())
-    for count in batches:
+    for done, count in enumerate(batches, 1):
         first = first or time.perf_counter() - begin
         images += count
-        if time.perf_counter() - begin > at_most:
+        if time.perf_counter() - begin > at_most and done % workers == 0:
             break
     took = time.perf_counter() - begin
     if hasattr(batches, "close"):
