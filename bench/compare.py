@@ -144,7 +144,7 @@ def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[s
         many = [replace(c, workers=(count,)) for c in chosen for count in counts]
         with place(server, folder, 20 if case.startswith("cold") else 0) as at:
             course = Course(at, case.startswith("later"), record.scale.repeats, 3.0, record.step)
-            found += record.rows("workers", case, take_turns(course, many, {}))["rows"]
+            found += record.rows("growth", case, take_turns(course, many, {}))["rows"]
     return [{name: row[name] for name in ("contender", "case", "workers", "rates")} for row in found]
 
 
@@ -161,7 +161,7 @@ def decode_rows(record: Record, folder: Path) -> dict[str, Any]:
         about = {"section": "decode", "case": mode, "rates": values}
         if what in names:
             limit = f"{decode.RAW.partition(': ')[2]}, 1 thread" if mode != "decoded" else None
-            rows.append(record.bare_row(contender=names[what], limit=limit, **about))
+            rows.append(record.bare_row("ours", contender=names[what], limit=limit, **about))
         elif label in (decode.RAW, decode.SHRUNK):
             bounds.append({"name": f"{what}, 1 thread", "unit": "images/s", **about})
     return {"rows": rows, "limits": bounds}
@@ -182,7 +182,9 @@ def handover_rows(record: Record) -> dict[str, Any]:
         about = {"section": "handover", "case": case}
         bounds.append({**about, "name": limit, "rates": values, "unit": "images/s"})
         for name in ("fastload", "torch"):
-            rows.append(record.bare_row(contender=name, limit=limit, rates=rates[name], workers=2, **about))
+            rows.append(
+                record.bare_row("ours", contender=name, limit=limit, rates=rates[name], workers=2, **about)
+            )
     return {"rows": rows, "limits": bounds}
 
 
@@ -235,7 +237,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
             "page_cache": "warm",
         },
         "load": {"before": before, "after": load()},
-        "contenders": list(record.contenders.values()),
+        "contenders": record.contenders,
         "unavailable": record.unavailable,
         "rows": [row for part in found for row in part["rows"]],
         "limits": [limit for part in found for limit in part["limits"]],
@@ -269,9 +271,9 @@ def main() -> None:
 
         record = Record(QUICK if given.quick else Scale(), given.resume, step)
         document = measure(record, console)
-    report.check(document)
     path = RESULTS / f"compare-{document['date'][:10]}{'-quick' if given.quick else ''}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
+    report.check(document)
     record.finish()
     print(report.markdown(document))
     console.print(f"written: {path}")

@@ -50,7 +50,7 @@ class Record:
             kept = json.loads(UNFINISHED.read_text())
             if kept["about"] == self._about:
                 self.parts = kept["parts"]
-        self.contenders: dict[str, dict[str, Any]] = self.parts.setdefault("contenders", {})
+        self.contenders: list[dict[str, Any]] = self.parts.setdefault("contenders", [])
         self.unavailable: list[dict[str, str]] = self.parts.setdefault("unavailable", [])
 
     def part(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -77,8 +77,7 @@ class Record:
             self.miss(name, section, reason)
         for entrant in turns.entrants:
             contender = entrant.contender
-            about = {"name": contender.name, "script": contender.script, "differs": contender.differs}
-            self.contenders.setdefault(contender.name, about | {"versions": entrant.peer.versions})
+            self.enter(contender.name, contender.script, entrant.peer.versions, contender.differs)
         limit = turns.first_limit()
         bounds = [
             {"section": section, "case": case, "name": name, "rates": rates, "unit": "images/s"}
@@ -86,8 +85,15 @@ class Record:
         ]
         return {"rows": [entrant.row(section, case, limit) for entrant in turns.entrants], "limits": bounds}
 
-    def bare_row(self, **measured: Any) -> dict[str, Any]:
-        """A row of something that is no whole epoch: only rates."""
+    def enter(self, name: str, script: str, versions: dict[str, str], differs: str = "") -> None:
+        """A contender took part."""
+        entry = {"name": name, "script": script, "versions": versions, "differs": differs}
+        if entry not in self.contenders:
+            self.contenders.append(entry)
+
+    def bare_row(self, script: str, **measured: Any) -> dict[str, Any]:
+        """A row of something that is no whole epoch: only rates, in this process."""
+        self.enter(measured["contender"], script, {})
         empty = ("first_batch_seconds", "start_seconds", "cpu_seconds_per_1000", "store_bytes_per_image")
         return dict.fromkeys((*empty, "store_requests_per_image", "pss_bytes", "workers")) | measured
 

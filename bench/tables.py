@@ -282,4 +282,8 @@ def machine(document: Document) -> str:
     limits = document["machine_limits"]
     copied = number(limits["memcpy_bytes_per_second"] / 1e9)
     read = number(limits["disk_read_bytes_per_second"] / 1e9)
-    return f"This machine by itself: {copied} GB/s copied in memory, {read} GB/s read from its disk."
+    written = number(limits["disk_write_bytes_per_second"] / 1e9)
+    return (
+        f"This machine by itself: {copied} GB/s copied in memory, {read} GB/s read from its disk and "
+        f"{written} GB/s written to it."
+    )
