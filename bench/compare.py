@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import decode, growth, handover, node, report
-from bench.contenders import COLD, FILLING, GROWING, LATER, OUTSIDE, Contender
+from bench import growth, handover, node, report
+from bench.contenders import COLD, DECODE, FILLING, GROWING, LATER, OUTSIDE, Contender
 from bench.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.limits import Limits, bare_get, handing_over, machine_limits
 from bench.peer import Peer
@@ -43,7 +43,11 @@ from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
 
 RESULTS = Path(__file__).parent / "results"
 QUALITY = 97
-ALL = [*COLD, *FILLING, *(contender for group in LATER.values() for contender in group)]
+ALL = [
+    *COLD,
+    *FILLING,
+    *(contender for modes in (LATER, DECODE) for group in modes.values() for contender in group),
+]
 
 
 # --- before anything is measured
@@ -148,23 +152,16 @@ def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[s
     return [{name: row[name] for name in ("contender", "case", "workers", "rates")} for row in found]
 
 
-def decode_rows(record: Record, folder: Path) -> dict[str, Any]:
-    """Decoding and cropping in memory by one core, no loader."""
-    record.step("decoding alone")
-    photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[:256]]
-    rates, _ = decode.per_core(photos, record.scale.repeats)
-    names = {"kernel": "fastload", "Pillow": "Pillow-SIMD (torch, WebDataset, LitData, MosaicML, Grain)"}
-    rows, bounds = [], []
-    for label, values in rates.items():
-        mode, _, what = label.partition(": ")
-        values = [round(value, 1) for value in values]
-        about = {"section": "decode", "case": mode, "rates": values}
-        if what in names:
-            limit = f"{decode.RAW.partition(': ')[2]}, 1 thread" if mode != "decoded" else None
-            rows.append(record.bare_row("ours", contender=names[what], limit=limit, **about))
-        elif label in (decode.RAW, decode.SHRUNK):
-            bounds.append({"name": f"{what}, 1 thread", "unit": "images/s", **about})
-    return {"rows": rows, "limits": bounds}
+def decoding(record: Record, server: S3Server, folder: Path, mode: str) -> dict[str, Any]:
+    """Decoding and cropping 256 photos in memory by one core, no loader."""
+    with place(server, folder, 0) as at:
+        course = Course(at, True, record.scale.repeats, record.scale.seconds, record.step)
+        group = contenders_here(record, "decode", DECODE[mode])
+        bounds = {}
+        if mode != "decoded":  # where the crop's resize in memory is all that there is to do
+            name, bare = Limits(folder, threads=1, most=256).decoding(mode)
+            bounds = {f"{name}, 1 thread": bare}
+        return record.rows("decode", mode, take_turns(course, group, bounds))
 
 
 def handover_rows(record: Record) -> dict[str, Any]:
@@ -211,8 +208,11 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
             record.part(f"later {mode}", lambda mode=mode: later(record, server, folder, mode, bare))
             for mode in LATER
         ]
+        found += [
+            record.part(f"decode {mode}", lambda mode=mode: decoding(record, server, folder, mode))
+            for mode in DECODE
+        ]
         workers = record.part("growth, workers", lambda: worker_counts(record, server, folder))
-    found.append(record.part("decode", lambda: decode_rows(record, folder)))
     found.append(record.part("handover", lambda: handover_rows(record)))
     record.step("more objects")
     objects = record.part("growth, objects", lambda: growth.objects(scale.objects, scale.repeats))

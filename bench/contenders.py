@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["COLD", "FILLING", "GROWING", "LATER", "OUTSIDE", "Contender"]
+__all__ = ["COLD", "DECODE", "FILLING", "GROWING", "LATER", "OUTSIDE", "Contender"]
 
 PILLOW = "Pillow-SIMD decodes the whole photo"
 
@@ -86,6 +86,18 @@ LATER = {
         Contender("fastload", "ours", "s3 decoded", differs="400x300 pixels"),
         Contender("FFCV, raw", "ffcv", "raw 90 400", (2,), "its own file of the same pixels", own_files=True),
     ),
+}
+# From memory, by one core, without a loader.
+DECODE = {
+    "raw": (
+        Contender("fastload", "ours", "memory raw", (1,)),
+        Contender("Pillow-SIMD", "pillow", "", (1,), PILLOW),
+        Contender("DALI (CPU operators)", "dali", "memory", (1,)),
+        Contender("SPDL", "spdl", "memory", (1,), "FFmpeg decodes the whole photo"),
+        Contender("tf.data", "tfdata", "memory", (1,), "decodes and crops in one, antialiased"),
+    ),
+    "shrunk": (Contender("fastload", "ours", "memory shrunk", (1,), "400x300 JPEGs, quality 90"),),
+    "decoded": (Contender("fastload", "ours", "memory decoded", (1,), "400x300 pixels"),),
 }
 # With which the numbers of workers are compared.
 GROWING = {

@@ -24,11 +24,11 @@ MEMORY_BYTES = 256 << 20
 
 
 class Limits:
-    """Bare decoding of all photos, in as many threads as there are workers."""
+    """Bare decoding of the photos, in as many threads as there are workers."""
 
-    def __init__(self, folder: Path, threads: int = 2) -> None:
+    def __init__(self, folder: Path, threads: int = 2, most: int | None = None) -> None:
         self.threads = threads
-        self.photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))]
+        self.photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[:most]]
 
     def decoding(self, mode: str) -> tuple[str, Callable[[], float]]:
         """The limit's name, and what measures it once: images per second."""

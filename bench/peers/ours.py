@@ -1,10 +1,16 @@
-"""fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none."""
+"""fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none.
+
+"memory MODE" decodes what the cache would keep, from memory, by one core and without a loader.
+"""
 
 import os
+import random
 
-from _serve import beside, cache_folder, serve
+import numpy as np
+from _serve import beside, cache_folder, in_memory, serve
 
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
+from fastload.images import decode_resized, shrink
 
 
 def dataset(job, source, cache):
@@ -23,6 +29,8 @@ def dataset(job, source, cache):
 
 def start(job):
     source, mode = job.mode.split()
+    if source == "memory":
+        return decoding(job, mode)
 
     def loader():
         cache = None if mode == "none" else Cache(cache_folder(job, mode), mode, short_side=300)
@@ -35,6 +43,27 @@ def start(job):
         running = loader()
         return lambda: (size(batch) for batch in running)
     return lambda: (size(batch) for batch in loader())
+
+
+def decoding(job, mode):
+    kept = {
+        "raw": bytes,
+        "shrunk": lambda data: shrink(data, 300, 90),
+        "decoded": lambda data: decode_resized(data, 300),
+    }
+    photos = [kept[mode](photo) for photo, _ in in_memory(job)]
+    crop = RandomResizedCrop(job.size)
+    out = np.empty((job.batch, *crop.sample_shape), np.uint8)
+
+    def epoch():
+        random.shuffle(photos)
+        for first in range(0, len(photos), job.batch):
+            batch = photos[first : first + job.batch]
+            failures = crop.fill(out[: len(batch)], batch, [random.getrandbits(64) for _ in batch])
+            assert not failures, failures
+            yield len(batch)
+
+    return epoch
 
 
 def size(batch):
