@@ -166,23 +166,21 @@ def decoding(record: Record, server: S3Server, folder: Path, mode: str) -> dict[
 
 def handover_rows(record: Record) -> dict[str, Any]:
     """Batches of ready samples from two workers: collating and passing them on, nothing else."""
-    rows, bounds = [], []
+    found: dict[str, Any] = {"rows": [], "limits": []}
+    limit, sides = "copying the batch, 1 thread", {"fastload": "fastload", "torch DataLoader": "torch"}
     for case, dtype in (("float32", torch.float32), ("uint8", torch.uint8)):
-        copy = handing_over(dtype.itemsize)
-        rates: dict[str, list[float]] = {"copying the batch, 1 thread": [], "torch": [], "fastload": []}
-        for _ in range(record.scale.repeats):
+        about, copying = {"section": "handover", "case": case}, handing_over(dtype.itemsize)
+        rates: dict[str, list[float]] = {name: [] for name in (limit, *sides)}
+        for turn in range(record.scale.repeats):
             record.step(f"hand-over, {case}")
-            rates["copying the batch, 1 thread"].append(round(copy(), 1))
-            for name in ("torch", "fastload"):
-                rates[name].append(round(handover.rate(handover.LOADERS[name], dtype, 100), 1))
-        limit, values = next(iter(rates.items()))
-        about = {"section": "handover", "case": case}
-        bounds.append({**about, "name": limit, "rates": values, "unit": "images/s"})
-        for name in ("fastload", "torch"):
-            rows.append(
-                record.bare_row("ours", contender=name, limit=limit, rates=rates[name], workers=2, **about)
-            )
-    return {"rows": rows, "limits": bounds}
+            rates[limit].append(round(copying(), 1))
+            for name in sorted(sides, reverse=turn % 2 == 1):
+                rates[name].append(round(handover.rate(handover.LOADERS[sides[name]], dtype, 100), 1))
+        found["limits"].append({**about, "name": limit, "rates": rates[limit], "unit": "images/s"})
+        for name in sides:
+            row = {**about, "contender": name, "workers": 2, "rates": rates[name], "limit": limit}
+            found["rows"].append(record.bare_row("ours", **row))
+    return found
 
 
 # --- the whole

@@ -1,4 +1,4 @@
-"""Pillow-SIMD decodes, crops and resizes photos in memory, by one core and without a loader: what all peers do
+"""Pillow-SIMD decodes, crops and resizes photos in memory, by one core and without a loader, as do all peers
 whose samples are made by Pillow (torchvision, WebDataset, LitData, MosaicML, Grain)."""
 
 import numpy as np
