@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +35,7 @@ from bench.limits import Limits, bare_get, handing_over, machine_limits
 from bench.peer import Peer
 from bench.photos import WORKPLACE, photo_folder
 from bench.record import QUICK, Record, Scale, commit
-from bench.sections import BATCH, SIZE, Course, Place, choose_workers, load, take_turns
+from bench.sections import BATCH, CORES, SIZE, Course, Place, choose_workers, load, take_turns
 from bench.shards import make_shards
 from fastload.cli._machine import describe_machine
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
@@ -123,7 +122,7 @@ def cold(record: Record, server: S3Server, folder: Path, latency: int, bare: Lim
         group = with_workers(record, course, contenders_here(record, "cold", COLD), "cold")
         group += FILLING if latency == scale.latencies[0] else ()
         name, decoding = bare.decoding("raw")
-        bounds = {f"bare parallel GET, {latency} ms": bare_get(at), f"{name}, 2 threads": decoding}
+        bounds = {f"bare parallel GET, {latency} ms": bare_get(at), f"{name}, {CORES} threads": decoding}
         return record.rows("cold", f"{latency} ms", take_turns(course, group, bounds))
 
 
@@ -134,13 +133,12 @@ def later(record: Record, server: S3Server, folder: Path, mode: str, bare: Limit
         group = contenders_here(record, "later", LATER[mode])
         group = with_workers(record, course, group, f"later {mode}")
         name, decoding = bare.decoding(mode)
-        return record.rows("later", mode, take_turns(course, group, {f"{name}, 2 threads": decoding}))
+        return record.rows("later", mode, take_turns(course, group, {f"{name}, {CORES} threads": decoding}))
 
 
 def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[str, Any]]:
     """Some contenders with 1, 2, 4 ... workers, up to the cores."""
-    cores = len(os.sched_getaffinity(0))
-    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max(2, cores)]
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max(2, CORES)]
     found = []
     for case, names in GROWING.items():
         group = COLD if case.startswith("cold") else LATER["raw"]
@@ -196,7 +194,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     for (name, section), reason in OUTSIDE.items():
         record.miss(name, section, reason)
     machine = record.part("machine", lambda: machine_limits(WORKPLACE))
-    bare = Limits(folder)
+    bare = Limits(folder, CORES)
     with serve_s3(WORKPLACE) as server:
         found = [
             record.part(f"cold {ms} ms", lambda ms=ms: cold(record, server, folder, ms, bare))

@@ -24,9 +24,9 @@ MEMORY_BYTES = 256 << 20
 
 
 class Limits:
-    """Bare decoding of the photos, in as many threads as there are workers."""
+    """Bare decoding of the photos, or of some of them, in so many threads."""
 
-    def __init__(self, folder: Path, threads: int = 2, most: int | None = None) -> None:
+    def __init__(self, folder: Path, threads: int, most: int | None = None) -> None:
         self.threads = threads
         self.photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[:most]]
 

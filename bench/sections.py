@@ -18,10 +18,22 @@ from bench.peer import Peer, Run
 from bench.photos import WORKPLACE
 from fastload.cli._s3 import Proxy, S3Server
 
-__all__ = ["Course", "Entrant", "Place", "Turns", "choose_workers", "load", "take_turns"]
+__all__ = [
+    "BATCH",
+    "CORES",
+    "SIZE",
+    "Course",
+    "Entrant",
+    "Place",
+    "Turns",
+    "choose_workers",
+    "load",
+    "take_turns",
+]
 
 SIZE, BATCH = 224, 64
 AT_LEAST = 1.0  # seconds
+CORES = len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -184,9 +196,13 @@ def rotated(entrants: list[Entrant], turn: int) -> list[Entrant]:
 
 
 def choose_workers(course: Course, contender: Contender) -> Contender:
-    """The contender with the worker count that is fastest; with its first one where it does not run."""
+    """The contender with the worker count that is fastest; with its first one where it does not run.
+
+    On a machine of more than two cores, as many workers as cores are tried too.
+    """
     rates: dict[int, float] = {}
-    for count in contender.workers if len(contender.workers) > 1 else ():
+    counts = sorted({*contender.workers, CORES} if CORES > 2 else contender.workers)
+    for count in counts if len(counts) > 1 else ():
         tried = replace(contender, workers=(count,))
         course.step(f"{contender.name}: {count} workers?")
         with course.started([tried], {}) as entrants:

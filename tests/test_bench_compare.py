@@ -223,6 +223,7 @@ LOG: list[str] = []
 def course(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> sections.Course:
     LOG.clear()
     monkeypatch.setattr(sections, "Peer", Scripted)
+    monkeypatch.setattr(sections, "CORES", 2)
     monkeypatch.setattr(sections, "WORKPLACE", tmp_path)
     counts = SimpleNamespace(bytes_down=0, object_gets=0)
     proxy = SimpleNamespace(url="http://", counts=lambda: counts)
@@ -252,9 +253,13 @@ def test_who_does_not_run_is_named_and_the_others_go_on(course: sections.Course)
     assert all(len(entrant.runs) == 5 for entrant in turns.entrants)
 
 
-def test_the_best_number_of_workers_is_chosen(course: sections.Course) -> None:
+def test_the_best_number_of_workers_is_chosen(
+    course: sections.Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
     several = replace(ways("a")[0], workers=(1, 4, 8))
     assert sections.choose_workers(course, several).workers == (4,)
+    monkeypatch.setattr(sections, "CORES", 6)
+    assert sections.choose_workers(course, several).workers == (6,)
     missing = replace(ways("missing")[0], workers=(8, 2))
     assert sections.choose_workers(course, missing).workers == (8,)
 
