@@ -1,0 +1,179 @@
+"""`python -m bench node` and `bench.listing`: small documents and listings, with numbers computed by hand."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from bench import node
+from bench.listing import Keys, list_page
+
+
+def row(section: str, case: str, contender: str, rate: float, cpu: float) -> dict[str, Any]:
+    return {
+        "section": section,
+        "case": case,
+        "contender": contender,
+        "workers": 2,
+        "rates": [rate, rate + 10, rate - 10],
+        "cpu_seconds_per_1000": [cpu, cpu + 0.1, cpu - 0.1],
+        "store_bytes_per_image": 100_500.0 if section == "cold" else 0.0,
+        "store_requests_per_image": 1.0 if section == "cold" else 0.0,
+    }
+
+
+DOCUMENT: dict[str, Any] = {
+    "machine": {"cores": 2},
+    "settings": {"images": 2000, "image_bytes": 100_000},
+    "rows": [
+        row("cold", "20 ms", "fastload", 1000.0, 1.2),
+        row("cold", "20 ms", "fastload, filling raw", 950.0, 1.3),
+        row("cold", "20 ms", "torch + s3fs", 40.0, 8.0),
+        row("later", "raw", "fastload", 1900.0, 1.0),
+        row("later", "shrunk", "fastload", 5000.0, 0.4),
+        row("later", "decoded", "fastload", 18000.0, 0.1),
+    ],
+    "limits": [
+        {
+            "section": "cold",
+            "case": "20 ms",
+            "name": "bare ROI decode",
+            "rates": [2400.0],
+            "unit": "images/s",
+        },
+        {
+            "section": "cold",
+            "case": "20 ms",
+            "name": "bare parallel GET",
+            "rates": [2000.0],
+            "unit": "images/s",
+        },
+    ],
+}
+
+
+Entries = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Entries:
+    return node.predictions(node.fit(DOCUMENT))
+
+
+def pick(found: Entries, nodes: int, mode: str, epoch: str) -> dict[str, Any]:
+    (one,) = (p for p in found if (p["nodes"], p["mode"], p["epoch"]) == (nodes, mode, epoch))
+    return one
+
+
+def test_costs_are_differences_of_the_medians() -> None:
+    assert node.fit(DOCUMENT) == pytest.approx(
+        {
+            "image_bytes": 100_000,
+            "store_bytes": 100_500,
+            "requests_per_image": 1,
+            "decode_cpu_raw": 0.001,
+            "decode_cpu_shrunk": 0.0004,
+            "decode_cpu_decoded": 0.0001,
+            "get_cpu": 0.0002,
+            "fill_cpu_raw": 0.0001,
+        }
+    )
+
+
+def test_one_node(found: Entries) -> None:
+    """88 cores are left of 96, and 64 workers decode; 8 x 400 / 0.224 images are wanted a second."""
+    first = pick(found, 1, "raw", "first")
+    assert first["wanted"] == pytest.approx(14_285.7)
+    # 1,024 in flight / 22 ms = 46,545; 64 workers / 1 ms = 64,000; 88 cores / 1.3 ms = 67,692;
+    # 6.55 GB/s / 2 / 100 KB = 32,768
+    assert (first["possible"], first["limit"]) == (pytest.approx(32_768), "GPUs")
+    assert first["rate"] == first["wanted"]
+    assert first["store_bytes_per_second"] == pytest.approx(14_285.7 * 100_500, rel=1e-5)
+    later = pick(found, 1, "raw", "later")
+    assert (later["possible"], later["store_bytes_per_second"]) == (pytest.approx(64_000), 0)
+    decoded = pick(found, 1, "decoded", "later")
+    assert decoded["possible"] == pytest.approx(1.6e6 * 4096 / 360_000, abs=0.1), "the disk: 18,204"
+
+
+def test_many_nodes_ask_for_as_many_times_as_much(found: Entries) -> None:
+    for mode, epoch in (("raw", "first"), ("no cache", "first"), ("no cache", "later")):
+        many = pick(found, 128, mode, epoch)
+        assert many["store_bytes_per_second"] == pytest.approx(128 * 14_285.714 * 100_500, rel=1e-4)
+    assert pick(found, 128, "raw", "later")["store_bytes_per_second"] == 0
+    anywhere = pick(found, 128, "raw, no partition", "later")
+    assert anywhere["store_bytes_per_second"] == pytest.approx(127 * 14_285.714 * 100_500, rel=1e-4)
+
+
+def test_what_the_document_gets() -> None:
+    found = node.predict(DOCUMENT)
+    assert found is not None
+    schema = json.loads((Path(node.__file__).parent / "compare.schema.json").read_text())
+    jsonschema.validate(found, {"$defs": schema["$defs"], **schema["properties"]["node"]})
+    epochs = {(entry["mode"], entry["epoch"]) for entry in found["predictions"]}
+    assert ("shrunk", "later") in epochs and ("shrunk", "first") not in epochs, "its filling was not measured"
+    assert found["fitted"]["cores of a node busy in epoch 1 (raw)"] == pytest.approx(18.5714), "x 1.3 ms"
+
+
+def test_the_check_is_the_machine_that_was_measured() -> None:
+    # later: 2 cores / 1 ms. First: a GET takes 2 cores / 2,000 = 1 ms of them, and decoding 1 ms.
+    found = node.checks(DOCUMENT, node.fit(DOCUMENT))
+    assert found == {
+        "later raw": {"predicted": 2000, "measured": 1900, "error": 0.0526},
+        "first epoch at 20 ms": {"predicted": 1000, "measured": 1000, "error": 0},
+    }
+
+
+def test_a_slow_processor_is_named_as_the_limit() -> None:
+    slow = copy.deepcopy(DOCUMENT)
+    for one in slow["rows"]:
+        one["cpu_seconds_per_1000"] = [10 * value for value in one["cpu_seconds_per_1000"]]
+    later = pick(node.predictions(node.fit(slow)), 1, "raw", "later")
+    assert (later["rate"], later["limit"]) == (6400, "workers")
+
+
+def test_a_document_without_our_rows_has_no_prediction() -> None:
+    lacking = DOCUMENT | {"rows": [row for row in DOCUMENT["rows"] if row["case"] != "shrunk"]}
+    assert node.predict(lacking) is None
+    with pytest.raises(LookupError, match="no row of 'fastload' in section 'later', case 'shrunk'"):
+        node.fit(lacking)
+
+
+def test_the_command_prints_the_assumptions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = tmp_path / "compare.json"
+    result.write_text(json.dumps(DOCUMENT))
+    monkeypatch.setattr(sys, "argv", ["node", str(result)])
+    node.main()
+    printed = capsys.readouterr().out
+    assert "assumed: an H100 takes 1,785.7 images/s" in printed
+    assert "later raw: 2,000 images/s predicted, 1,900 measured (+5.3 %)" in printed
+
+
+def test_a_listing_is_in_order_and_its_pages_join() -> None:
+    keys = Keys(5000)
+    assert list(keys) == sorted(keys) and len(set(keys)) == 5000
+    assert [keys.index_of(key) for key in (keys[4321], "class_000/img_0004321.jpg", "else")] == [
+        4321,
+        None,
+        None,
+    ]
+    start: int | None = 0
+    seen: list[int] = []
+    while start is not None:
+        page = list_page(keys, prefix="class_0", start=start, most=77)
+        seen, start = seen + page.objects, page.next
+    assert seen == list(range(500)), "class_000 to class_099, 5 in each"
+
+
+def test_a_delimiter_folds_the_classes() -> None:
+    page = list_page(Keys(5000), delimiter="/", most=400)
+    assert (page.objects, page.prefixes[:2], page.next) == ([], ["class_000/", "class_001/"], 2000)
+    inside = list_page(Keys(5000), prefix="class_007/", delimiter="/")
+    assert (inside.objects, inside.prefixes, inside.next) == ([35, 36, 37, 38, 39], [], None)
