@@ -1,0 +1,77 @@
+"""NVIDIA DALI's CPU operators: mode "files" or "s3".
+
+It decodes only the crop's part of a photo. From S3 it reads one photo after another. The last batch of an
+epoch is filled up from the next epoch.
+"""
+
+import math
+import os
+import random
+
+from _serve import files, keys, serve
+from nvidia.dali import fn, pipeline_def, types
+
+AHEAD = 2  # batches, as by default
+
+
+@pipeline_def
+def pipeline(samples, size):
+    # shuffle_after_epoch: the whole list, where random_shuffle shuffles within 1,024 photos that it has read.
+    names, labels = zip(*samples, strict=True)
+    encoded, labels = fn.readers.file(
+        files=list(names), labels=list(labels), shuffle_after_epoch=True, name="files"
+    )
+    images = fn.decoders.image_random_crop(
+        encoded, device="cpu", random_area=(0.08, 1.0), random_aspect_ratio=(3 / 4, 4 / 3), num_attempts=10
+    )
+    images = fn.resize(images, size=(size, size), interp_type=types.INTERP_LINEAR)
+    images = fn.flip(images, horizontal=fn.random.coin_flip(probability=0.5))
+    return fn.transpose(images, perm=(2, 0, 1)), labels
+
+
+def start(job):
+    os.environ.update(
+        AWS_ENDPOINT_URL=job.endpoint,
+        AWS_ACCESS_KEY_ID=job.key,
+        AWS_SECRET_ACCESS_KEY=job.secret,
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+    if job.mode == "files":
+        samples = files(job)
+    else:
+        samples = [(f"s3://{job.bucket}/{key}", label) for key, label in keys(job)]
+    running = Running(job, samples) if job.later else None
+    return lambda: (running or Running(job, samples)).epoch()
+
+
+class Running:
+    """A pipeline that works ahead as with `pipe.run()`, but not beyond an epoch, where nobody measures it."""
+
+    def __init__(self, job, samples):
+        options = {"batch_size": job.batch, "num_threads": job.workers, "prefetch_queue_depth": AHEAD}
+        self.pipe = pipeline(random.sample(samples, len(samples)), job.size, device_id=None, **options)
+        self.batches = math.ceil(len(samples) / job.batch)
+        self.scheduled, self.is_new = 0, True
+
+    def schedule(self):
+        """One more batch; a new pipeline begins with AHEAD of them."""
+        self.pipe.schedule_run()
+        self.scheduled += AHEAD if self.is_new else 1
+        self.is_new = False
+
+    def epoch(self):
+        try:
+            for left in range(self.batches, 0, -1):
+                while self.scheduled < min(AHEAD, left):
+                    self.schedule()
+                self.scheduled -= 1
+                images, _ = self.pipe.outputs()
+                yield len(images)
+        finally:
+            for _ in range(self.scheduled):  # of an epoch that was cut short
+                self.pipe.outputs()
+            self.scheduled = 0
+
+
+if __name__ == "__main__":
+    serve(start, "nvidia-dali-cuda130")
