@@ -3,6 +3,7 @@
 #     boto3==1.43.117 botocore==1.43.117 urllib3==2.8.0
 
 """Meta's SPDL, a pipeline of threads in one process: mode "files", or "s3" through boto3 in its threads.
+Mode "memory" decodes by one core.
 
 FFmpeg decodes the whole photo, and crops and scales it (with antialiasing); batches are channels last.
 """
@@ -14,11 +15,13 @@ import sys
 sys.path.append(sys.path.pop(0))  # this file is called as the package is
 
 import spdl.io
-from _serve import crop_box, files, keys, s3_client, serve
+from _serve import crop_box, files, in_memory, keys, s3_client, serve
 from spdl.pipeline import PipelineBuilder
 
 
 def start(job):
+    if job.mode == "memory":
+        return decoding(job)
     cores = len(os.sched_getaffinity(0))
     if job.mode == "files":
         samples, read, readers, decoders = files(job), read_file, 2, job.workers
@@ -42,6 +45,19 @@ def start(job):
         with pipeline.auto_stop():
             for images, _ in pipeline:
                 yield len(images)
+
+    return epoch
+
+
+def decoding(job):
+    photos = in_memory(job)
+
+    def epoch():
+        for first in range(0, len(photos), job.batch):
+            images, _ = collate(
+                [(decode_photo(data, job.size), label) for data, label in photos[first : first + job.batch]]
+            )
+            yield len(images)
 
     return epoch
 
