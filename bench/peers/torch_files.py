@@ -1,0 +1,31 @@
+# pip install torch==2.13.0 numpy==2.3.5 pillow-simd==12.1.1.post0
+# pip install --no-deps torchvision==0.28.0
+
+"""torch's DataLoader with torchvision's ImageFolder over local files, decoded by pillow-simd."""
+
+import torch
+from _serve import serve
+from _torchvision import torchvision
+from torchvision import transforms
+
+
+def start(job):
+    crop = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(job.size),
+            transforms.RandomHorizontalFlip(),
+            transforms.PILToTensor(),
+        ]
+    )
+    loader = torch.utils.data.DataLoader(
+        torchvision.datasets.ImageFolder(job.folder, crop),
+        batch_size=job.batch,
+        shuffle=True,
+        num_workers=job.workers,
+        persistent_workers=job.later,
+    )
+    return lambda: (len(images) for images, _ in loader)
+
+
+if __name__ == "__main__":
+    serve(start, "torch", "torchvision", "pillow-simd")
