@@ -1,7 +1,7 @@
 # pip install torch==2.13.0 numpy==2.3.5 pillow-simd==12.1.1.post0 s3torchconnector==1.5.0
 #     s3torchconnectorclient==1.5.0
 
-"""Amazon's S3 connector for PyTorch: its map-style dataset under torch's DataLoader. It lists at the start."""
+"""Amazon's S3 connector for PyTorch: its map-style dataset under torch's DataLoader, listed at the start."""
 
 import os
 import sys

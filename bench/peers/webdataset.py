@@ -1,6 +1,6 @@
 """WebDataset over tar shards, which curl fetches from presigned URLs, in its own pipeline and loader.
 
-It shuffles within 1,000 samples of each worker's shards. Epochs after others read its `cache_dir`. It needs no
+It shuffles within 1,000 samples of a worker's shards. Epochs after others read its `cache_dir`. It needs no
 environment of its own: the package is small, and the project has it.
 """
 
@@ -22,7 +22,8 @@ def shards(job):
     client, folder = s3_client(job), beside(job, "tar")
     for path in sorted(glob.glob(f"{folder}/*.tar")):
         key = {"Bucket": os.path.basename(folder), "Key": os.path.basename(path)}
-        yield f"pipe:curl -s -f '{client.generate_presigned_url('get_object', Params=key, ExpiresIn=7 * 86400)}'"
+        url = client.generate_presigned_url("get_object", Params=key, ExpiresIn=7 * 86400)
+        yield f"pipe:curl -s -f '{url}'"
 
 
 def name_of(command):

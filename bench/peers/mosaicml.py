@@ -1,0 +1,76 @@
+# pip install torch==2.13.0 numpy==2.1.3 pillow-simd==12.1.1.post0 boto3==1.43.117 Brotli==1.2.1
+#     catalogue==2.0.10 filelock==4.2.11 python-snappy==0.7.3 tqdm==4.70.1 transformers==4.57.6
+#     xxhash==3.8.2 zstd==1.5.7.2
+# pip install --no-deps mosaicml-streaming==0.13.0 torchvision==0.28.0
+
+"""MosaicML Streaming over its own shards (MDS), made beforehand, which it keeps on the local disk.
+
+Its S3 client opens a connection before the workers are forked, and they all get it. Without TLS two of them
+then wait for each other's answers, until the read timeout of 60 s; with TLS the first answer is an error and
+is asked for again. So this drops the client before the fork.
+"""
+
+import os
+import sys
+
+sys.path.append(sys.path.pop(0))
+
+import _torchvision  # noqa: F401
+import torch
+from _serve import beside, cache_folder, decode, files, made, serve
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from streaming.base.util import clean_stale_shared_memory
+
+SHARD = 16 << 20
+
+
+def prepare(job):
+    return made(beside(job, "mds"), lambda target: write(job, target))
+
+
+def write(job, target):
+    columns = {"image": "bytes", "label": "int"}
+    with MDSWriter(out=target, columns=columns, size_limit=SHARD) as writer:
+        for path, label in files(job):
+            with open(path, "rb") as stream:
+                writer.write({"image": stream.read(), "label": label})
+
+
+class Photos(StreamingDataset):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return torch.from_numpy(decode(sample["image"], self.image_size)), sample["label"]
+
+
+def start(job):
+    os.environ.update(
+        S3_ENDPOINT_URL=job.endpoint,
+        AWS_ACCESS_KEY_ID=job.key,
+        AWS_SECRET_ACCESS_KEY=job.secret,
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+
+    def loader():
+        clean_stale_shared_memory()
+        dataset = Photos(
+            remote=f"s3://{os.path.basename(beside(job, 'mds'))}",
+            local=cache_folder(job, "mds"),
+            shuffle=True,
+            shuffle_seed=int.from_bytes(os.urandom(3), "little"),
+            batch_size=job.batch,
+        )
+        dataset.image_size = job.size
+        for stream in dataset.streams:
+            stream._downloader.clean_up()
+        return StreamingDataLoader(
+            dataset, batch_size=job.batch, num_workers=job.workers, persistent_workers=job.later
+        )
+
+    if job.later:
+        running = loader()
+        return lambda: (len(images) for images, _ in running)
+    return lambda: (len(images) for images, _ in loader())
+
+
+if __name__ == "__main__":
+    serve(start, "mosaicml-streaming", "torch", "pillow-simd", prepare=prepare)
