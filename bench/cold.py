@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.peer import Run
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
@@ -35,15 +36,6 @@ from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
 SIZE, BATCH, WORKERS = 224, 64, 2
 LATENCIES = (0, 20, 50, 100)  # ms
 BARE_THREADS = 32  # in each of two processes
-
-
-class Run(NamedTuple):
-    """What one epoch took."""
-
-    images: int
-    seconds: float
-    first_batch: float
-    cpu_seconds: float
 
 
 class Place(NamedTuple):

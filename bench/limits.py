@@ -48,11 +48,7 @@ def bare_get(place: Place) -> Callable[[], float]:
     options = place.server.options | {"endpoint_url": place.proxy.url}
     run = cold.bare(cold.Place(f"s3://{place.folder.name}/", place.folder.name, options, paths))
 
-    def rate() -> float:
-        made = run()
-        return made.images / made.seconds
-
-    return rate
+    return lambda: run().rate
 
 
 def handing_over(itemsize: int) -> Callable[[], float]:

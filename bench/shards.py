@@ -24,14 +24,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import boto3
 import torch
-from botocore.config import Config
 from rich.console import Console
 from rich.table import Table
 
-from bench.cold import BATCH, SIZE, WORKERS, Run, epoch, filling_and_cached, side_by_side
-from bench.peers._old_webdataset import webdataset_loader
+from bench.cold import BATCH, SIZE, WORKERS, epoch, filling_and_cached, side_by_side
+from bench.peer import Peer, Run
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
 from fastload.cli._machine import describe_machine
@@ -155,29 +153,25 @@ def _bare_reads(at: Place, shards: list[Path]) -> None:
                 os._exit(1)
 
 
-def peer(at: Place) -> Callable[[], Run]:
-    client = boto3.client(
-        "s3",
-        endpoint_url=at.options["endpoint_url"],
-        aws_access_key_id=at.options["key"],
-        aws_secret_access_key=at.options["secret"],
-        region_name="us-east-1",
-        config=Config(signature_version="s3v4"),
-    )
-    urls = [
-        client.generate_presigned_url("get_object", {"Bucket": path.parent.name, "Key": path.name})
-        for path in at.shards["tar"]
-    ]
-    return lambda: epoch(webdataset_loader(urls, BATCH, WORKERS))
+def job(at: Place, scratch: str) -> dict[str, Any]:
+    """For WebDataset: the same tar shards, as its documentation recommends."""
+    access = {
+        "endpoint": at.options["endpoint_url"],
+        "key": at.options["key"],
+        "secret": at.options["secret"],
+    }
+    photos = str(at.shards["tar"][0].parent).removesuffix("-tar")
+    work = {"folder": photos, "batch": BATCH, "size": SIZE, "workers": WORKERS}
+    return access | work | {"scratch": scratch, "later": False, "mode": ""}
 
 
-def contenders(at: Place, count: int, folder: Path) -> dict[str, Callable[[], Run]]:
+def contenders(at: Place, count: int, folder: Path, webdataset: Peer) -> dict[str, Callable[[], Run]]:
     found: dict[str, Callable[[], Run]] = {}
     made = makers(at)
     for name, make in made.items():
         filling, _ = filling_and_cached(make)
         found |= {f"first: {name}": cold(make), f"first, filling: {name}": filling}
-    found["first: WebDataset"] = peer(at)
+    found["first: WebDataset"] = webdataset.epoch
     found |= {"bytes: tfrecord, streamed": bytes_only(at), "bytes: bare ranged read": bare(at, count)}
     for mode in MODES:
         for name, short in (
@@ -239,8 +233,12 @@ def main() -> None:
     torch.set_num_threads(1)
     runs: dict[str, list[Run]] = {}
     document: dict[str, Any] = {"bench": "shards", **describe_machine(), "load_before": os.getloadavg()}
-    with place(given.images) as at, tempfile.TemporaryDirectory(dir=WORKPLACE) as folder:
-        turns = list(contenders(at, given.images, Path(folder)).items())
+    with (
+        place(given.images) as at,
+        tempfile.TemporaryDirectory(dir=WORKPLACE) as folder,
+        Peer("webdataset", job(at, folder)) as webdataset,
+    ):
+        turns = list(contenders(at, given.images, Path(folder), webdataset).items())
         for turn in range(2 if given.quick else given.repeats):
             for name, run in turns if turn % 2 == 0 else reversed(turns):
                 runs.setdefault(name, []).append(run())

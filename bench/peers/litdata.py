@@ -27,7 +27,7 @@ CHUNK = "16MB"
 
 
 def prepare(job):
-    """Its documentation asks for shuffled samples where the source is in an order, as here that of classes."""
+    """Its documentation asks for shuffled samples where the source is in an order, here that of classes."""
     samples = files(job)
     random.Random(0).shuffle(samples)
     return made(
