@@ -10,6 +10,7 @@ then wait for each other's answers, until the read timeout of 60 s; with TLS the
 is asked for again. So this drops the client before the fork.
 """
 
+import itertools
 import os
 import sys
 
@@ -19,7 +20,6 @@ import _torchvision  # noqa: F401
 import torch
 from _serve import beside, cache_folder, decode, files, made, serve
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from streaming.base.util import clean_stale_shared_memory
 
 SHARD = 16 << 20
 
@@ -50,11 +50,12 @@ def start(job):
         AWS_DEFAULT_REGION="us-east-1",
     )
 
+    number = itertools.count()  # it refuses a directory that another dataset of this process had
+
     def loader():
-        clean_stale_shared_memory()
         dataset = Photos(
             remote=f"s3://{os.path.basename(beside(job, 'mds'))}",
-            local=cache_folder(job, "mds"),
+            local=os.path.join(cache_folder(job, "mds"), str(next(number))),
             shuffle=True,
             shuffle_seed=int.from_bytes(os.urandom(3), "little"),
             batch_size=job.batch,
