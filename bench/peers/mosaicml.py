@@ -5,9 +5,8 @@
 
 """MosaicML Streaming over its own shards (MDS), made beforehand, which it keeps on the local disk.
 
-Its S3 client opens a connection before the workers are forked, and they all get it. Without TLS two of them
-then wait for each other's answers, until the read timeout of 60 s; with TLS the first answer is an error and
-is asked for again. So this drops the client before the fork.
+Its S3 client, with the connection that fetched the index, is inherited by all forked workers. Over http
+workers then failed on wrong data, or waited 60 s, its read timeout; so it is dropped before the fork.
 """
 
 import itertools
