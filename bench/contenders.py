@@ -45,7 +45,7 @@ COLD = (
         "SPDL + boto3", "spdl", "s3", (16, 32), "threads, not processes; FFmpeg decodes the whole photo"
     ),
     Contender("DALI (CPU operators)", "dali", "s3", (2,), "reads one photo after another"),
-    Contender("Grain + boto3", "grain", "s3", (2, 4), f"16 threads a worker; {PILLOW}"),
+    Contender("Grain + boto3", "grain", "s3", (16, 32), f"threads, not processes; {PILLOW}"),
 )
 # At 20 ms only: what filling each kind of cache costs.
 FILLING = (
@@ -71,7 +71,7 @@ LATER = {
         ),
         Contender("DALI (CPU operators)", "dali", "files", (2, 4)),
         Contender("SPDL", "spdl", "files", (2, 4), "threads, not processes; FFmpeg decodes the whole photo"),
-        Contender("Grain", "grain", "files", (2, 4), PILLOW),
+        Contender("Grain", "grain", "files", (2, 4), f"threads, not processes; {PILLOW}"),
         Contender("tf.data", "tfdata", "", (2,), "scales without antialiasing"),
     ),
     "shrunk": (

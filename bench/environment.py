@@ -86,7 +86,8 @@ def python_of(name: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     _run([sys.executable, "-m", "venv", str(folder)])
     for words in wanted.pip:
-        _run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *words])
+        # In addition to where pip is told to look already: by the environment, it would be instead of that.
+        _run([str(python), "-m", "pip", "install", "--quiet", "--find-links", str(WHEELS), *words])
     (folder / "ready").write_text(wanted.text)
     return python
 
@@ -122,7 +123,7 @@ def build_pillow() -> None:
 
 
 def _run(command: list[str], **environment: str) -> None:
-    surroundings = os.environ | {"PIP_FIND_LINKS": str(WHEELS), "DEBIAN_FRONTEND": "noninteractive"}
+    surroundings = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     try:
         subprocess.run(
             command,
