@@ -20,7 +20,8 @@ class Bucket(torch.utils.data.Dataset):
 def s3fs_reader(job):
     import s3fs
 
-    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret)
+    # In parts, as by default, it asks for the size of an object first.
+    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret, max_concurrency=1)
     return lambda key: fs.cat_file(f"{job.bucket}/{key}")
 
 
