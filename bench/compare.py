@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,13 +29,13 @@ import torch
 from rich.console import Console
 
 from bench import growth, handover, node, report
-from bench.contenders import COLD, DECODE, FILLING, GROWING, LATER, OUTSIDE, Contender
+from bench.contenders import COLD, COLD_AT_20, DECODE, GROWING, LATER, OUTSIDE, WITH_OWN_FILES, Contender
 from bench.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.limits import Limits, bare_get, handing_over, machine_limits
 from bench.peer import Peer
 from bench.photos import WORKPLACE, photo_folder
 from bench.record import QUICK, Record, Scale, commit
-from bench.sections import BATCH, CORES, SIZE, Course, Place, choose_workers, load, take_turns
+from bench.sections import BATCH, CORES, SIZE, Case, Course, Place, choose_workers, load, take_turns
 from bench.shards import make_shards
 from fastload.cli._machine import describe_machine
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parent / "results"
 QUALITY = 97
 ALL = [
     *COLD,
-    *FILLING,
+    *COLD_AT_20,
     *(contender for modes in (LATER, DECODE) for group in modes.values() for contender in group),
 ]
 
@@ -75,10 +75,8 @@ def prepare(folder: Path, count: int) -> None:
     """Shards, and what else peers make of the photos: before the server starts, which keeps its listings."""
     for form in ("tar", "tfrecord"):
         make_shards(folder, count, form)
-    for script, mode in sorted(
-        {(contender.script, contender.mode) for contender in ALL if contender.own_files}
-    ):
-        if is_installed(script):
+    for script, mode in sorted({(contender.script, contender.mode) for contender in ALL}):
+        if script in WITH_OWN_FILES and is_installed(script):
             job = {"prepare": True, "folder": str(folder), "mode": mode, "size": SIZE, "batch": BATCH}
             try:
                 Peer(script, job).close()
@@ -114,16 +112,25 @@ def with_workers(record: Record, course: Course, group: list[Contender], key: st
     return [replace(contender, workers=(best[contender.name],)) for contender in group]
 
 
-def cold(record: Record, server: S3Server, folder: Path, latency: int, bare: Limits) -> dict[str, Any]:
-    """First epochs over one latency."""
+def cold(record: Record, server: S3Server, folder: Path, bare: Limits) -> dict[str, Any]:
+    """First epochs over all latencies, by the same processes: the round trip changes between the turns."""
     scale = record.scale
-    with place(server, folder, latency) as at:
+    with place(server, folder, 20) as at:
         course = Course(at, False, scale.repeats, scale.seconds, record.step)
         group = with_workers(record, course, contenders_here(record, "cold", COLD), "cold")
-        group += FILLING if latency == scale.latencies[0] else ()
+        only_here = contenders_here(record, "cold", COLD_AT_20)
+        names = frozenset(contender.name for contender in only_here)
         name, decoding = bare.decoding("raw")
-        bounds = {f"bare parallel GET, {latency} ms": bare_get(at), f"{name}, {CORES} threads": decoding}
-        return record.rows("cold", f"{latency} ms", take_turns(course, group, bounds))
+        cases = {
+            ms: Case(
+                {"bare parallel GET": bare_get(at), f"{name}, {CORES} threads": decoding},
+                lambda ms=ms: at.proxy.set_round_trip(ms / 1000),
+                frozenset() if ms == 20 else names,
+            )
+            for ms in scale.latencies
+        }
+        turns = take_turns(course, [*group, *only_here], cases)
+        return joined(record.rows("cold", f"{ms} ms", turns[ms]) for ms in sorted(turns))
 
 
 def later(record: Record, server: S3Server, folder: Path, mode: str, bare: Limits) -> dict[str, Any]:
@@ -133,7 +140,8 @@ def later(record: Record, server: S3Server, folder: Path, mode: str, bare: Limit
         group = contenders_here(record, "later", LATER[mode])
         group = with_workers(record, course, group, f"later {mode}")
         name, decoding = bare.decoding(mode)
-        return record.rows("later", mode, take_turns(course, group, {f"{name}, {CORES} threads": decoding}))
+        turns = take_turns(course, group, {mode: Case({f"{name}, {CORES} threads": decoding})})
+        return record.rows("later", mode, turns[mode])
 
 
 def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[str, Any]]:
@@ -141,12 +149,12 @@ def worker_counts(record: Record, server: S3Server, folder: Path) -> list[dict[s
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count <= max(2, CORES)]
     found = []
     for case, names in GROWING.items():
-        group = COLD if case.startswith("cold") else LATER["raw"]
-        chosen = [c for c in group if c.name in names and is_installed(c.script)]
-        many = [replace(c, workers=(count,)) for c in chosen for count in counts]
-        with place(server, folder, 20 if case.startswith("cold") else 0) as at:
-            course = Course(at, case.startswith("later"), record.scale.repeats, 3.0, record.step)
-            found += record.rows("growth", case, take_turns(course, many, {}))["rows"]
+        is_cold = case.startswith("cold")
+        chosen = [c for c in (COLD if is_cold else LATER["raw"]) if c.name in names]
+        many = [replace(c, workers=(n,)) for c in chosen if is_installed(c.script) for n in counts]
+        with place(server, folder, 20 if is_cold else 0) as at:
+            course = Course(at, not is_cold, record.scale.repeats, 3.0, record.step, 1 if is_cold else 2)
+            found += record.rows("growth", case, take_turns(course, many, {case: Case()})[case])["rows"]
     return [{name: row[name] for name in ("contender", "case", "workers", "rates")} for row in found]
 
 
@@ -159,7 +167,16 @@ def decoding(record: Record, server: S3Server, folder: Path, mode: str) -> dict[
         if mode != "decoded":  # where the crop's resize in memory is all that there is to do
             name, bare = Limits(folder, threads=1, most=256).decoding(mode)
             bounds = {f"{name}, 1 thread": bare}
-        return record.rows("decode", mode, take_turns(course, group, bounds))
+        return record.rows("decode", mode, take_turns(course, group, {mode: Case(bounds)})[mode])
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The rows and limits of several cases."""
+    found: dict[str, Any] = {"rows": [], "limits": []}
+    for part in parts:
+        for name, entries in part.items():
+            found[name] += entries
+    return found
 
 
 def handover_rows(record: Record) -> dict[str, Any]:
@@ -196,10 +213,7 @@ def measure(record: Record, console: Console) -> dict[str, Any]:
     machine = record.part("machine", lambda: machine_limits(WORKPLACE))
     bare = Limits(folder, CORES)
     with serve_s3(WORKPLACE) as server:
-        found = [
-            record.part(f"cold {ms} ms", lambda ms=ms: cold(record, server, folder, ms, bare))
-            for ms in scale.latencies
-        ]
+        found = [record.part("cold", lambda: cold(record, server, folder, bare))]
         found += [
             record.part(f"later {mode}", lambda mode=mode: later(record, server, folder, mode, bare))
             for mode in LATER

@@ -23,7 +23,7 @@ class Scale:
 
     images: int = 2000
     repeats: int = 5
-    latencies: tuple[int, ...] = (20, 0, 50, 100)  # ms; the first one is where numbers of workers are chosen
+    latencies: tuple[int, ...] = (0, 20, 50, 100)  # ms
     seconds: float = 6.0  # that an epoch may take
     tried: bool = True  # whether peers are installed and numbers of workers tried
     objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.contenders import Contender
 from bench.environment import Unavailable
@@ -22,6 +22,7 @@ __all__ = [
     "BATCH",
     "CORES",
     "SIZE",
+    "Case",
     "Course",
     "Entrant",
     "Place",
@@ -31,6 +32,7 @@ __all__ = [
     "take_turns",
 ]
 
+T = TypeVar("T")
 SIZE, BATCH = 224, 64
 AT_LEAST = 1.0  # seconds
 CORES = len(os.sched_getaffinity(0))
@@ -128,9 +130,10 @@ class Course:
     def _warm_up(self, entrant: Entrant) -> None:
         for _ in range(self.warm_ups - 1):
             entrant.peer.epoch(4 * self.seconds)  # fills what is to be full
-        with entrant.peer.watched() as seen:
-            entrant.peer.epoch(self.seconds)
-        entrant.pss = max(seen, default=None)
+        if self.warm_ups:
+            with entrant.peer.watched() as seen:
+                entrant.peer.epoch(self.seconds)
+            entrant.pss = max(seen, default=None)
 
     def run(self, entrant: Entrant) -> None:
         """An epoch; of short later ones as many as take a second."""
@@ -145,9 +148,24 @@ class Course:
         entrant.store_requests += after.object_gets - before.object_gets
 
 
+@dataclass(frozen=True)
+class Case:
+    """One kind of epoch.
+
+    Attributes:
+        limits: what bounds it, each measured once a turn: images per second.
+        begin: called before each turn of it.
+        without: the names of contenders that sit it out.
+    """
+
+    limits: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    begin: Callable[[], None] = lambda: None
+    without: frozenset[str] = frozenset()
+
+
 @dataclass
 class Turns:
-    """What came of a section.
+    """What came of a case.
 
     Attributes:
         limits: the rates of each limit, one a turn.
@@ -162,24 +180,41 @@ class Turns:
         """The limit that is met first."""
         return min(self.limits, key=lambda name: statistics.median(self.limits[name]), default=None)
 
+    def take(self, course: Course, case: Case, turn: int) -> None:
+        """One turn: the limits, then all that still run."""
+        case.begin()
+        for name, limit in case.limits.items():
+            course.step(name)
+            self.limits[name].append(round(limit(), 1))
+        for entrant in rotated([e for e in self.entrants if e.contender.name not in self.failed], turn):
+            try:
+                course.run(entrant)
+            except Unavailable as error:
+                self.failed[entrant.contender.name] = str(error)
+
 
 def take_turns(
-    course: Course, contenders: Sequence[Contender], limits: Mapping[str, Callable[[], float]]
-) -> Turns:
-    """All contenders and limits, as often as the course says. Each turn begins with another contender."""
-    found = Turns([], {name: [] for name in limits}, {})
-    with course.started(contenders, found.failed) as entrants:
+    course: Course, contenders: Sequence[Contender], cases: Mapping[str, Case]
+) -> dict[str, Turns]:
+    """All contenders and limits in all cases, as often as the course says, by processes that go on running.
+
+    Each turn begins with another case, and with another contender.
+    """
+    failed: dict[str, str] = {}
+    with course.started(contenders, failed) as running:
+        found = {
+            name: Turns(
+                [replace(e, runs=[]) for e in running if e.contender.name not in case.without],
+                {limit: [] for limit in case.limits},
+                failed,
+            )
+            for name, case in cases.items()
+        }
         for turn in range(course.repeats):
-            for name, limit in limits.items():
-                course.step(name)
-                found.limits[name].append(round(limit(), 1))
-            for entrant in rotated(entrants, turn):
-                try:
-                    course.run(entrant)
-                except Unavailable as error:
-                    found.failed[entrant.contender.name] = str(error)
-                    entrants = [other for other in entrants if other is not entrant]
-        found.entrants = entrants
+            for name in rotated(list(cases), turn):
+                found[name].take(course, cases[name], turn)
+    for turns in found.values():
+        turns.entrants = [entrant for entrant in turns.entrants if entrant.contender.name not in failed]
     return found
 
 
@@ -189,10 +224,10 @@ def together(runs: Sequence[Run]) -> Run:
     return Run(int(images), seconds, runs[0].first_batch, cpu)
 
 
-def rotated(entrants: list[Entrant], turn: int) -> list[Entrant]:
+def rotated(items: list[T], turn: int) -> list[T]:
     """Another one first in each turn, spread over all of them."""
-    first = turn * max(1, len(entrants) // 5 + 1) % max(1, len(entrants))
-    return entrants[first:] + entrants[:first]
+    first = turn * (len(items) // 5 + 1) % max(1, len(items))
+    return items[first:] + items[:first]
 
 
 def choose_workers(course: Course, contender: Contender) -> Contender:
@@ -205,7 +240,7 @@ def choose_workers(course: Course, contender: Contender) -> Contender:
     for count in counts if len(counts) > 1 else ():
         tried = replace(contender, workers=(count,))
         course.step(f"{contender.name}: {count} workers?")
-        with course.started([tried], {}) as entrants:
+        with replace(course, warm_ups=min(1, course.warm_ups)).started([tried], {}) as entrants:
             for entrant in entrants:
                 course.run(entrant)
                 rates[count] = entrant.runs[0].rate

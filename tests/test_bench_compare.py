@@ -18,6 +18,7 @@ from bench.contenders import Contender
 from bench.environment import Unavailable
 from bench.peer import Peer, Run
 from bench.peers import _serve
+from bench.sections import Case
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -176,7 +177,7 @@ def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_contender_has_a_script_whose_needs_are_pinned() -> None:
-    groups = [contenders.COLD, contenders.FILLING, *contenders.LATER.values()]
+    groups = [contenders.COLD, contenders.COLD_AT_20, *contenders.LATER.values(), *contenders.DECODE.values()]
     everyone = [contender for group in groups for contender in group]
     for script in {contender.script for contender in everyone}:
         for step in environment.needs(script).pip:
@@ -237,7 +238,8 @@ def ways(*names: str) -> list[Contender]:
 
 
 def test_each_turn_has_all_of_them_and_begins_with_another_one(course: sections.Course) -> None:
-    turns = sections.take_turns(course, ways("a", "b", "c", "d", "e"), {"limit": lambda: 500.0})
+    cases = {"raw": Case({"limit": lambda: 500.0})}
+    turns = sections.take_turns(course, ways("a", "b", "c", "d", "e"), cases)["raw"]
     made = [LOG[5 + 5 * turn : 10 + 5 * turn] for turn in range(5)]
     assert all(sorted(turn) == sorted(made[0]) for turn in made)
     assert len({turn[0] for turn in made}) == 5
@@ -246,8 +248,19 @@ def test_each_turn_has_all_of_them_and_begins_with_another_one(course: sections.
     assert row["rates"] == [200.0] * 5 and row["pss_bytes"] == 9 and row["cpu_seconds_per_1000"] == [5.0] * 5
 
 
+def test_cases_take_turns_too(course: sections.Course) -> None:
+    def case(name: str, without: frozenset[str] = frozenset()) -> Case:
+        return Case(begin=lambda: LOG.append(name), without=without)
+
+    cases = {"near": case("near"), "far": case("far", frozenset("b"))}
+    found = sections.take_turns(replace(course, repeats=2), ways("a", "b"), cases)
+    assert LOG[2:8] == ["near", "a 2", "b 2", "far", "a 2", "far"]
+    assert [entrant.contender.name for entrant in found["far"].entrants] == ["a"]
+    assert [len(entrant.runs) for turns in found.values() for entrant in turns.entrants] == [2, 2, 2]
+
+
 def test_who_does_not_run_is_named_and_the_others_go_on(course: sections.Course) -> None:
-    turns = sections.take_turns(course, ways("a", "missing", "dies", "b"), {})
+    turns = sections.take_turns(course, ways("a", "missing", "dies", "b"), {"raw": Case()})["raw"]
     assert turns.failed == {"missing": "not here", "dies": "died"}
     assert [entrant.contender.name for entrant in turns.entrants] == ["a", "b"]
     assert all(len(entrant.runs) == 5 for entrant in turns.entrants)
@@ -265,8 +278,9 @@ def test_the_best_number_of_workers_is_chosen(
 
 
 def test_short_epochs_from_a_cache_are_taken_together(course: sections.Course) -> None:
-    turns = sections.take_turns(replace(course, later=True, repeats=1), ways("a"), {})
-    assert turns.entrants[0].runs[0].images == 200 and turns.entrants[0].runs[0].seconds >= 1.0
+    course = replace(course, later=True, repeats=1)
+    run = sections.take_turns(course, ways("a"), {"raw": Case()})["raw"].entrants[0].runs[0]
+    assert run.images == 200 and run.seconds >= 1.0
 
 
 # --- what is kept
@@ -294,7 +308,7 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: py
 
 
 def test_documents_are_made_of_plain_values(course: sections.Course) -> None:
-    turns = sections.take_turns(course, ways("a"), {"limit": lambda: 1.0})
+    turns = sections.take_turns(course, ways("a"), {"20 ms": Case({"limit": lambda: 1.0})})["20 ms"]
     made = record.Record(record.QUICK, False, lambda *_: None)
     json.dumps(made.rows("cold", "20 ms", turns))
     assert [entry["versions"] for entry in made.contenders] == [{"torch": "1"}]

@@ -211,6 +211,19 @@ def served(tmp_path: Path, round_trip: float) -> Iterator[tuple[S3Server, Proxy,
         client.close()
 
 
+def test_the_round_trip_may_change(tmp_path: Path) -> None:
+    with served(tmp_path, 0.0) as (_, proxy, client):
+        client.head_object(Bucket="b", Key="x/1")  # the connection is there
+        for seconds in (0.08, 0.15):
+            proxy.set_round_trip(seconds)
+            start = time.perf_counter()
+            client.head_object(Bucket="b", Key="x/1")
+            assert time.perf_counter() - start >= seconds
+        counted = proxy.counts().other_requests
+        proxy.set_round_trip(0.0)
+        assert proxy.counts().other_requests == counted == 3
+
+
 def test_gets_are_counted_exactly(tmp_path: Path) -> None:
     with served(tmp_path, 0.002) as (_, proxy, client):
         keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="b")["Contents"]]

@@ -11,7 +11,8 @@ all. The proxy takes CPU from whatever is being measured beside it, so per chunk
 It mends one thing: rclone answers a range with that range, but under status 200 instead of 206, and clients
 that check refuse it.
 
-Run as a process of its own: `python -m fastload.cli._proxy HOST PORT ROUND_TRIP_SECONDS COUNTERS_FD`.
+Run as a process of its own: `python -m fastload.cli._proxy HOST PORT BOARD_FD`. The board is memory shared
+with the parent: the counts, and the round trip in microseconds, which may change while nothing is on its way.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import sys
 import time
 from typing import NamedTuple, cast
 
-__all__ = ["COUNTERS", "Counts", "main"]
+__all__ = ["BOARD", "ROUND_TRIP", "Counts", "main"]
 
-COUNTERS = struct.Struct("=5q")
+BOARD = struct.Struct("=6q")
+ROUND_TRIP = 5  # the place of the round trip, after the counts
 
 
 class Counts(NamedTuple):
@@ -40,11 +42,16 @@ class Counts(NamedTuple):
 
 
 class Tally:
-    """The counts of this process, in memory that the parent reads."""
+    """The counts, in memory that the parent reads, and the round trip, which it writes there."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, COUNTERS.size)
+        self._memory = mmap.mmap(fd, BOARD.size)
         self._values = memoryview(self._memory).cast("q")
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds."""
+        return self._values[ROUND_TRIP] / 1e6
 
     def add(self, counter: str, amount: int = 1) -> None:
         self._values[Counts._fields.index(counter)] += amount
@@ -99,19 +106,20 @@ class RequestReader:
 class DelayLine:
     """Chunks on their way, in the order of their arrival, each with the time at which it leaves."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, tally: Tally) -> None:
         self._loop = loop
-        self._seconds = seconds
+        self._tally = tally
         self._queue: collections.deque[tuple[float, Side, bytes | None]] = collections.deque()
 
     def send(self, side: Side, data: bytes | None) -> None:
         """Deliver `data` (None: end of stream) to `side` when it is due."""
-        if not self._seconds:
+        seconds = self._tally.round_trip / 2
+        if not seconds and not self._queue:
             side.deliver(data)
             return
         if not self._queue:
-            self._loop.call_later(self._seconds, self._release)
-        self._queue.append((time.monotonic() + self._seconds, side, data))
+            self._loop.call_later(seconds, self._release)
+        self._queue.append((time.monotonic() + seconds, side, data))
 
     def _release(self) -> None:
         now = time.monotonic()
@@ -194,7 +202,7 @@ class ClientSide(Side):
     async def _reach_server(self) -> None:
         # One round trip for the handshake, and half of one for the first byte: until then nothing could be
         # there.
-        await asyncio.sleep(1.5 * self._upstream.round_trip)
+        await asyncio.sleep(1.5 * self._tally.round_trip)
         try:
             await asyncio.get_running_loop().create_connection(
                 lambda: self.other, self._upstream.host, self._upstream.port
@@ -218,17 +226,16 @@ def mend_status(answer: bytes) -> bytes:
 
 
 class Upstream(NamedTuple):
-    """The server, and the seconds that a round trip to it takes."""
+    """The server."""
 
     host: str
     port: int
-    round_trip: float
 
 
 async def serve(upstream: Upstream, tally: Tally) -> None:
     """Accept connections on a free port, which is printed, until the process ends."""
     loop = asyncio.get_running_loop()
-    line = DelayLine(loop, upstream.round_trip / 2)
+    line = DelayLine(loop, tally)
     server = await loop.create_server(lambda: ClientSide(line, tally, upstream), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201
     await server.serve_forever()
@@ -237,8 +244,8 @@ async def serve(upstream: Upstream, tally: Tally) -> None:
 def main() -> None:
     import uvloop
 
-    host, port, round_trip, counters_fd = sys.argv[1:]
-    uvloop.run(serve(Upstream(host, int(port), float(round_trip)), Tally(int(counters_fd))))
+    host, port, board = sys.argv[1:]
+    uvloop.run(serve(Upstream(host, int(port)), Tally(int(board))))
 
 
 if __name__ == "__main__":

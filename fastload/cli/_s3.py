@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from fastload.cli import _proxy
-from fastload.cli._proxy import COUNTERS, Counts
+from fastload.cli._proxy import BOARD, ROUND_TRIP, Counts
 from fastload.cli._tether import Child, tethered
 from fastload.errors import ArgumentError, StoreError
 
@@ -51,13 +52,17 @@ class S3Server(NamedTuple):
 class Proxy:
     """A running delay proxy: `url` instead of the server's, and counts of what went through so far."""
 
-    def __init__(self, url: str, counters: int) -> None:
+    def __init__(self, url: str, board: int) -> None:
         self.url = url
-        self._counters = counters
+        self._board = board
 
     def counts(self) -> Counts:
         """The counts now; take the difference of two for what lies between."""
-        return Counts(*COUNTERS.unpack(os.pread(self._counters, COUNTERS.size, 0)))
+        return Counts(*BOARD.unpack(os.pread(self._board, BOARD.size, 0))[: len(Counts._fields)])
+
+    def set_round_trip(self, seconds: float) -> None:
+        """From now on; for times at which nothing is on its way."""
+        _write_round_trip(self._board, seconds)
 
 
 def find_rclone() -> Path | None:
@@ -113,16 +118,20 @@ def delay_proxy(endpoint_url: str, round_trip_seconds: float) -> Iterator[Proxy]
         StoreError: the proxy did not start; the message holds what it said.
     """
     address = urlsplit(endpoint_url)
-    counters = os.memfd_create("fastload-proxy-counters")
-    os.ftruncate(counters, COUNTERS.size)
-    command = [sys.executable, _proxy.__file__, str(address.hostname), str(address.port)]
-    command += [str(round_trip_seconds), str(counters)]
+    board = os.memfd_create("fastload-proxy-board")
+    os.ftruncate(board, BOARD.size)
+    _write_round_trip(board, round_trip_seconds)
+    command = [sys.executable, _proxy.__file__, str(address.hostname), str(address.port), str(board)]
     try:
-        with tethered(command, pass_fds=[counters]) as child:
+        with tethered(command, pass_fds=[board]) as child:
             port = _started(child, LISTENING, "the delay proxy").group(1)
-            yield Proxy(f"http://127.0.0.1:{port}", counters)
+            yield Proxy(f"http://127.0.0.1:{port}", board)
     finally:
-        os.close(counters)
+        os.close(board)
+
+
+def _write_round_trip(board: int, seconds: float) -> None:
+    os.pwrite(board, struct.pack("=q", round(seconds * 1e6)), ROUND_TRIP * 8)
 
 
 def _started(child: Child, pattern: re.Pattern[str], who: str) -> re.Match[str]:
