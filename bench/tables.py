@@ -180,9 +180,12 @@ def hand_over(document: Document) -> str:
             for cell in (_with_spread(name, row), percent(part))
         ]
         lines.append([_name(document, name), *cells])
-    for limit in limits_of(document, rows):
-        cells = {limit["case"]: f"*{number(median(limit['rates']))}*"}
-        lines.append([f"*limit: {limit['name']}*", *(x for kind in kinds for x in (cells.get(kind, ""), ""))])
+    limits = limits_of(document, rows)
+    for name in dict.fromkeys(limit["name"] for limit in limits):
+        by = {
+            limit["case"]: f"*{number(median(limit['rates']))}*" for limit in limits if limit["name"] == name
+        }
+        lines.append([f"*limit: {name}*", *(cell for kind in kinds for cell in (by.get(kind, ""), ""))])
     return table(["samples/s", *(x for kind in kinds for x in (kind, "of the limit"))], lines)
 
 
