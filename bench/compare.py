@@ -98,7 +98,9 @@ def contenders_here(record: Record, section: str, group: tuple[Contender, ...]) 
     reasons = record.parts.get("installed", {}).get("reasons", {})
     for contender in group:
         if not is_installed(contender.script):
-            record.miss(contender.name, section, reasons.get(contender.script, "not installed"))
+            record.miss(
+                contender.name, section, reasons.get(contender.script, "not installed, as --quick leaves it")
+            )
     return [contender for contender in group if is_installed(contender.script)]
 
 
