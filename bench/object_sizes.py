@@ -199,7 +199,8 @@ class Bytes:
 def s3fs_reader(job: SimpleNamespace) -> Callable[[str], bytes]:
     import s3fs
 
-    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret)
+    # In parts, as by default, it asks for the size of an object first.
+    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret, max_concurrency=1)
     return lambda key: fs.cat_file(f"{job.bucket}/{key}")
 
 
