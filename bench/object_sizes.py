@@ -192,20 +192,7 @@ class Bytes:
 
     def read(self, key: str) -> bytes:
         if self._read is None:
+            from bench.peers._serve import boto3_reader, s3fs_reader
+
             self._read = s3fs_reader(self.job) if self.job.contender == S3FS else boto3_reader(self.job)
         return self._read(key)
-
-
-def s3fs_reader(job: SimpleNamespace) -> Callable[[str], bytes]:
-    import s3fs
-
-    # In parts, as by default, it asks for the size of an object first.
-    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret, max_concurrency=1)
-    return lambda key: fs.cat_file(f"{job.bucket}/{key}")
-
-
-def boto3_reader(job: SimpleNamespace) -> Callable[[str], bytes]:
-    from bench.peers._serve import s3_client
-
-    client = s3_client(job)
-    return lambda key: client.get_object(Bucket=job.bucket, Key=key)["Body"].read()

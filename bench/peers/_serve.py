@@ -82,11 +82,8 @@ def files(job):
 
 def in_memory(job, most=256):
     """(bytes, label) of some of the photos."""
-    found = []
-    for path, label in random.Random(0).sample(files(job), min(most, len(files(job)))):
-        with open(path, "rb") as file:
-            found.append((file.read(), label))
-    return found
+    chosen = random.Random(0).sample(files(job), min(most, len(files(job))))
+    return [(read_file(path), label) for path, label in chosen]
 
 
 def keys(job):
@@ -133,6 +130,25 @@ def s3_client(job, connections=10):
         region_name="us-east-1",
         config=Config(max_pool_connections=connections, signature_version="s3v4"),
     )
+
+
+def boto3_reader(job, connections=10):
+    """key -> bytes of an object of the bucket."""
+    client = s3_client(job, connections)
+    return lambda key: client.get_object(Bucket=job.bucket, Key=key)["Body"].read()
+
+
+def s3fs_reader(job):
+    import s3fs
+
+    # In parts, as by default, it asks for the size of an object first.
+    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret, max_concurrency=1)
+    return lambda key: fs.cat_file(f"{job.bucket}/{key}")
+
+
+def read_file(path):
+    with open(path, "rb") as file:
+        return file.read()
 
 
 def decode(data, size):

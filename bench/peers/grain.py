@@ -12,7 +12,7 @@ import sys
 sys.path.append(sys.path.pop(0))  # this file is called as the package is
 
 import grain.python as grain
-from _serve import decode, files, keys, s3_client, serve
+from _serve import boto3_reader, decode, files, keys, read_file, serve
 
 
 class Photos(grain.RandomAccessDataSource):
@@ -21,7 +21,7 @@ class Photos(grain.RandomAccessDataSource):
         if job.mode == "files":
             self.samples, self.read = files(job), read_file
         else:
-            self.samples, self.read = keys(job), s3_reader(job)
+            self.samples, self.read = keys(job), boto3_reader(job, job.workers)
 
     def __len__(self):
         return len(self.samples)
@@ -29,16 +29,6 @@ class Photos(grain.RandomAccessDataSource):
     def __getitem__(self, index):
         name, label = self.samples[index]
         return {"image": decode(self.read(name), self.size), "label": label}
-
-
-def read_file(path):
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def s3_reader(job):
-    client = s3_client(job, connections=job.workers)
-    return lambda key: client.get_object(Bucket=job.bucket, Key=key)["Body"].read()
 
 
 def start(job):

@@ -18,7 +18,7 @@ sys.path.append(sys.path.pop(0))  # this file is called as the package is
 import _torchvision  # noqa: F401
 import litdata
 import torch
-from _serve import beside, cache_folder, decode, files, made, serve
+from _serve import beside, cache_folder, decode, files, made, read_file, serve
 from litdata.raw import StreamingRawDataset
 from litdata.raw.indexer import FileIndexer
 from litdata.streaming import downloader
@@ -40,8 +40,7 @@ def prepare(job):
 
 def read(sample):
     path, label = sample
-    with open(path, "rb") as stream:
-        return {"image": stream.read(), "label": label}
+    return {"image": read_file(path), "label": label}
 
 
 class Index(FileIndexer):

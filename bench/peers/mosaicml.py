@@ -17,7 +17,7 @@ sys.path.append(sys.path.pop(0))
 
 import _torchvision  # noqa: F401
 import torch
-from _serve import beside, cache_folder, decode, files, made, serve
+from _serve import beside, cache_folder, decode, files, made, read_file, serve
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 SHARD = 16 << 20
@@ -31,8 +31,7 @@ def write(job, target):
     columns = {"image": "bytes", "label": "int"}
     with MDSWriter(out=target, columns=columns, size_limit=SHARD) as writer:
         for path, label in files(job):
-            with open(path, "rb") as stream:
-                writer.write({"image": stream.read(), "label": label})
+            writer.write({"image": read_file(path), "label": label})
 
 
 class Photos(StreamingDataset):

@@ -15,7 +15,7 @@ import sys
 sys.path.append(sys.path.pop(0))  # this file is called as the package is
 
 import spdl.io
-from _serve import crop_box, files, in_memory, keys, s3_client, serve
+from _serve import boto3_reader, crop_box, files, in_memory, keys, read_file, serve
 from spdl.pipeline import PipelineBuilder
 
 
@@ -26,7 +26,10 @@ def start(job):
     if job.mode == "files":
         samples, read, readers, decoders = files(job), read_file, 2, job.workers
     else:
-        samples, read, readers, decoders = keys(job), s3_reader(job), job.workers, cores
+        samples, read, readers, decoders = keys(job), boto3_reader(job, job.workers), job.workers, cores
+
+    def fetch(item):
+        return read(item[0]), item[1]
 
     def decode(item):
         return decode_photo(item[0], job.size), item[1]
@@ -35,7 +38,7 @@ def start(job):
         pipeline = (
             PipelineBuilder()
             .add_source(iter(random.sample(samples, len(samples))))
-            .pipe(read, concurrency=readers)
+            .pipe(fetch, concurrency=readers)
             .pipe(decode, concurrency=decoders)
             .aggregate(job.batch)
             .pipe(collate)
@@ -78,22 +81,6 @@ def collate(items):
     """(batch, channel, height, width) as a view of what lies channels last."""
     buffer = spdl.io.convert_frames([frames for frames, _ in items])
     return spdl.io.to_numpy(buffer).transpose(0, 3, 1, 2), [label for _, label in items]
-
-
-def read_file(sample):
-    path, label = sample
-    with open(path, "rb") as file:
-        return file.read(), label
-
-
-def s3_reader(job):
-    client = s3_client(job, connections=job.workers)
-
-    def read(sample):
-        key, label = sample
-        return client.get_object(Bucket=job.bucket, Key=key)["Body"].read(), label
-
-    return read
 
 
 if __name__ == "__main__":

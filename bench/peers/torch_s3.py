@@ -1,7 +1,7 @@
 """torch's DataLoader over an S3 client in `__getitem__`, one client a worker: mode "s3fs" or "boto3"."""
 
 import torch
-from _serve import decode, keys, s3_client, serve
+from _serve import boto3_reader, decode, keys, s3fs_reader, serve
 
 
 class Bucket(torch.utils.data.Dataset):
@@ -15,19 +15,6 @@ class Bucket(torch.utils.data.Dataset):
         self.read = self.read or {"s3fs": s3fs_reader, "boto3": boto3_reader}[self.job.mode](self.job)
         key, label = self.keys[index]
         return torch.from_numpy(decode(self.read(key), self.job.size)), label
-
-
-def s3fs_reader(job):
-    import s3fs
-
-    # In parts, as by default, it asks for the size of an object first.
-    fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret, max_concurrency=1)
-    return lambda key: fs.cat_file(f"{job.bucket}/{key}")
-
-
-def boto3_reader(job):
-    client = s3_client(job)
-    return lambda key: client.get_object(Bucket=job.bucket, Key=key)["Body"].read()
 
 
 def start(job):
