@@ -233,16 +233,18 @@ def rotated(items: list[T], turn: int) -> list[T]:
 def choose_workers(course: Course, contender: Contender) -> Contender:
     """The contender with the worker count that is fastest; with its first one where it does not run.
 
-    On a machine of more than two cores, as many workers as cores are tried too.
+    One epoch of each, after one that fills caches where there are to be any. On a machine of more than two
+    cores, as many workers as cores are tried too.
     """
+    trial = replace(course, warm_ups=int(course.later))
     rates: dict[int, float] = {}
     counts = sorted({*contender.workers, CORES} if CORES > 2 else contender.workers)
     for count in counts if len(counts) > 1 else ():
         tried = replace(contender, workers=(count,))
         course.step(f"{contender.name}: {count} workers?")
-        with replace(course, warm_ups=min(1, course.warm_ups)).started([tried], {}) as entrants:
+        with trial.started([tried], {}) as entrants:
             for entrant in entrants:
-                course.run(entrant)
+                trial.run(entrant)
                 rates[count] = entrant.runs[0].rate
     best = max(rates, key=lambda count: rates[count]) if rates else contender.workers[0]
     return replace(contender, workers=(best,))

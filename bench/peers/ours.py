@@ -1,6 +1,7 @@
 """fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none.
 
-"memory MODE" decodes what the cache would keep, from memory, by one core and without a loader.
+A first epoch makes the dataset anew, and so lists the bucket: that is part of its time, which others spend
+before. "memory MODE" decodes what the cache would keep, from memory, by one core and without a loader.
 """
 
 import os
