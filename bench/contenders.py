@@ -90,7 +90,7 @@ DECODE = {
 }
 # With which the numbers of workers are compared.
 GROWING = {
-    "cold 20 ms": ("fastload", "s3torchconnector", "WebDataset"),
+    "cold 20 ms": ("fastload", "WebDataset"),
     "later raw": ("fastload", "torchvision ImageFolder", "DALI (CPU operators)"),
 }
 # Who cannot take part in a section at all.
