@@ -13,7 +13,7 @@ demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw
 train-demo: $(ready)  ## the reference trainer: 2 ranks learn eight shapes from an S3 bucket
 	$(bin)/python examples/resnet50/demo.py $(ARGS)
 
-bench: $(ready)  ## us and the peers: the README's tables, within an hour; ARGS=--quick: within minutes
+bench: $(ready)  ## us and the peers: the README's tables, in about an hour; ARGS=--quick: within minutes
 	$(bin)/python -m bench compare $(ARGS)
 
 test: $(ready)  ## the test suite, without the long forms of random tests

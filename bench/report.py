@@ -142,7 +142,8 @@ def _caption(document: Document) -> str:
         "after the other, each written as its own documentation recommends and with the number of workers\n"
         "that it is fastest with; raised numbers name what differs (below). The share of the limit is the\n"
         "median over the turns. fastload lists the bucket within each first epoch; the others knew the\n"
-        "objects before."
+        "objects before. Slow contenders' epochs are cut short: their GETs and bytes include what was read\n"
+        "for batches that came too late to count."
     )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "
