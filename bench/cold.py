@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.peer import Run
-from bench.photos import WORKPLACE, photo_folder
+from bench.photos import BATCH, SIZE, WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
 
-SIZE, BATCH, WORKERS = 224, 64, 2
+WORKERS = 2
 LATENCIES = (0, 20, 50, 100)  # ms
 BARE_THREADS = 32  # in each of two processes
 

@@ -33,9 +33,9 @@ from bench.contenders import COLD, COLD_AT_20, DECODE, GROWING, LATER, OUTSIDE, 
 from bench.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.limits import Limits, bare_get, handing_over, machine_limits
 from bench.peer import Peer
-from bench.photos import WORKPLACE, photo_folder
+from bench.photos import BATCH, SIZE, WORKPLACE, photo_folder
 from bench.record import QUICK, Record, Scale, commit
-from bench.sections import BATCH, CORES, SIZE, Case, Course, Place, choose_workers, load, take_turns
+from bench.sections import CORES, Case, Course, Place, choose_workers, load, take_turns
 from bench.shards import make_shards
 from fastload.cli._machine import describe_machine
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
@@ -96,12 +96,14 @@ def place(server: S3Server, folder: Path, latency_ms: int) -> Iterator[Place]:
 def contenders_here(record: Record, section: str, group: tuple[Contender, ...]) -> list[Contender]:
     """Those of the group that are installed; the others are noted."""
     reasons = record.parts.get("installed", {}).get("reasons", {})
+    here = []
     for contender in group:
-        if not is_installed(contender.script):
-            record.miss(
-                contender.name, section, reasons.get(contender.script, "not installed, as --quick leaves it")
-            )
-    return [contender for contender in group if is_installed(contender.script)]
+        if is_installed(contender.script):
+            here.append(contender)
+        else:
+            why = reasons.get(contender.script, "not installed, as --quick leaves it")
+            record.miss(contender.name, section, why)
+    return here
 
 
 def with_workers(record: Record, course: Course, group: list[Contender], key: str) -> list[Contender]:

@@ -20,14 +20,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.kernels import SIZE, Contender, Fill, Pillow, RoiDecode, kernel_quality
-from bench.photos import photo_folder
+from bench.kernels import Contender, Fill, Pillow, RoiDecode, kernel_quality
+from bench.photos import KEPT_QUALITY, KEPT_SIDE, SIZE, photo_folder
 from fastload import RandomResizedCrop
 from fastload.cli._machine import describe_machine
 from fastload.images import backend, decode_resized, native, shrink
 
 RESULTS = Path(__file__).parent / "results"
-SHORT_SIDE = 300  # of shrunk and decoded images: 400 x 300
 RAW, SHRUNK = "raw: bare ROI decode in C", "shrunk: bare ROI decode in C"
 Rates = dict[str, list[float]]
 
@@ -51,8 +50,8 @@ def rate_of(contender: Contender, count: int) -> Callable[[], float]:
 
 def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]:
     """One thread, images in memory. Also the mean bytes per image."""
-    small = [shrink(photo, SHORT_SIDE, 90) for photo in photos]
-    pixels = [decode_resized(photo, SHORT_SIDE) for photo in photos]
+    small = [shrink(photo, KEPT_SIDE, KEPT_QUALITY) for photo in photos]
+    pixels = [decode_resized(photo, KEPT_SIDE) for photo in photos]
     crop, kernel = RandomResizedCrop(SIZE), native.kernel
     contenders: dict[str, Contender] = {
         RAW: RoiDecode(photos, crop),

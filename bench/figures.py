@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fastload.cli._model import MODES
+
 __all__ = [
     "MAIN",
-    "MODES",
     "cases",
     "find",
     "is_ours",
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 MAIN = "20 ms"  # the round trip that the first epoch is sorted by
-MODES = ("raw", "shrunk", "decoded")
 ORDER = ("0 ms", "20 ms", "50 ms", "100 ms", *MODES, "float32", "uint8")
 
 Document = dict[str, Any]

@@ -15,7 +15,6 @@ workers that are running already; obstore alone, in two processes with 32 thread
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -31,11 +30,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bench.object_sizes import BOTO3, OURS, S3FS, WORKERS, Bytes, sizes
+from bench.peer import memory_of
+from bench.photos import BATCH, SIZE
 
 __all__ = ["objects", "sizes"]
 
 ROOT = Path(__file__).parents[1]
-BATCH, SIZE = 64, 224
 TOGETHER = 1_000_000  # from so many objects on, listing takes the peers more than a minute each
 TURNS_SECONDS = 10.0  # after so long no further turn begins
 MOST_SECONDS = 150.0
@@ -147,18 +147,6 @@ def start(job: dict[str, Any]) -> Start | None:
         last = errors.read()[-2000:]
         print(f"{job['contender']}, {job['bucket']}: no batch in {seconds:.0f} s\n{last}", file=sys.stderr)
         return None
-
-
-def memory_of(pid: int) -> int:
-    """PSS of a process and all below it."""
-    import psutil
-
-    parent = psutil.Process(pid)
-    total = 0
-    for member in (parent, *parent.children(recursive=True)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += member.memory_full_info().pss
-    return total
 
 
 def run_until_first_batch(job: SimpleNamespace) -> None:

@@ -25,9 +25,10 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
+from bench.photos import BATCH
 
 LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
-BATCH, WORKERS = 64, 2
+WORKERS = 2
 
 
 class Ready(Dataset[torch.Tensor]):

@@ -17,15 +17,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from bench.photos import WORKPLACE
+from bench.photos import BATCH, SIZE, WORKPLACE
 from fastload import RandomResizedCrop
 from fastload.cli._photos import make_photo
 from fastload.images import SampleRng, decode_image, native
 
-__all__ = ["BATCH", "SIZE", "Contender", "Fill", "Pillow", "RoiDecode", "kernel_quality"]
-
-SIZE = 224
-BATCH = 64
+__all__ = ["Contender", "Fill", "Pillow", "RoiDecode", "kernel_quality"]
 
 Contender = Callable[[Sequence[int]], float]
 

@@ -11,15 +11,15 @@ import numpy as np
 
 from bench import cold
 from bench.decode import rate_of
-from bench.kernels import BATCH, SIZE, Fill, RoiDecode
+from bench.kernels import Fill, RoiDecode
+from bench.photos import BATCH, KEPT_QUALITY, KEPT_SIDE, SIZE
 from bench.sections import Place
 from fastload import RandomResizedCrop
 from fastload.cli._probe import probe_disk
 from fastload.images import decode_resized, native, shrink
 
-__all__ = ["SHORT_SIDE", "Limits", "bare_get", "handing_over", "machine_limits"]
+__all__ = ["Limits", "bare_get", "handing_over", "machine_limits"]
 
-SHORT_SIDE, QUALITY = 300, 90  # of shrunk and decoded images: 400 x 300
 MEMORY_BYTES = 256 << 20
 
 
@@ -34,11 +34,11 @@ class Limits:
         """The limit's name, and what measures it once: images per second."""
         crop, count = RandomResizedCrop(SIZE), len(self.photos)
         if mode == "decoded":
-            pixels = [decode_resized(photo, SHORT_SIDE) for photo in self.photos]
+            pixels = [decode_resized(photo, KEPT_SIDE) for photo in self.photos]
             return "resize in memory", rate_of(Fill(pixels, crop, native.kernel, self.threads), count)
         kept = self.photos
         if mode == "shrunk":
-            kept = [shrink(photo, SHORT_SIDE, QUALITY) for photo in self.photos]
+            kept = [shrink(photo, KEPT_SIDE, KEPT_QUALITY) for photo in self.photos]
         return "bare ROI decode in C", rate_of(RoiDecode(kept, crop, self.threads), count)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.figures import MAIN, find, rows_of
 from fastload.cli._model import (
     MODES,
     NODE_REQUESTS,
@@ -46,7 +47,6 @@ DISK_WRITE = DISK_READ / 2
 IMAGES = 14_197_122
 REQUEST_SECONDS = 0.022
 STORED_BYTES = {"shrunk": 42_687.0, "decoded": 360_000.0}  # 400 x 300 pixels
-CASE = "20 ms"
 
 
 def predict(document: dict[str, Any]) -> dict[str, Any] | None:
@@ -81,7 +81,7 @@ def fit(document: dict[str, Any]) -> dict[str, float]:
     decode_cpu_MODE: a sample from the cache: reading back, decoding, handing over.
     get_cpu: what a GET takes beyond that. fill_cpu_MODE: preparing and keeping the sample, where measured.
     """
-    cold = _row(document, "cold", CASE, "fastload")
+    cold = _row(document, "cold", MAIN, "fastload")
     fitted = {
         "image_bytes": float(document["settings"]["image_bytes"]),
         "store_bytes": float(cold["store_bytes_per_image"] or document["settings"]["image_bytes"]),
@@ -91,21 +91,15 @@ def fit(document: dict[str, Any]) -> dict[str, float]:
         fitted[f"decode_cpu_{mode}"] = _cpu(_row(document, "later", mode, "fastload"))
     fitted["get_cpu"] = max(0.0, _cpu(cold) - fitted["decode_cpu_raw"])
     for mode in MODES:
-        row = _find(document, "cold", CASE, f"fastload, filling {mode}")
+        row = find(rows_of(document, "cold", MAIN), f"fastload, filling {mode}")
         if row is not None:
             known = fitted["get_cpu"] + fitted[f"decode_cpu_{mode}"]
             fitted[f"fill_cpu_{mode}"] = max(0.0, _cpu(row) - known)
     return fitted
 
 
-def _find(document: dict[str, Any], section: str, case: str, contender: str) -> dict[str, Any] | None:
-    wanted = (section, case, contender)
-    rows = (row for row in document["rows"] if (row["section"], row["case"], row["contender"]) == wanted)
-    return next(rows, None)
-
-
 def _row(document: dict[str, Any], section: str, case: str, contender: str) -> dict[str, Any]:
-    row = _find(document, section, case, contender)
+    row = find(rows_of(document, section, case), contender)
     if row is None:
         raise LookupError(f"no row of {contender!r} in section {section!r}, case {case!r}")
     return row
@@ -231,15 +225,15 @@ def checks(document: dict[str, Any], fitted: dict[str, float]) -> dict[str, dict
 
     found = {"later raw": check(_row(document, "later", "raw", "fastload"), data, 1)}
     if (bare := _bare_rate(document)) is not None:
-        row = _row(document, "cold", CASE, "fastload")
-        found[f"first epoch at {CASE}"] = check(row, replace(data, get_cpu=cores / bare), 0)
+        row = _row(document, "cold", MAIN, "fastload")
+        found[f"first epoch at {MAIN}"] = check(row, replace(data, get_cpu=cores / bare), 0)
     return found
 
 
 def _bare_rate(document: dict[str, Any]) -> float | None:
     """GETs per second of the bare loop, which keeps all cores busy."""
     for limit in document["limits"]:
-        if (limit["section"], limit["case"]) == ("cold", CASE) and "GET" in limit["name"]:
+        if (limit["section"], limit["case"]) == ("cold", MAIN) and "GET" in limit["name"]:
             return float(median(limit["rates"]))
     return None
 

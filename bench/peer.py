@@ -19,7 +19,7 @@ import psutil
 
 from bench.environment import PEERS, Unavailable, python_of
 
-__all__ = ["Peer", "Run"]
+__all__ = ["Peer", "Run", "memory_of"]
 
 TO_START = 180.0
 TO_ANSWER = 180.0  # beyond the seconds that an epoch may take: MosaicML waits for 60 s before its first batch
@@ -91,7 +91,7 @@ class Peer:
         def look() -> None:
             while True:
                 ended = done.wait(LOOK_EVERY)
-                found.append(sum(_pss(process) for process in self._processes()))
+                found.append(memory_of(self._process.pid))
                 if ended:
                     return
 
@@ -146,25 +146,28 @@ class Peer:
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "it ended without a word"
 
-    def _processes(self) -> list[psutil.Process]:
-        try:
-            parent = psutil.Process(self._process.pid)
-            return [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
-
     def _cpu_seconds(self) -> float:
         """Of its processes, and of those of their children that have ended."""
         total = 0.0
-        for process in self._processes():
+        for process in _family(self._process.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 total += times.user + times.system + times.children_user + times.children_system
         return total
 
 
-def _pss(process: psutil.Process) -> int:
+def memory_of(pid: int) -> int:
+    """PSS, in bytes, of a process and all below it."""
+    total = 0
+    for process in _family(pid):
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total
+
+
+def _family(pid: int) -> list[psutil.Process]:
     try:
-        return int(process.memory_full_info().pss)
-    except psutil.Error:
-        return 0
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

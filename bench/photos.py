@@ -1,4 +1,7 @@
-"""The photos that every contender reads: made once, kept in `.bench/` beside the sources (git ignores it)."""
+"""The photos that every contender reads, and what all make of them.
+
+They are made once, and kept in `.bench/` beside the sources (git ignores it).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from pathlib import Path
 
 from fastload.cli._photos import make_photo
 
-__all__ = ["WORKPLACE", "photo_folder"]
+__all__ = ["BATCH", "KEPT_QUALITY", "KEPT_SIDE", "SIZE", "WORKPLACE", "photo_folder"]
 
 WORKPLACE = Path(__file__).parent.parent / ".bench"
 CLASSES = 20
+SIZE, BATCH = 224, 64  # of the crops, and how many of them are a batch
+KEPT_SIDE, KEPT_QUALITY = 300, 90  # shrunk and decoded images in a cache: 400 x 300
 
 
 def photo_folder(count: int, quality: int) -> Path:

@@ -15,13 +15,11 @@ from typing import Any, TypeVar
 from bench.contenders import Contender
 from bench.environment import Unavailable
 from bench.peer import Peer, Run
-from bench.photos import WORKPLACE
+from bench.photos import BATCH, SIZE, WORKPLACE
 from fastload.cli._s3 import Proxy, S3Server
 
 __all__ = [
-    "BATCH",
     "CORES",
-    "SIZE",
     "Case",
     "Course",
     "Entrant",
@@ -33,7 +31,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-SIZE, BATCH = 224, 64
 AT_LEAST = 1.0  # seconds
 CORES = len(os.sched_getaffinity(0))
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from bench.figures import (
     MAIN,
-    MODES,
     cases,
     find,
     is_ours,
@@ -21,6 +20,7 @@ from bench.figures import (
     spread,
     table,
 )
+from fastload.cli._model import MODES
 
 __all__ = [
     "decode_only",

@@ -70,6 +70,32 @@ def answer(**document):
     print(json.dumps(document), flush=True)
 
 
+def epochs(job, make, count=lambda batch: len(batch[0])):
+    """What `start` returns, of make() -> a loader: one for all later epochs, a new one for each first one."""
+    running = make() if job.later else None
+    return lambda: map(count, make() if running is None else running)
+
+
+def torch_loader(dataset, job):
+    """torch's DataLoader over a map-style dataset."""
+    import torch
+
+    return torch.utils.data.DataLoader(
+        dataset, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=job.later
+    )
+
+
+def sign_in(job, **more):
+    """Sets the variables that S3 clients read where they take no arguments."""
+    os.environ.update(
+        AWS_ENDPOINT_URL=job.endpoint,
+        AWS_ACCESS_KEY_ID=job.key,
+        AWS_SECRET_ACCESS_KEY=job.secret,
+        AWS_DEFAULT_REGION="us-east-1",
+        **more,
+    )
+
+
 def files(job):
     """(path, label) of every photo, in the order of the names."""
     names = sorted(os.listdir(job.folder))

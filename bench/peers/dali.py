@@ -5,11 +5,10 @@ epoch is filled up from the next epoch.
 """
 
 import math
-import os
 import random
 
 import numpy as np
-from _serve import files, in_memory, keys, serve
+from _serve import files, in_memory, keys, serve, sign_in
 from nvidia.dali import fn, pipeline_def, types
 
 AHEAD = 2  # batches, as by default
@@ -44,12 +43,7 @@ def crops(encoded, size):
 
 
 def start(job):
-    os.environ.update(
-        AWS_ENDPOINT_URL=job.endpoint,
-        AWS_ACCESS_KEY_ID=job.key,
-        AWS_SECRET_ACCESS_KEY=job.secret,
-        AWS_DEFAULT_REGION="us-east-1",
-    )
+    sign_in(job)
     if job.mode == "memory":
         make, samples = from_memory, in_memory(job)
     elif job.mode == "files":

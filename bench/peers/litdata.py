@@ -18,7 +18,18 @@ sys.path.append(sys.path.pop(0))  # this file is called as the package is
 import _torchvision  # noqa: F401
 import litdata
 import torch
-from _serve import beside, cache_folder, decode, files, made, read_file, serve
+from _serve import (
+    beside,
+    cache_folder,
+    decode,
+    epochs,
+    files,
+    made,
+    read_file,
+    serve,
+    sign_in,
+    torch_loader,
+)
 from litdata.raw import StreamingRawDataset
 from litdata.raw.indexer import FileIndexer
 from litdata.streaming import downloader
@@ -56,18 +67,9 @@ class Raw(StreamingRawDataset):
 
 
 def start(job):
-    os.environ.update(
-        AWS_ENDPOINT_URL=job.endpoint,
-        AWS_ACCESS_KEY_ID=job.key,
-        AWS_SECRET_ACCESS_KEY=job.secret,
-        AWS_DEFAULT_REGION="us-east-1",
-    )
+    sign_in(job)
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = "true"  # it has no option for a server without TLS
-    make = {"chunks": chunks, "raw": raw}[job.mode](job)
-    if job.later:
-        running = make()
-        return lambda: (len(images) for images, _ in running)
-    return lambda: (len(images) for images, _ in make())
+    return epochs(job, {"chunks": chunks, "raw": raw}[job.mode](job))
 
 
 def chunks(job):
@@ -99,9 +101,7 @@ def raw(job):
 
     def loader():
         cache_folder(job, "raw")
-        return torch.utils.data.DataLoader(
-            dataset, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=job.later
-        )
+        return torch_loader(dataset, job)
 
     return loader
 

@@ -17,7 +17,7 @@ sys.path.append(sys.path.pop(0))
 
 import _torchvision  # noqa: F401
 import torch
-from _serve import beside, cache_folder, decode, files, made, read_file, serve
+from _serve import beside, cache_folder, decode, epochs, files, made, read_file, serve, sign_in
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 SHARD = 16 << 20
@@ -41,13 +41,7 @@ class Photos(StreamingDataset):
 
 
 def start(job):
-    os.environ.update(
-        S3_ENDPOINT_URL=job.endpoint,
-        AWS_ACCESS_KEY_ID=job.key,
-        AWS_SECRET_ACCESS_KEY=job.secret,
-        AWS_DEFAULT_REGION="us-east-1",
-    )
-
+    sign_in(job, S3_ENDPOINT_URL=job.endpoint)
     number = itertools.count()  # it refuses a directory that another dataset of this process had
 
     def loader():
@@ -65,10 +59,7 @@ def start(job):
             dataset, batch_size=job.batch, num_workers=job.workers, persistent_workers=job.later
         )
 
-    if job.later:
-        running = loader()
-        return lambda: (len(images) for images, _ in running)
-    return lambda: (len(images) for images, _ in loader())
+    return epochs(job, loader)
 
 
 if __name__ == "__main__":

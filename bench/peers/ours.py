@@ -1,14 +1,15 @@
 """fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none.
 
-A first epoch makes the dataset anew, and so lists the bucket: that is part of its time, which others spend
-before. "memory MODE" decodes what the cache would keep, from memory, by one core and without a loader.
+First epochs without a cache share one dataset, listed at the start, as others' do; those that fill a cache
+begin with an empty one, and so list the bucket within their time. "memory MODE" decodes what the cache would
+keep, from memory, by one core and without a loader.
 """
 
 import os
 import random
 
 import numpy as np
-from _serve import beside, cache_folder, in_memory, serve
+from _serve import beside, cache_folder, epochs, in_memory, serve
 
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
 from fastload.images import decode_resized, shrink
@@ -33,17 +34,17 @@ def start(job):
     if source == "memory":
         return decoding(job, mode)
 
+    listed = dataset(job, source, None) if mode == "none" else None
+
     def loader():
-        cache = None if mode == "none" else Cache(cache_folder(job, mode), mode, short_side=300)
-        data = dataset(job, source, cache)
+        data = listed
+        if data is None:
+            data = dataset(job, source, Cache(cache_folder(job, mode), mode, short_side=300))
         return DataLoader(
             data, job.batch, shuffle=True, num_workers=job.workers, persistent_workers=job.later
         )
 
-    if job.later:
-        running = loader()
-        return lambda: (size(batch) for batch in running)
-    return lambda: (size(batch) for batch in loader())
+    return epochs(job, loader, size)
 
 
 def decoding(job, mode):

@@ -9,12 +9,12 @@ import sys
 sys.path.append(sys.path.pop(0))  # this file is called as the package is
 
 import torch
-from _serve import decode, serve
+from _serve import decode, epochs, serve, sign_in, torch_loader
 from s3torchconnector import S3ClientConfig, S3MapDataset, S3ReaderConstructor
 
 
 def start(job):
-    os.environ.update(AWS_ACCESS_KEY_ID=job.key, AWS_SECRET_ACCESS_KEY=job.secret)
+    sign_in(job)
     classes = {name: label for label, name in enumerate(sorted(os.listdir(job.folder)))}
 
     def sample(reader):
@@ -29,14 +29,7 @@ def start(job):
         reader_constructor=S3ReaderConstructor.sequential(),
     )
     len(dataset)  # lists the bucket
-    loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_size=job.batch,
-        shuffle=True,
-        num_workers=job.workers,
-        persistent_workers=job.later,
-    )
-    return lambda: (len(images) for images, _ in loader)
+    return epochs(job, lambda: torch_loader(dataset, job))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 
 """torch's DataLoader with torchvision's ImageFolder over local files, decoded by pillow-simd."""
 
-import torch
-from _serve import serve
+from _serve import epochs, serve, torch_loader
 from _torchvision import torchvision
 from torchvision import transforms
 
@@ -17,14 +16,8 @@ def start(job):
             transforms.PILToTensor(),
         ]
     )
-    loader = torch.utils.data.DataLoader(
-        torchvision.datasets.ImageFolder(job.folder, crop),
-        batch_size=job.batch,
-        shuffle=True,
-        num_workers=job.workers,
-        persistent_workers=job.later,
-    )
-    return lambda: (len(images) for images, _ in loader)
+    dataset = torchvision.datasets.ImageFolder(job.folder, crop)
+    return epochs(job, lambda: torch_loader(dataset, job))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """torch's DataLoader over an S3 client in `__getitem__`, one client a worker: mode "s3fs" or "boto3"."""
 
 import torch
-from _serve import boto3_reader, decode, keys, s3fs_reader, serve
+from _serve import boto3_reader, decode, epochs, keys, s3fs_reader, serve, torch_loader
 
 
 class Bucket(torch.utils.data.Dataset):
@@ -18,8 +18,8 @@ class Bucket(torch.utils.data.Dataset):
 
 
 def start(job):
-    loader = torch.utils.data.DataLoader(Bucket(job), job.batch, shuffle=True, num_workers=job.workers)
-    return lambda: (len(images) for images, _ in loader)
+    dataset = Bucket(job)
+    return epochs(job, lambda: torch_loader(dataset, job))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ sys.path.append(sys.path.pop(0))  # this file is called as the package is
 
 import torch
 import webdataset
-from _serve import beside, cache_folder, decode, s3_client, serve
+from _serve import beside, cache_folder, decode, epochs, s3_client, serve
 
 SHUFFLE_BUFFER = 1000  # samples, as in its examples
 
@@ -45,10 +45,13 @@ def start(job):
         .map_tuple(image, int)
         .batched(job.batch)
     )
-    loader = webdataset.WebLoader(
-        dataset, batch_size=None, num_workers=job.workers, persistent_workers=job.later
-    )
-    return lambda: (len(images) for images, _ in loader)
+
+    def loader():
+        return webdataset.WebLoader(
+            dataset, batch_size=None, num_workers=job.workers, persistent_workers=job.later
+        )
+
+    return epochs(job, loader)
 
 
 if __name__ == "__main__":
