@@ -17,7 +17,7 @@ bench: $(ready)  ## us and the peers: the README's tables, in about an hour; ARG
 	$(bin)/python -m bench compare $(ARGS)
 
 test: $(ready)  ## the test suite, without the long forms of random tests
-	$(bin)/python -m pytest -n 2 --dist loadfile -m "not stress" $(ARGS)
+	$(bin)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not stress" $(ARGS)
 
 lint: $(ready)  ## style and types
 	$(bin)/ruff check .

@@ -49,7 +49,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
-        self._lock = threading.Lock()
+        # Reentrant: garbage is collected at any moment, also within `add`, and an iterator counts as it ends.
+        self._lock = threading.RLock()
         self._all.add(self)
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
@@ -93,7 +94,7 @@ class Counters:
 def _forked() -> None:
     # A thread of the parent may have held a lock at the moment of the fork, and does not exist here.
     for counters in list(Counters._all):
-        counters._lock = threading.Lock()
+        counters._lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import PATIENCE
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-_PATIENCE = 10.0  # seconds that processes, threads and descriptors have to go away
 
 
 def _held() -> dict[str, set[object]]:
@@ -57,14 +56,14 @@ def no_leaks() -> Iterator[None]:
     """Fails the test if it leaves processes, threads, descriptors or shared memory behind."""
     before = _held()
     yield
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + PATIENCE
     while True:
         gc.collect()
         left = {kind: now - before[kind] for kind, now in _held().items() if now - before[kind]}
         if not left:
             return
         if time.monotonic() > deadline:
-            pytest.fail(f"left behind after {_PATIENCE:.0f} s: {left}")
+            pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
         time.sleep(0.05)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -254,7 +255,7 @@ def main() -> None:
         init_method=f"file://{directory}/store",
         rank=int(rank),
         world_size=int(ranks),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=PATIENCE),
     )
     for scenario in scenarios:
         torch.save(SCENARIOS[scenario](), Path(directory) / f"{scenario}-{rank}.pt")

@@ -28,6 +28,7 @@ from typing import Any
 
 from conftest import _held
 from faultserver import Fault, FaultServer
+from patience import PATIENCE
 
 import fastload
 from fastload.fetch import source
@@ -309,7 +310,7 @@ def changed(*changes: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def left_behind(before: dict[str, set[object]]) -> dict[str, list[str]]:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while True:
         gc.collect()
         left = {kind: [str(one) for one in now - before[kind]] for kind, now in _held().items()}

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from patience import PATIENCE
 
 from fastload.nested import tensors
 
 GARBAGE = 0xFD
-_PATIENCE = 30.0
 
 
 class FakeEvent:
@@ -38,7 +38,7 @@ class FakeEvent:
         return self._passed.is_set()
 
     def synchronize(self) -> None:
-        assert self._passed.wait(_PATIENCE), "the fake stream is stuck"
+        assert self._passed.wait(PATIENCE), "the fake stream is stuck"
 
     def elapsed_time(self, end_event: FakeEvent) -> float:
         assert self.query() and end_event.query(), "elapsed_time of an event that is not over raises in CUDA"
@@ -76,7 +76,7 @@ class FakeCuda:
     def stop(self) -> None:
         self.gate.set()
         self._work.put(None)
-        self._thread.join(_PATIENCE)
+        self._thread.join(PATIENCE)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -186,7 +186,7 @@ class FakeCuda:
 
     def _enqueue(self, work: Callable[[], None]) -> None:
         def run() -> None:
-            assert self.gate.wait(_PATIENCE)
+            assert self.gate.wait(PATIENCE)
             time.sleep(self._delay)
             work()
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from xml.sax.saxutils import escape
 
+from patience import PATIENCE
+
 __all__ = ["LIST", "Fault", "FaultServer", "Request"]
 
 LIST = "\0list"  # stands for listing requests where a key is asked for
@@ -119,14 +121,14 @@ class FaultServer:
 
     def __enter__(self) -> FaultServer:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:

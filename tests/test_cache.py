@@ -39,6 +39,7 @@ from fastload.cache import segment as segment_module
 from fastload.cache import writer as writer_module
 from fastload.cache.record import HEADER_SIZE, record_size
 from fastload.errors import ArgumentError, CacheError
+from tests.patience import PATIENCE
 
 HEADER_FIELDS = range(HEADER_SIZE)
 
@@ -245,7 +246,7 @@ def test_threads(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPat
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert not wrong
     assert cache.counters["cache.hits"] == 8 * 360
 
@@ -271,7 +272,7 @@ def test_close_under_readers(open_cache: Callable[..., Cache]) -> None:
             cache.close()
         stop.set()
         for thread in threads:
-            thread.join(30)
+            thread.join(PATIENCE)
     assert not wrong
 
 
@@ -588,7 +589,9 @@ def test_dead_readers_are_cleared(open_cache: Callable[..., Cache], tmp_path: Pa
     )
     for _ in range(2):
         subprocess.run(
-            [sys.executable, "-c", script, str(Path(cache.path) / "v1" / "index")], check=False, timeout=60
+            [sys.executable, "-c", script, str(Path(cache.path) / "v1" / "index")],
+            check=False,
+            timeout=PATIENCE,
         )
     assert cache.read(cache.key("k0")) is not None
     directory = cache._open()
@@ -771,7 +774,7 @@ def test_full_queue_drops_and_does_not_wait(
     gate, real = threading.Event(), os.pwritev
 
     def slow(*args: Any) -> int:
-        assert gate.wait(60)
+        assert gate.wait(PATIENCE)
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", slow)
@@ -980,7 +983,7 @@ def test_fork_in_the_middle_of_filling(open_cache: Callable[..., Cache]) -> None
             assert in_child(child)
     finally:
         stop.set()
-        reader.join(30)
+        reader.join(PATIENCE)
     assert not wrong and cache.flush(30)
     assert cache.check().entries == 30
 
@@ -1009,7 +1012,7 @@ def test_exit_without_close_is_clean(tmp_path: Path) -> None:
     """A multiprocessing child that just returns loses nothing, and leaves the index synced."""
     process = multiprocessing.get_context("spawn").Process(target=_fill_and_return, args=(tmp_path / "c",))
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == 0
     assert b'"clean": true' in (tmp_path / "c" / "v1" / "fastload-cache.json").read_bytes()
     cache = Cache(tmp_path / "c")

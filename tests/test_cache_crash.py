@@ -24,6 +24,7 @@ from fastload.cache import Cache
 from fastload.cache import writer as writer_module
 from fastload.cache.record import Entry, record_size
 from fastload.cache.segment import SegmentWriter
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -57,7 +58,7 @@ class Child:
         self._text = b""
         self.status: int | None = None
 
-    def wait_for(self, count: int, timeout: float = 60.0) -> None:
+    def wait_for(self, count: int, timeout: float = PATIENCE) -> None:
         """Until `count` lines have come or the child has ended."""
         while self._text.count(b"\n") < count:
             assert select.select([self._read], [], [], timeout)[0], "the child says nothing"
@@ -330,8 +331,8 @@ def test_spawned_process_shares_the_directory(tmp_path: Path) -> None:
         process = context.Process(target=read_all, args=(cache, theirs))
         process.start()
         theirs.close()
-        assert ours.poll(60) and ours.recv() == 20
-        process.join(60)
+        assert ours.poll(PATIENCE) and ours.recv() == 20
+        process.join(PATIENCE)
         ours.close()
         process.close()
         assert cache.read(cache.key("from the child")) == b"hello"

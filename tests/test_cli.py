@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli._app import app
 from fastload.cli._photos import make_dataset
+from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]
 COMMANDS = [
@@ -41,7 +42,7 @@ def last_line(result: Any) -> dict[str, Any]:
     return document
 
 
-def in_a_process(*arguments: object, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+def in_a_process(*arguments: object, seconds: float = PATIENCE) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fastload.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
 
@@ -95,7 +96,7 @@ def test_starts_without_torch(arguments: str) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
 

@@ -13,6 +13,7 @@ import torch
 
 from fastload import DataLoader
 from tests.loaderdata import Numbers
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,7 +67,7 @@ def test_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

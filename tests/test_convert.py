@@ -28,6 +28,7 @@ from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
 from fastload.formats.example import parse_example
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter
+from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]
 IMAGES, CLASSES = 60, 3
@@ -259,7 +260,7 @@ def start(server: S3Server, *more: str) -> subprocess.Popen[str]:
 
 
 def wait_for_shards(running: subprocess.Popen[str], directory: Path, count: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and running.poll() is None:
         try:
             if len(json.loads((directory / "photos.json").read_bytes())["shards"]) >= count:
@@ -276,7 +277,7 @@ def test_interrupted_and_gone_on(how: signal.Signals, s3: S3Server, photos: Path
     try:
         wait_for_shards(running, tmp_path / "out", 2)
         os.killpg(running.pid, how)
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=PATIENCE)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)

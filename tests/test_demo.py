@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,6 +35,7 @@ from fastload.cli._photos import make_dataset, make_photo
 from fastload.cli._proxy import RequestReader
 from fastload.cli._s3 import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
 from fastload.errors import StoreError
+from tests.patience import PATIENCE, wait_until
 
 REPOSITORY = Path(fastload.__file__).parents[1]
 
@@ -184,7 +185,7 @@ def test_a_closed_connection_is_closed_on_the_other_side() -> None:
     with echo_behind(0.01) as address, socket.create_connection(address) as connection:
         connection.sendall(b"GET /b/k HTTP/1.1\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
-        connection.settimeout(10)
+        connection.settimeout(PATIENCE)
         while connection.recv(1000):
             pass
 
@@ -306,15 +307,6 @@ def start_demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 40) -> Any:
-    """Poll until `condition()` holds; its value."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"no {what} after {seconds} s"
-        time.sleep(0.02)
-    return value
-
-
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     try:
         return psutil.Process(process.pid).children(recursive=True)
@@ -360,7 +352,7 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 def test_the_demo_measures_and_leaves_only_its_chart(tmp_path: Path) -> None:
     process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "2", "--json")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     document = json.loads(out)
     first, second = document["fastload"]["epoch_1"], document["fastload"]["epoch_2"]
@@ -384,7 +376,7 @@ def test_the_demo_deletes_nothing_of_others(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious").touch()
     process = start_demo(tmp_path, "--images", "4")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "--dir" in err and "Traceback" not in err
     assert (tmp_path / "data" / "precious").exists()
@@ -392,23 +384,23 @@ def test_the_demo_deletes_nothing_of_others(tmp_path: Path) -> None:
 
 def test_ctrl_c_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
     process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "300", "--json")
-    everyone = wait_for(lambda: measuring(process), "measurement")
+    everyone = wait_until(lambda: measuring(process), "it measures")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert out == ""
     assert "Traceback" not in err
-    wait_for(lambda: all_gone(everyone), "end of all processes", 10)
+    wait_until(lambda: all_gone(everyone), "all processes have ended")
     assert not (tmp_path / "demo" / "data").exists()
 
 
 def test_kill_9_leaves_no_server(tmp_path: Path) -> None:
     process = start_demo(tmp_path / "demo", "--images", "96", "--latency-ms", "80")
-    everyone = wait_for(lambda: measuring(process), "measurement")
+    everyone = wait_until(lambda: measuring(process), "it measures")
     left = servers(process)
     process.kill()
     try:
-        wait_for(lambda: all_gone(left), "end of server and proxy", 10)
+        wait_until(lambda: all_gone(left), "server and proxy have ended")
     finally:
         # torch's workers ask only every 5 seconds whether their parent lives: no need to wait for them.
         for worker in everyone:
@@ -436,11 +428,11 @@ def test_the_tether_is_what_ends_them(tmp_path: Path, tethered: bool) -> None:
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        wait_for(lambda: "sleep" in described(child), "sleep")
+        wait_until(lambda: "sleep" in described(child), "the child sleeps")
         parent.kill()
     try:
         if tethered:
-            wait_for(lambda: all_gone([child]), "end of the child", 10)
+            wait_until(lambda: all_gone([child]), "the child has ended")
         else:
             with pytest.raises(psutil.TimeoutExpired):
                 child.wait(0.5)

@@ -25,6 +25,7 @@ from tests.dgc_ranks import OPTIONS, SHAPES, STEP_SAMPLES, STEPS, VARIANTS, grad
 import comm  # isort: skip
 import dgc  # isort: skip
 from options import parse  # isort: skip
+from tests.patience import PATIENCE
 
 RANKS = 2
 COMPRESSED = ("conv", "matrix")
@@ -48,7 +49,7 @@ def launch(directory: Path, *scenarios: str) -> dict[str, list[Any]]:
         for rank in range(RANKS)
     ]
     try:
-        said = [process.communicate(timeout=100)[1] for process in processes]
+        said = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

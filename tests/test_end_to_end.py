@@ -22,6 +22,7 @@ from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResize
 from fastload.cli._photos import make_dataset
 from fastload.cli._s3 import serve_s3
 from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError, NotFoundError
+from tests.patience import PATIENCE
 
 IMAGES = 120
 
@@ -235,7 +236,7 @@ def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path, r
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
         trainer.stdout.close()
-        _, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
         assert not alive, f"workers outlived the trainer: {alive}"
         with closing(Cache(cache)) as opened:
             report = opened.check()

@@ -7,9 +7,10 @@ import json
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fastload.fetch import Window, source
 from fastload.fetch import hedge as hedge_rules
 from fastload.fetch.hedge import Hedge
 from fastload.fetch.limit import Limit
+from fastload.fetch.pool import ReadPool
 from fastload.fetch.ranges import plan_ranges
 from fastload.fetch.share import process_share
 from fastload.fetch.source import ObjectSource
@@ -31,6 +33,7 @@ from fastload.manifest import Manifest
 from fastload.stats import Counters
 from fastload.store import open_store, retry
 from fastload.store.local import LocalStore
+from tests.patience import PATIENCE, wait_until
 
 CLIENTS = ["obstore", "s3fs"]
 
@@ -71,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str
     try:
         results = {}
         for client, process in processes.items():
-            code = process.wait(110)
+            code = process.wait(PATIENCE)
             said = (folder / f"{client}.err").read_text()
             assert code == 0, said[-3000:]
             results[client] = dict(
@@ -336,11 +339,53 @@ def test_the_window_loses_and_keeps_nothing(
     while ahead:
         index = ahead.pop(0)
         assert bytes(opened.take(index)) == bodies[index]
-    deadline = time.monotonic() + 10
-    while (opened._busy or opened._held) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (opened._busy, opened._held, opened._reads) == (0, 0, {})
+    wait_until(lambda: not opened._busy and not opened._held, "all bytes were let go")
+    assert opened._reads == {}
     opened.close()
+
+
+def cancel_and_wait(opened: Window, indices: list[int]) -> None:
+    """Without the guard: as every other call of the window."""
+    with opened._work:
+        opened._cancelled.extend(indices)
+        opened._drop_cancelled()
+
+
+@pytest.mark.parametrize("cancel", [Window.cancel, cancel_and_wait])
+def test_what_is_collected_waits_for_no_lock(
+    cancel: Callable[[Window, list[int]], None], tmp_path: Path
+) -> None:
+    """An iterator is collected in any thread at any moment, also in one that holds the window's lock."""
+    for i in range(8):
+        (tmp_path / f"{i}").write_bytes(bytes([i]) * 1000)
+    store = LocalStore(tmp_path.as_uri(), str(tmp_path))
+    manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
+    objects = ObjectSource(store, manifest, key=lambda index, version: b"")
+    opened = Window(objects, None, prepare=None, counters=Counters())
+    opened.request(range(4))
+    thread = threading.Thread(target=cancel, args=(opened, [0, 1, 2, 3]))
+    with opened._work:
+        thread.start()
+        thread.join(0.2 if cancel is cancel_and_wait else PATIENCE)
+        assert thread.is_alive() == (cancel is cancel_and_wait)
+    thread.join(PATIENCE)
+    opened.request(range(4, 8))
+    assert [bytes(opened.take(index)) for index in range(4, 8)] == [bytes([i]) * 1000 for i in range(4, 8)]
+    wait_until(lambda: not opened._busy and not opened._held, "all bytes were let go")
+    assert opened._reads == {}
+    opened.close()
+
+
+def test_counters_of_what_is_collected_within_them() -> None:
+    counters = Counters()
+    with counters._lock:
+        counters.add("copy.wait_seconds", 1)
+    assert counters["copy.wait_seconds"] == 1
+
+
+def test_a_pool_closed_by_a_thread_of_its_own() -> None:
+    pool = ReadPool(1, Counters())
+    assert pool.submit(pool.close).result(PATIENCE) is None
 
 
 def test_a_read_that_is_late_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

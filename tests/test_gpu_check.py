@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.gpu_check", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")

@@ -29,6 +29,7 @@ from fastload.images import (
     twin,
 )
 from fastload.images.transforms import TorchRng
+from tests.patience import PATIENCE
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene, variants, with_size
 
 JPEGS = variants()
@@ -529,7 +530,7 @@ def test_bombs_are_refused_before_allocation(decoder: str, kind: str) -> None:
         pytest.skip("the kernel is not built")
     bomb = with_size(JPEGS[kind], 65_500, 65_500)
     result = subprocess.run(
-        [sys.executable, "-c", BOMB, decoder], input=bomb, capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", BOMB, decoder], input=bomb, capture_output=True, timeout=PATIENCE, check=False
     )
     lines = result.stdout.decode().splitlines()
     assert result.returncode == 0, result.stderr.decode()

@@ -21,6 +21,7 @@ from tests import trainer  # puts examples/resnet50 on sys.path
 
 import infer  # isort: skip
 from model import MODELS, ResNet  # isort: skip
+from tests.patience import PATIENCE
 
 ROOT = Path(fastload.__file__).parents[1]
 VARIANTS: list[dict[str, Any]] = [{}, {"variant": "d"}, {"blur": True}]
@@ -139,7 +140,7 @@ def test_the_table(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ from fastload.errors import NotFoundError, StoreError
 from fastload.manifest import Manifest, child, listing
 from fastload.store import open_store
 from fastload.store.base import ObjectInfo, Page, Store
+from tests.patience import PATIENCE, wait_until
 
 FILES = {
     "cat/2.jpg": b"22",
@@ -236,7 +237,7 @@ def test_processes_share_it(method: str, saved: bool, tmp_path: Path) -> None:
             path.unlink()  # a refresh by another run replaces the file; what is open stays as it was
     process = multiprocessing.get_context(method).Process(target=_check_in_child, args=(manifest, store.keys))
     process.start()
-    process.join(60)
+    process.join(PATIENCE)
     assert process.exitcode == 0
 
 
@@ -292,11 +293,11 @@ def test_a_million_keys(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     count, last, spent, private = result.stdout.split()
     assert (count, last) == ("1000000", "train/n00000769/n00000769_00999999.JPEG")
-    assert float(spent) < 1.0
+    assert float(spent) < 10, "it is mapped, not read"
     assert int(private) < 4_000_000
 
 
@@ -320,7 +321,7 @@ def run(url="s3://bucket", **arguments):
 """
 
 
-def _run(body: str, server: Any, client: str = "", *, timeout: float = 60) -> list[str]:
+def _run(body: str, server: Any, client: str = "", *, timeout: float = PATIENCE) -> list[str]:
     arguments = [server.options["key"], server.options["secret"], server.options["endpoint_url"], client]
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT + body, *arguments],
@@ -414,13 +415,11 @@ def test_the_child_ends_with_its_parent(number: int) -> None:
             [sys.executable, "-c", SCRIPT + "run()\n", *arguments], stderr=subprocess.PIPE, text=True
         )
         parent = psutil.Process(process.pid)
-        deadline = time.monotonic() + 20
-        while server.count(LIST) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: server.count(LIST) >= 2, "it waits for the second page")
         (listing_process,) = parent.children()
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=10)
-        assert psutil.wait_procs([listing_process], timeout=10)[1] == []
+        _, stderr = process.communicate(timeout=PATIENCE)
+        assert psutil.wait_procs([listing_process], timeout=PATIENCE)[1] == []
     if number == signal.SIGINT:
         assert stderr.rstrip().endswith("KeyboardInterrupt") and stderr.count("Traceback") == 1
 
@@ -439,7 +438,7 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT + body, *arguments], stderr=terminal, stdout=subprocess.DEVNULL
         )
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE) == 0
         os.close(terminal)
         shown = os.read(controller, 65536).decode()
         os.close(controller)

@@ -22,6 +22,7 @@ from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, cached
 from fastload.cache.memory import IN_MEMORY, Memory
 from fastload.errors import ArgumentError
 from tests.loaderdata import Numbers
+from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
@@ -185,7 +186,7 @@ def test_threads_and_processes_fill_at_once(memory: Memory) -> None:
     for thread in threads:
         thread.start()
     for worker in [*processes, *threads]:
-        worker.join(30)
+        worker.join(PATIENCE)
     found = [memory.find(key) for key in keys]
     assert sum(entry is not None for entry in found) == 200
     for key, entry in zip(keys, found, strict=True):
@@ -235,7 +236,7 @@ if len(sys.argv) > 2:
 
 
 def other_rank(path: Path) -> str:
-    return subprocess.check_output([sys.executable, "-c", OTHER_RANK, str(path)], text=True, timeout=60)
+    return subprocess.check_output([sys.executable, "-c", OTHER_RANK, str(path)], text=True, timeout=PATIENCE)
 
 
 def test_ranks_of_a_node_share_it(tmp_path: Path) -> None:
@@ -288,11 +289,7 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    deadline = 200
-    while holders(name) and deadline:
-        deadline -= 1
-        threading.Event().wait(0.05)
-    assert not holders(name)
+    wait_until(lambda: not holders(name), "nobody holds the memory")
     assert set(Path("/dev/shm").iterdir()) <= before
     cache = Cache(tmp_path / "cache", memory="1MB")
     assert cache.check().ok

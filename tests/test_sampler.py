@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
+from tests.patience import PATIENCE
 
 LENGTHS = (0, 1, 2, 7, 10, 31, 97)
 WORLDS = (1, 2, 3, 4, 7)
@@ -353,7 +354,7 @@ with tempfile.NamedTemporaryFile() as file:
 """
     variables = os.environ | {"RANK": "3", "WORLD_SIZE": "4"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.stdout.split() == ["0", "1"], done.stderr
 

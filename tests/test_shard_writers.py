@@ -25,6 +25,7 @@ from fastload.formats.pieces import Record, Splitter
 from fastload.formats.tar import TarSplitter, read_sample
 from fastload.formats.tfrecord import TFRecordSplitter, unframe
 from fastload.formats.write import TarWriter, TFRecordWriter
+from tests.patience import PATIENCE
 
 SPEC = {
     "image": bytes,
@@ -261,7 +262,7 @@ def test_tensorflow_reads_ours(tmp_path: Path) -> None:
     shard, _ = write_tfrecord(encode_example(features(number)) for number in range(COUNT))
     (tmp_path / "ours.tfrecord").write_bytes(shard)
     said = subprocess.check_output(
-        [python, str(HERE / "make_shards.py"), str(tmp_path / "ours.tfrecord")], text=True, timeout=100
+        [python, str(HERE / "make_shards.py"), str(tmp_path / "ours.tfrecord")], text=True, timeout=PATIENCE
     )
     found: list[Any] = [json.loads(line) for line in said.splitlines()]
     assert len(found) == COUNT

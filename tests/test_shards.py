@@ -48,6 +48,7 @@ from fastload.errors import (
 )
 from fastload.fetch import lane as lane_module
 from fastload.rows import RowDataset, StreamDataset
+from tests.patience import PATIENCE
 
 KINDS = ["tar", "tfrecord"]
 CROP = RandomResizedCrop(24)
@@ -648,7 +649,7 @@ def test_the_constructor_starts_no_client(tmp_path: Path) -> None:
             "assert len(fastload.TarDataset('s3://bucket/index.json', storage_options=o)) == 173\n"
             "assert not native_client_used()"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 # --- Fields -----------------------------------------------------------------------------------------------

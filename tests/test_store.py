@@ -29,6 +29,7 @@ from fastload.errors import (
 )
 from fastload.store import ObjectInfo, Store, base, native, open_store, options, retry
 from fastload.store import s3fs as s3fs_store
+from tests.patience import PATIENCE
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
 CLIENT_NAMES = ["obstore", "s3fs"]
@@ -618,7 +619,10 @@ def _script(body: str, *arguments: str) -> str:
         + body
     )
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -19,6 +19,7 @@ from faultserver import Fault, FaultServer
 from fastload.cli._s3 import S3Server, serve_s3
 from fastload.errors import AccessDeniedError, ArgumentError, NotFoundError, StoreError
 from fastload.store import Store, native, open_store, retry
+from tests.patience import PATIENCE
 
 KINDS = ["obstore", "s3fs", "path", "memory"]
 BODY = bytes(range(256)) * 800  # 204,800 bytes
@@ -217,7 +218,7 @@ open_store(sys.argv[1]).write("key", Body("x"))
 
 def test_a_kill_in_the_middle_shows_nothing(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"as it was")
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=PATIENCE)
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / "key").read_bytes() == b"as it was"
     (part,) = [path for path in tmp_path.iterdir() if path.name != "key"]
@@ -251,6 +252,6 @@ def test_a_large_file_needs_little_memory(s3: S3Server) -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     arguments = [s3.key, s3.secret, s3.endpoint_url]
-    said = subprocess.check_output([sys.executable, "-c", code, *arguments], text=True, timeout=60)
+    said = subprocess.check_output([sys.executable, "-c", code, *arguments], text=True, timeout=PATIENCE)
     assert open_store("s3://bucket", **s3.options).head("large").size == 128 << 20
     assert int(said) < 64 << 10, "KiB: some parts, not the file"

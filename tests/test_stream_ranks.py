@@ -24,6 +24,7 @@ import fastload
 from fastload import ShardSampler
 from fastload.errors import ArgumentError, WorkerError
 from fastload.streams.ranks import Ranks
+from tests.patience import PATIENCE
 from tests.streamdata import RowShards
 from tests.test_streams import Sample, rows, streamed
 
@@ -53,7 +54,7 @@ def on_ranks(ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
     waited_for = dict(zip(pipes, range(ranks), strict=True))
     try:
         while waited_for:
-            ready = multiprocessing.connection.wait(list(waited_for), timeout=60)
+            ready = multiprocessing.connection.wait(list(waited_for), timeout=PATIENCE)
             assert ready, f"ranks {sorted(waited_for.values())} do not end"
             for pipe in ready:
                 results[waited_for.pop(pipe)], error = pipe.recv()  # type: ignore[arg-type, union-attr]
@@ -62,7 +63,7 @@ def on_ranks(ranks: int, work: Callable[[int, int], Any]) -> list[Any]:
         for pipe in pipes:
             pipe.send(None)
         for process in processes:
-            process.join(10)
+            process.join(PATIENCE)
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
             pipe.close()

@@ -22,6 +22,7 @@ from fastload.errors import ArgumentError, WorkerError
 from fastload.rows import RowDataset, StreamDataset
 from fastload.streams import StreamEpoch
 from tests.loaderdata import At
+from tests.patience import PATIENCE
 from tests.streamdata import RowShards, Shards, content
 
 pytestmark = [
@@ -434,7 +435,7 @@ def test_a_killed_worker() -> None:
     with pytest.raises(WorkerError, match="SIGKILL"):
         for batch in loader:
             seen += rows(batch)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < PATIENCE
     resumed = fastload.DataLoader(RowShards(LENGTHS), batch_size=2)
     resumed.load_state_dict(loader.state_dict())
     assert once(seen + flat(resumed))
@@ -447,7 +448,7 @@ def test_a_worker_killed_from_outside() -> None:
     start = time.monotonic()
     with pytest.raises(WorkerError, match="SIGKILL"):
         list(iterator)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < PATIENCE
 
 
 def test_timeout() -> None:
@@ -463,7 +464,7 @@ def test_more_streams_than_workers(prefetch: int) -> None:
     iterator = iter(loader)
     seen = flat(itertools.islice(iterator, 2))
     resumed = make(
-        1, RowShards([40, 1, 1]), batch_size=1, shuffle=False, prefetch_factor=prefetch, timeout=30
+        1, RowShards([40, 1, 1]), batch_size=1, shuffle=False, prefetch_factor=prefetch, timeout=PATIENCE
     )
     resumed.load_state_dict(loader.state_dict())
     assert len(seen + flat(resumed)) == 42

@@ -13,7 +13,6 @@ from PIL import Image
 from tests.trainer import RESNET50
 
 
-@pytest.mark.timeout(240)
 def test_two_ranks_learn_shapes_from_a_bucket(tmp_path: Path) -> None:
     """Eight classes, so guessing is right in an eighth of all cases; the full demo reaches 99 %."""
     command = [sys.executable, str(RESNET50 / "demo.py"), "--dir", str(tmp_path)]

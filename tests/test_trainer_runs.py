@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import pytest
 import torch
 
 import tests.trainer
+from tests.patience import PATIENCE, wait_until
 from tests.trainer import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
 
-pytestmark = pytest.mark.timeout(240)
 UPDATES = SAMPLES // BATCH  # of an epoch
 
 
@@ -124,7 +123,7 @@ def assert_same(one: Any, other: Any) -> None:
 def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(unbroken: Finished, tmp_path: Path) -> None:
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1000"]
     ranks = Ranks(2, tmp_path, arguments)
-    wait_for(tmp_path / "out" / "epochs.jsonl")
+    wait_until((tmp_path / "out" / "epochs.jsonl").exists, "an epoch has ended")
     os.kill(ranks.processes[1].pid, signal.SIGTERM)
     assert ranks.wait() == [0, 0]
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
@@ -153,9 +152,9 @@ def test_torchrun_restarts_and_ends(unbroken: Finished, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as job:
         try:
-            wait_for(tmp_path / "out" / "epochs.jsonl")
+            wait_until((tmp_path / "out" / "epochs.jsonl").exists, "an epoch has ended")
             job.terminate()
-            _, said = job.communicate(timeout=60)
+            _, said = job.communicate(timeout=PATIENCE)
         finally:
             job.kill()
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
@@ -166,13 +165,6 @@ def test_torchrun_restarts_and_ends(unbroken: Finished, tmp_path: Path) -> None:
     assert begun in (0, 3)
     expected = unbroken.updates[begun:]
     assert len(after) >= UPDATES - begun and after[: len(expected)] == expected[: len(after)]
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 90
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path}"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("rate", ["400", "1e9"])

@@ -23,6 +23,7 @@ import fastload
 from fastload import Cache
 from fastload.cli._photos import make_dataset
 from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
+from tests.patience import PATIENCE
 
 ROOT = Path(fastload.__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "resnet50"
@@ -79,11 +80,11 @@ def train(directory: Path, environment: dict[str, str], *options: str) -> list[d
         for node in range(2)
     ]
     try:
-        said = [agent.communicate(timeout=110)[0] for agent in agents]
+        said = [agent.communicate(timeout=PATIENCE)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.terminate()
-            agent.wait(20)
+            agent.wait(PATIENCE)
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     return [json.loads(line) for line in (directory / "out-0" / "epochs.jsonl").read_text().splitlines()]
 
@@ -120,6 +121,6 @@ def test_ray_is_asked_for_in_words() -> None:
     if importlib.util.find_spec("ray") is not None:
         pytest.skip("Ray is installed, and this would start it")
     command = [sys.executable, str(EXAMPLE / "ray_train.py"), "--ranks", "2", "--", "s3://bucket"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 1
     assert "pip install 'ray[train]'" in done.stderr

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
 from fastload.cli._warming import share_of
 from fastload.datasets.warm import Warmed
 from fastload.errors import ArgumentError, CacheError
+from tests.patience import PATIENCE, wait_until
 
 REPOSITORY = Path(fastload.__file__).parents[1]
 IMAGES = 60
@@ -152,12 +152,10 @@ def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            deadline = time.monotonic() + 30
-            while slow.gets() < 10 and running.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(lambda: slow.gets() >= 10 or running.poll() is not None, "it reads")
             assert running.poll() is None, running.communicate()
             os.killpg(running.pid, signal.SIGINT)
-            out, err = running.communicate(timeout=30)
+            out, err = running.communicate(timeout=PATIENCE)
         finally:
             if running.poll() is None:
                 os.killpg(running.pid, signal.SIGKILL)

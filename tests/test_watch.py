@@ -16,6 +16,7 @@ from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.profile import stage
 from tests.loaderdata import Numbers, Stream
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
 SOON = 1e-9  # seconds: look with every batch
@@ -110,7 +111,7 @@ def test_a_wait_is_shown_before_it_ends(tmp_path: Path) -> None:
                 go.touch()
             return super().write(text)
 
-    loader = DataLoader(Numbers(4, Gate(go)), num_workers=1, timeout=30)
+    loader = DataLoader(Numbers(4, Gate(go)), num_workers=1, timeout=PATIENCE)
     out = Console(file=Seen(), width=200)
     assert len(list(fastload.watch(loader, console=out, interval=0.1))) == 4
 

@@ -23,6 +23,7 @@ if str(RESNET50) not in sys.path:
 import report  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
+from tests.patience import PATIENCE  # noqa: E402
 
 SAMPLES = 120
 BATCH = 12
@@ -134,7 +135,7 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def wait(self, seconds: float = 60) -> list[int | None]:
+    def wait(self, seconds: float = PATIENCE) -> list[int | None]:
         """The exit codes; whoever still runs after the first failure is killed, as torchrun does it."""
         deadline = time.monotonic() + seconds
         while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ __all__ = ["abandon", "acquire", "close_all", "release"]
 
 FORK_DEADLINE = 1.0  # seconds that a fork waits for a transaction to end
 
-_lock = threading.RLock()
+_lock = threading.Lock()
 _opened: dict[tuple[int, int], Directory] = {}
 # While a fork is under way: the directories, and whether no transaction of theirs is open.
 _held: list[tuple[Directory, bool]] = []
@@ -52,23 +52,27 @@ def acquire(path: str, user: object) -> Directory:
 def release(directory: Directory, user: object) -> None:
     """Let go; the last user in this process closes the directory."""
     with _lock:
-        directory.users.discard(user)
-        if directory.users or _opened.get(directory.identity) is not directory:
-            return
-        if directory.close():
-            del _opened[directory.identity]
+        _release(directory, user)
+
+
+def _release(directory: Directory, user: object) -> None:
+    directory.users.discard(user)
+    if directory.users or _opened.get(directory.identity) is not directory:
+        return
+    if directory.close():
+        del _opened[directory.identity]
 
 
 def abandon(directory: Directory | None, user: object) -> None:
-    """`release` for a collected Cache. Collection happens in any thread at any moment: so this never waits
-    for a lock that another thread holds, and does not let a writer thread join itself."""
-    if directory is None or _held or not _lock.acquire(blocking=False):
+    """`release` for a collected Cache. Collection happens in any thread at any moment, also in one that is
+    about to take a directory here: so this never waits for the lock, which is not a reentrant one, and does
+    not let a writer thread join itself."""
+    if directory is None or not _lock.acquire(blocking=False):
         return
     try:
-        directory.users.discard(user)
         if directory.writer is None or not directory.writer.is_current_thread():
             with contextlib.suppress(OSError, lmdb.Error):
-                release(directory, user)
+                _release(directory, user)
     finally:
         _lock.release()
 
@@ -97,7 +101,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _lock
-    _lock = threading.RLock()
+    _lock = threading.Lock()
     for directory, held in _held:
         directory.forget(held)
         if not held:

@@ -77,14 +77,18 @@ class ReadPool:
             raise error
 
     def close(self) -> None:
-        """End the threads, after the read that each is busy with."""
+        """End the threads, after the read that each is busy with.
+
+        An iterator that is collected calls this, in any thread: also in one of these.
+        """
         with self._work:
             self._closing.set()
             self._tasks.clear()
             self._work.notify_all()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+            if thread is not threading.current_thread():
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
         while (task := self._next()) is not None:

@@ -13,12 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
 from fastload.fetch.hedge import Hedge
+from fastload.fetch.read import Part, Read
 from fastload.fetch.share import process_share
 from fastload.fetch.source import Source
 from fastload.stats import Counters
@@ -30,36 +30,6 @@ _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
 _CLOSE_SECONDS = 1.0
 _PATIENCE = 2.0  # seconds that another run gets for an object which it is reading into the cache we share
 _PUT_OFF = 0.02  # seconds until we look again
-
-
-@dataclass
-class _Read:
-    """One sample on its way."""
-
-    index: int
-    size: int
-    key: bytes | None = None  # of the cache
-    entry: Any = None  # where the cache has it
-    wanted: int = 1  # how often it was requested and not yet taken
-    missing: int = 1  # parts that are queued or under way
-    body: bytearray | None = None  # of an object read in parts
-    started: float = 0.0
-    hedged: bool = False
-    changes: int = 0  # how often the object was found to be another one
-    claimed: bool = False
-    put_off: float = 0.0  # since when another run is reading it
-    awaited: bool = False
-    done: bool = False
-    payload: Any = None
-    error: Exception | None = None
-
-
-class _Part(NamedTuple):
-    """The bytes [start, stop) of a sample, to be read by one request."""
-
-    read: _Read
-    start: int
-    stop: int
 
 
 class Window:
@@ -91,8 +61,9 @@ class Window:
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # reader threads wait here for parts
         self._done = threading.Condition(lock)  # consumers wait here for reads
-        self._reads: dict[int, _Read] = {}
-        self._queue: deque[_Part] = deque()
+        self._reads: dict[int, Read] = {}
+        self._cancelled: deque[int] = deque()
+        self._queue: deque[Part] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = self._busy = self._held = 0
         self._closing = threading.Event()
@@ -136,11 +107,17 @@ class Window:
         return read.payload
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """Requested samples that will not be taken."""
-        for index in indices:
-            read = self._reads.get(index)
-            if read is not None:
-                self._drop(read)
+        """Requested samples that will not be taken.
+
+        Never waits for the lock: an iterator that is collected calls this, in any thread at any moment, also
+        in one that holds the lock. What cannot be dropped at once goes when the next part is begun or taken.
+        """
+        self._cancelled.extend(indices)
+        if self._work.acquire(blocking=False):
+            try:
+                self._drop_cancelled()
+            finally:
+                self._work.release()
 
     def close(self) -> None:
         """End the threads (after the read each is busy with) and write out the cache."""
@@ -156,8 +133,8 @@ class Window:
 
     # --- for the consumer
 
-    def _new_read(self, index: int) -> _Read:
-        read = _Read(index, self._source.size(index))
+    def _new_read(self, index: int) -> Read:
+        read = Read(index, self._source.size(index))
         if self._cache is not None:
             read.key = self._source.cache_key(index)
             read.entry = self._cache.lookup(read.key)
@@ -165,15 +142,15 @@ class Window:
                 self._cache.will_need(read.entry)
         return read
 
-    def _parts(self, read: _Read) -> list[_Part]:
+    def _parts(self, read: Read) -> list[Part]:
         ranges = self._source.ranges(read.index)
         if not ranges:
-            return [_Part(read, 0, read.size)]
+            return [Part(read, 0, read.size)]
         read.missing = len(ranges)
         read.body = bytearray()  # made when the first part is read
-        return [_Part(read, start, stop) for start, stop in ranges]
+        return [Part(read, start, stop) for start, stop in ranges]
 
-    def _wait(self, read: _Read) -> None:
+    def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
             read.awaited = True
             if not read.started and self._queue and self._queue[0].read is not read:
@@ -189,38 +166,49 @@ class Window:
                 # The threads' own reads have deadlines, and a thread reports whatever ends it.
                 self._done.wait(timeout=0.02)
 
-    def _advance(self, read: _Read) -> None:
+    def _advance(self, read: Read) -> None:
         """Read next what is waited for now: its place may lie behind reads that are taken after it."""
         parts = [part for part in self._queue if part.read is read]
         others = [part for part in self._queue if part.read is not read]
         self._queue = deque(parts + others)
 
-    def _late(self, read: _Read) -> bool:
+    def _late(self, read: Read) -> bool:
         assert self._hedge is not None
         once = read.started and not read.hedged and read.body is None
         return bool(once) and self._hedge.due(time.monotonic() - read.started)
 
-    def _second(self, read: _Read) -> None:
+    def _second(self, read: Read) -> None:
         """Ask for a late read once more, before anything else; the first answer counts."""
         read.hedged = True
         read.missing += 1
         self._counters.add("get.hedged")
-        self._queue.appendleft(_Part(read, 0, read.size))
+        self._queue.appendleft(Part(read, 0, read.size))
         self._staff()
         self._work.notify()
 
-    def _drop(self, read: _Read) -> None:
+    def _drop(self, read: Read) -> None:
         with self._work:
-            read.wanted -= 1
-            if read.wanted > 0:
-                return
-            self._reads.pop(read.index, None)
-            if read.done and read.entry is None:
-                self._held -= read.size
-                if self._queue:
-                    self._work.notify()
+            self._forget(read)
+            self._drop_cancelled()
 
-    def _take_now(self, read: _Read) -> Any:
+    def _drop_cancelled(self) -> None:
+        while self._cancelled:
+            read = self._reads.get(self._cancelled.popleft())
+            if read is not None:
+                self._forget(read)
+
+    def _forget(self, read: Read) -> None:
+        """One who requested it does not want it any more."""
+        read.wanted -= 1
+        if read.wanted > 0:
+            return
+        self._reads.pop(read.index, None)
+        if read.done and read.entry is None:
+            self._held -= read.size
+            if self._queue:
+                self._work.notify()
+
+    def _take_now(self, read: Read) -> Any:
         """Read one sample here: from the cache where it has a good copy, else from the store."""
         if read.entry is not None and self._cache is not None and read.key is not None:
             with self._counters.timed("cache"):
@@ -260,7 +248,7 @@ class Window:
                 self._unclaim(part.read)
             self._finish(part.read, payload, error, time.monotonic() - start)
 
-    def _claim(self, read: _Read) -> bool:
+    def _claim(self, read: Read) -> bool:
         """Whether to read an object from the store: not while another run reads it into the same cache."""
         if self._cache is None or read.key is None:
             return True
@@ -269,17 +257,17 @@ class Window:
         read.claimed = self._cache.claim(read.key)
         return read.claimed
 
-    def _unclaim(self, read: _Read) -> None:
+    def _unclaim(self, read: Read) -> None:
         if self._cache is not None and read.key is not None and read.claimed:
             read.claimed = False
             self._cache.unclaim(read.key)
 
-    def _read_by_others(self, read: _Read) -> Any:
+    def _read_by_others(self, read: Read) -> Any:
         assert self._cache is not None and read.key is not None
         entry = self._cache.lookup(read.key)
         return None if entry is None else self._cache.read(read.key, entry)
 
-    def _put_off(self, part: _Part) -> None:
+    def _put_off(self, part: Part) -> None:
         """Look again when the rest of the queue is under way, but not at once."""
         if part.read.put_off:
             self._closing.wait(_PUT_OFF)
@@ -294,9 +282,10 @@ class Window:
                 part.read.done = True
                 self._held -= part.read.size
 
-    def _next_part(self) -> _Part | None:
+    def _next_part(self) -> Part | None:
         with self._work:
             self._idle += 1
+            self._drop_cancelled()
             while not self._closing.is_set() and not self._may_start():
                 self._work.wait()
             self._idle -= 1
@@ -322,7 +311,7 @@ class Window:
         fits = self._held == 0 or self._held + read.size <= self._most_bytes
         return bool(read.started) or read.awaited or fits
 
-    def _finish(self, read: _Read, payload: Any, error: Exception | None, seconds: float) -> None:
+    def _finish(self, read: Read, payload: Any, error: Exception | None, seconds: float) -> None:
         """A part is done: `payload` is what the sample is, None while other parts are missing."""
         with self._done:
             self._busy -= 1
@@ -342,7 +331,7 @@ class Window:
             if read.awaited:
                 self._done.notify_all()
 
-    def _fetch(self, read: _Read) -> Any:
+    def _fetch(self, read: Read) -> Any:
         """Read a whole sample and keep it; see `_keep`."""
         try:
             body = self._ask(read, lambda: self._source.read(read.index, self._pause))
@@ -350,7 +339,7 @@ class Window:
             return self._refresh(read, error)
         return self._keep(read, body)
 
-    def _fetch_part(self, part: _Part) -> Any:
+    def _fetch_part(self, part: Part) -> Any:
         """Read a range of a sample; with the last one that is missing, keep the sample."""
         read, start, stop = part
         body = read.body
@@ -366,7 +355,7 @@ class Window:
                 return None
         return self._keep(read, memoryview(body).toreadonly())
 
-    def _refresh(self, read: _Read, error: ObjectChangedError) -> Any:
+    def _refresh(self, read: Read, error: ObjectChangedError) -> Any:
         """Read the version that is there now in place of the listed one, which `error` says is gone."""
         read.changes += 1
         if read.changes > _CHANGES:
@@ -381,7 +370,7 @@ class Window:
                 return payload
         return self._fetch(read)
 
-    def _ask(self, read: _Read, request: Callable[[], Any]) -> Any:
+    def _ask(self, read: Read, request: Callable[[], Any]) -> Any:
         """Make a request, unless the store has just refused our credentials, which it would do again."""
         refused = self._refused
         if refused is not None and time.monotonic() - refused[0] < _REFUSED_SECONDS:
@@ -403,7 +392,7 @@ class Window:
         if self._closing.wait(seconds):
             raise error
 
-    def _keep(self, read: _Read, body: Any) -> Any:
+    def _keep(self, read: Read, body: Any) -> Any:
         """A sample's bytes -> what is handed out, which goes into the cache too."""
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))

@@ -1,0 +1,38 @@
+"""What the fetch window knows of a sample on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["Part", "Read"]
+
+
+@dataclass
+class Read:
+    """One sample on its way."""
+
+    index: int
+    size: int
+    key: bytes | None = None  # of the cache
+    entry: Any = None  # where the cache has it
+    wanted: int = 1  # how often it was requested and not yet taken
+    missing: int = 1  # parts that are queued or under way
+    body: bytearray | None = None  # of an object read in parts
+    started: float = 0.0
+    hedged: bool = False
+    changes: int = 0  # how often the object was found to be another one
+    claimed: bool = False
+    put_off: float = 0.0  # since when another run is reading it
+    awaited: bool = False
+    done: bool = False
+    payload: Any = None
+    error: Exception | None = None
+
+
+class Part(NamedTuple):
+    """The bytes [start, stop) of a sample, to be read by one request."""
+
+    read: Read
+    start: int
+    stop: int

@@ -1,0 +1,23 @@
+"""How long tests wait for what has to come: a bound on what hangs, never a measure of speed.
+
+It is long, as machines are shared: nothing waits that long while all is well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE = 240.0  # seconds
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
+    """Look until `condition()` holds; its value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"after {seconds:.0f} s it was not so: {what}"
+        time.sleep(0.01)
+    return value
