@@ -234,8 +234,8 @@ def test_cached_datasets_count_what_their_cache_did(tmp_path: Path, num_workers:
 def test_time_spent_in_reading_is_not_decoding() -> None:
     counters = Counters()
     with counters.timed("decode"), counters.timed("cache"):
-        burn(0.02)
-    assert counters["cache.seconds"] >= 0.02 > 0.01 > counters["decode.seconds"]
+        burn(0.2)
+    assert counters["cache.seconds"] >= 0.2 > 0.1 > counters["decode.seconds"]
 
 
 # --- cores
