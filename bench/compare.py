@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.status import Status
 
 from bench import growth, handover, node, report
 from bench.contenders import COLD, COLD_AT_20, DECODE, GROWING, LATER, OUTSIDE, WITH_OWN_FILES, Contender
@@ -42,6 +43,7 @@ from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
 
 RESULTS = Path(__file__).parent / "results"
 QUALITY = 97
+SAY_EVERY = 60.0  # seconds
 ALL = [
     *COLD,
     *COLD_AT_20,
@@ -266,6 +268,23 @@ def mean_bytes(folder: Path) -> int:
     return round(sum(sizes) / len(sizes))
 
 
+class Steps:
+    """Says what runs now: on a terminal in its last line, elsewhere once a minute; what has ended, always."""
+
+    def __init__(self, console: Console, status: Status) -> None:
+        self.console, self.status = console, status
+        self.began = self.said = time.perf_counter()
+
+    def __call__(self, what: str, ended: bool = False) -> None:
+        now = time.perf_counter()
+        line = f"{(now - self.began) / 60:4.1f} min  {what}"
+        if ended or (not self.console.is_terminal and now - self.said > SAY_EVERY):
+            self.said = now
+            self.console.print(line)
+        else:
+            self.status.update(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -277,12 +296,7 @@ def main() -> None:
     console = Console(stderr=True, width=110)
     WORKPLACE.mkdir(exist_ok=True)
     with console.status("starting") as status:
-        began = time.perf_counter()
-
-        def step(what: str, ended: bool = False) -> None:
-            line = f"{(time.perf_counter() - began) / 60:4.1f} min  {what}"
-            console.print(line) if ended else status.update(line)
-
+        step = Steps(console, status)
         record = Record(QUICK if given.quick else Scale(), given.resume, step)
         document = measure(record, console)
     path = RESULTS / f"compare-{document['date'][:10]}{'-quick' if given.quick else ''}.json"
