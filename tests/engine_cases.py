@@ -43,6 +43,10 @@ BODY = OBJECTS[BAD]
 XML = b"<?xml version='1.0'?><Error><Code>InternalError</Code></Error>"
 
 
+LONG = retry.Policy(budget=60.0, first=0.01, longest=0.2)
+SHORT = retry.Policy(budget=2.0, first=0.01, longest=0.2)  # where asking again does not help
+
+
 def digest(body: Any) -> str:
     return hashlib.blake2b(body, digest_size=8).hexdigest()
 
@@ -113,9 +117,10 @@ CASES: dict[str, Case] = {}
 
 def scripted(name: str, *faults: Fault | None, repeat: bool = False, **arguments: Any) -> None:
     def case(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-        return load(
-            server, client, before_read=lambda _: server.script(BAD, *faults, repeat=repeat), **arguments
-        )
+        with changed((retry, "READ", SHORT if repeat else LONG)):
+            return load(
+                server, client, before_read=lambda _: server.script(BAD, *faults, repeat=repeat), **arguments
+            )
 
     CASES[name] = case
 
@@ -294,7 +299,7 @@ def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
     from fastload.errors import StoreError
 
-    with changed((StoreError, "retry", "later")):
+    with changed((StoreError, "retry", "later"), (retry, "READ", SHORT)):
         fault = Fault(status=404, code="NoSuchKey")
         return load(server, client, before_read=lambda _: server.script(BAD, fault, repeat=True))
 
@@ -323,7 +328,7 @@ def left_behind(before: dict[str, set[object]]) -> dict[str, list[str]]:
 def main(client_name: str) -> None:
     warnings.simplefilter("error")
     logging.basicConfig(level=logging.DEBUG)  # to stderr, from the workers too
-    retry.READ = retry.Policy(budget=1.5, first=0.01, longest=0.2)
+    retry.READ = LONG
     patience = {"connect_timeout": "1s", "read_timeout": "500ms", "timeout": "10s"}
     native._READER = {**native._READER, "client": patience}
     client: dict[str, Any] = {}

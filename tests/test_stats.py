@@ -89,7 +89,7 @@ def test_slow_decoding_of_an_iterable_dataset() -> None:
 @local
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_slow_consumer(num_workers: int) -> None:
-    stats = epoch(DataLoader(Work(64, 0.0), 2, num_workers=num_workers), step=0.02)
+    stats = epoch(DataLoader(Work(32, 0.0), 2, num_workers=num_workers), step=0.1)
     assert stats["limit"] == "consumer" and "the consumer is the limit" in stats["verdict"]
     assert stats["rates"]["consumer.share"] > 0.5
     if num_workers:

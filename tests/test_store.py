@@ -57,10 +57,10 @@ def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds, not minutes, until reads give up."""
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=3, first=0.01, longest=0.5))
-    client = {"connect_timeout": "1s", "read_timeout": "1s", "timeout": "10s"}
-    few = {"max_retries": 3, "retry_timeout": timedelta(seconds=5)}
+    """A silent server is left after seconds, and asked again at once."""
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=60, first=0.01, longest=0.5))
+    client = {"connect_timeout": "3s", "read_timeout": "3s", "timeout": "30s"}
+    few = {"max_retries": 3, "retry_timeout": timedelta(seconds=60)}
     few["backoff"] = {
         "init_backoff": timedelta(milliseconds=5),
         "max_backoff": timedelta(seconds=1),
@@ -69,7 +69,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_LISTER", {"client": client, "retry": few})
     monkeypatch.setattr(native, "_READER", {**native._READER, "client": client})
     s3fs = pytest.importorskip("s3fs")
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 3)
+
+
+@pytest.fixture
+def gives_up(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds, not minutes, until it is enough."""
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=2, first=0.01, longest=0.5))
 
 
 # --- What is there is what is read -----------------------------------------------------------------------
@@ -279,7 +285,7 @@ def test_pages_and_a_page_that_fails(client: dict[str, Any], monkeypatch: pytest
 
 
 @clients
-def test_a_page_that_never_comes_is_an_error_not_an_end(client: dict[str, Any], impatient: None) -> None:
+def test_a_page_that_never_comes_is_an_error_not_an_end(client: dict[str, Any], gives_up: None) -> None:
     with FaultServer({f"{i:04d}": b"x" for i in range(50)}, page_size=7) as server:
         server.script(LIST, None, None, None, Fault(status=500), repeat=True)
         store = open_store("s3://bucket", **server.options, **client)
@@ -338,7 +344,7 @@ def test_faults_that_retries_help(
 @clients
 @pytest.mark.parametrize("name", REFUSED)
 def test_faults_that_are_errors(
-    name: str, client: dict[str, Any], faults: FaultServer, impatient: None
+    name: str, client: dict[str, Any], faults: FaultServer, gives_up: None
 ) -> None:
     fault, expected = REFUSED[name]
     faults.script(KEY, fault, repeat=True)
@@ -357,7 +363,7 @@ def test_faults_that_are_errors(
 
 @clients
 def test_a_resumed_read_never_mixes_versions(
-    client: dict[str, Any], faults: FaultServer, impatient: None
+    client: dict[str, Any], faults: FaultServer, gives_up: None
 ) -> None:
     etag = faults.etag(KEY)
     faults.script(KEY, Fault(cut_after=100_000), Fault(etag="another-version"), repeat=True)
