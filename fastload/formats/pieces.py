@@ -1,13 +1,19 @@
-"""Bytes that arrive in pieces, seen as one sequence; copied only where what is asked for spans two pieces."""
+"""Bytes that arrive in pieces, seen as one sequence, and what cuts them into records.
+
+They are copied only where what is asked for spans two pieces.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from fastload.errors import DecodeError
 
-__all__ = ["Pieces", "Record", "Splitter"]
+__all__ = ["MOST_UNKNOWN", "Pieces", "Record", "Splitter"]
+
+MOST_UNKNOWN = 1 << 30  # bytes of a record of a compressed shard, whose inflated size nobody knows beforehand
 
 
 class Record(NamedTuple):
@@ -20,30 +26,6 @@ class Record(NamedTuple):
     size: int
     payload: memoryview | None
     error: DecodeError | None = None
-
-
-class Splitter(Protocol):
-    """Cuts the bytes of one shard into records, in order. One shard, one splitter.
-
-    Attributes:
-        over: no record follows, whatever bytes do.
-    """
-
-    over: bool
-
-    def feed(self, piece: memoryview) -> None:
-        """The next bytes of the shard."""
-
-    def close(self) -> None:
-        """There are no more bytes: this is the end of the shard, or of the part that is wanted."""
-
-    def next(self) -> Record | None:
-        """The next record; None where more bytes are needed, or after `close`, where there is none left.
-
-        A record whose place is sure but whose bytes are not comes with its `error`, and the next one follows.
-        Where it is not known where the next one begins, the record that should have been there comes with
-        its error and reaches to the end of the shard: it is the last. Nothing is searched for.
-        """
 
 
 class Pieces:
@@ -105,3 +87,44 @@ class Pieces:
             parts.append(piece[:n])
             n -= len(piece)
         return memoryview(b"".join(parts))
+
+
+class Splitter(ABC):
+    """Cuts the bytes of one shard into records, in order. One shard, one splitter.
+
+    Args:
+        offset: where the first record begins in the shard.
+        end: where the shard ends; None where that is unknown (a compressed shard).
+
+    Attributes:
+        over: no record follows, whatever bytes do.
+    """
+
+    def __init__(self, offset: int, end: int | None) -> None:
+        self._pieces = Pieces(offset)
+        self._end = end
+        self.over = False
+
+    def feed(self, piece: memoryview) -> None:
+        """The next bytes of the shard."""
+        self._pieces.feed(piece)
+
+    def close(self) -> None:
+        """There are no more bytes: this is the end of the shard, or of the part that is wanted."""
+        self._pieces.closed = True
+
+    @abstractmethod
+    def next(self) -> Record | None:
+        """The next record; None where more bytes are needed, or after `close`, where there is none left.
+
+        A record whose place is sure but whose bytes are not comes with its `error`, and the next one follows.
+        Where it is not known where the next one begins, the record that should have been there comes with
+        its error and reaches to the end of the shard: it is the last. Nothing is searched for.
+        """
+
+    def _last(self, error: DecodeError) -> Record:
+        """The record behind which no other can be found."""
+        self.over = True
+        offset = self._pieces.offset
+        end = self._end if self._end is not None else offset + self._pieces.available
+        return Record(offset, end - offset, None, error)

@@ -18,14 +18,13 @@ import re
 from typing import NamedTuple
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import Pieces, Record
+from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
 __all__ = ["BLOCK", "TarSplitter", "read_sample", "sample_name"]
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
 _MOST_META = 1 << 20  # bytes of a pax header or a long name
-_MOST_UNKNOWN = 1 << 30  # of a sample in a compressed shard, whose inflated size nobody knows beforehand
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _PAX = re.compile(rb"([0-9]{1,7}) ([^=]+)=", re.DOTALL)
 _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
@@ -44,19 +43,12 @@ class _Member(NamedTuple):
     skipped: bool
 
 
-class TarSplitter:
-    """See `Splitter`; a record is the slice of the shard that one sample's members take, headers included.
-
-    Args:
-        offset: where the first member begins in the shard.
-        end: where the shard ends; None where that is unknown (a compressed shard).
-    """
+class TarSplitter(Splitter):
+    """See `Splitter`; a record is the slice of the shard that one sample's members take, headers included."""
 
     def __init__(self, offset: int, end: int | None) -> None:
-        self._pieces = Pieces(offset)
-        self._end = end
+        super().__init__(offset, end)
         self._keys: set[str] = set()
-        self.over = False
         self._begin()
 
     def _begin(self) -> None:
@@ -65,12 +57,6 @@ class TarSplitter:
         self._key = ""
         self._extensions: set[str] = set()
         self._error = ""
-
-    def feed(self, piece: memoryview) -> None:
-        self._pieces.feed(piece)
-
-    def close(self) -> None:
-        self._pieces.closed = True
 
     def next(self) -> Record | None:
         pieces = self._pieces
@@ -119,8 +105,8 @@ class TarSplitter:
 
     def _check_end(self, end: int) -> None:
         if self._end is None:
-            if end > _MOST_UNKNOWN:
-                raise DecodeError(f"a sample of {end:,} bytes is more than {_MOST_UNKNOWN:,}, the most")
+            if end > MOST_UNKNOWN:
+                raise DecodeError(f"a sample of {end:,} bytes is more than {MOST_UNKNOWN:,}, the most")
         elif self._pieces.offset + end > self._end:
             raise DecodeError(
                 f"a member reaches to byte {self._pieces.offset + end:,} of a shard that ends at "
@@ -157,12 +143,6 @@ class TarSplitter:
         if error:
             return Record(offset, size, None, DecodeError(error))
         return Record(offset, size, view)
-
-    def _last(self, error: DecodeError) -> Record:
-        self.over = True
-        offset = self._pieces.offset
-        end = self._end if self._end is not None else offset + self._pieces.available
-        return Record(offset, end - offset, None, error)
 
 
 def sample_name(name: str) -> tuple[str, str]:

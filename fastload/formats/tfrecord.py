@@ -18,7 +18,7 @@ from typing import Any
 from crc32c import crc32c
 
 from fastload.errors import DecodeError
-from fastload.formats.pieces import Pieces, Record
+from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
 __all__ = ["FOOTER", "HEADER", "TFRecordSplitter", "frame", "masked_crc", "unframe"]
 
@@ -26,8 +26,6 @@ HEADER = 12
 FOOTER = 4
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
-# A record of a compressed shard, whose inflated size nobody knows beforehand.
-_MOST_UNKNOWN = 1 << 30
 _GZIP = b"\x1f\x8b"
 
 
@@ -60,25 +58,12 @@ def unframe(record: memoryview) -> memoryview:
     return _checked_data(record)
 
 
-class TFRecordSplitter:
-    """See `Splitter`.
-
-    Args:
-        offset: where the first record begins in the shard.
-        end: where the shard ends; None where that is unknown (a compressed shard).
-    """
+class TFRecordSplitter(Splitter):
+    """See `Splitter`."""
 
     def __init__(self, offset: int, end: int | None) -> None:
-        self._pieces = Pieces(offset)
-        self._end = end
+        super().__init__(offset, end)
         self._size = 0  # of the record whose header was read
-        self.over = False
-
-    def feed(self, piece: memoryview) -> None:
-        self._pieces.feed(piece)
-
-    def close(self) -> None:
-        self._pieces.closed = True
 
     def next(self) -> Record | None:
         pieces = self._pieces
@@ -106,8 +91,8 @@ class TFRecordSplitter:
 
     def _fitting(self, length: int) -> int:
         if self._end is None:
-            if length > _MOST_UNKNOWN:
-                raise DecodeError(f"a record of {length:,} bytes is more than {_MOST_UNKNOWN:,}, the most")
+            if length > MOST_UNKNOWN:
+                raise DecodeError(f"a record of {length:,} bytes is more than {MOST_UNKNOWN:,}, the most")
         elif length > self._end - self._pieces.offset - HEADER - FOOTER:
             raise DecodeError(
                 f"a record of {length:,} bytes begins {self._end - self._pieces.offset:,} bytes before the "
@@ -122,12 +107,6 @@ class TFRecordSplitter:
                 + (f" of {self._size:,}" if self._size else "")
             )
         )
-
-    def _last(self, error: DecodeError) -> Record:
-        self.over = True
-        offset = self._pieces.offset
-        end = self._end if self._end is not None else offset + self._pieces.available
-        return Record(offset, end - offset, None, error)
 
 
 def _checked_length(header: memoryview) -> int:
