@@ -30,6 +30,7 @@ from torch import nn
 from torch.futures import Future
 
 from comm import Traffic
+from optim import ForeachOptimizer
 
 __all__ = ["SPARSITY_STRATEGY", "DeepGradientCompression", "DgcSgd", "largest"]
 
@@ -337,7 +338,7 @@ def _check(
         raise ValueError(f"clip_norm must be positive, or None, found {clip_norm}")
 
 
-class DgcSgd(torch.optim.Optimizer):
+class DgcSgd(ForeachOptimizer):
     """SGD for gradients that are velocities already: it adds the learning rate and the weight decay.
 
     Weight decay is the same on all ranks and is not sent. It has a velocity of its own, so that with nothing
@@ -359,34 +360,17 @@ class DgcSgd(torch.optim.Optimizer):
         nesterov: bool = False,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        for name in ("lr", "momentum", "weight_decay"):
-            if defaults[name] < 0:
-                raise ValueError(f"{name} must not be negative, found {defaults[name]}")
         super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One update of all parameters that have a gradient."""
-        if closure is not None:
-            raise ValueError("DgcSgd takes no closure: compute the gradients before step()")
-        for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if not weights:
-                continue
-            updates = [weight.grad for weight in weights]
-            if decay := group["weight_decay"]:
-                velocities = [self._velocity(weight) for weight in weights]
-                torch._foreach_mul_(velocities, group["momentum"])
-                torch._foreach_add_(velocities, weights, alpha=decay)
-                updates = torch._foreach_add(
-                    updates, velocities, alpha=group["momentum"] if group["nesterov"] else 1.0
-                )
-                if group["nesterov"]:
-                    torch._foreach_add_(updates, weights, alpha=decay)
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-
-    def _velocity(self, weight: torch.Tensor) -> torch.Tensor:
-        state = self.state[weight]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        return state["momentum_buffer"]
+    def _update(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
+        updates = [weight.grad for weight in weights]
+        if decay := group["weight_decay"]:
+            velocities = [self._buffer(weight) for weight in weights]
+            torch._foreach_mul_(velocities, group["momentum"])
+            torch._foreach_add_(velocities, weights, alpha=decay)
+            updates = torch._foreach_add(
+                updates, velocities, alpha=group["momentum"] if group["nesterov"] else 1.0
+            )
+            if group["nesterov"]:
+                torch._foreach_add_(updates, weights, alpha=decay)
+        torch._foreach_add_(weights, updates, alpha=-group["lr"])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Ema", "Lars", "make_optimizer", "parameter_groups"]
+__all__ = ["Ema", "ForeachOptimizer", "Lars", "make_optimizer", "parameter_groups"]
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -30,7 +30,36 @@ def make_optimizer(module: nn.Module, args: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.0, momentum=args.momentum, nesterov=args.nesterov)
 
 
-class Lars(torch.optim.Optimizer):
+class ForeachOptimizer(torch.optim.Optimizer):
+    """What `Lars` and `DgcSgd` share: a group's weights are updated together, each with a momentum buffer."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        for name, value in defaults.items():
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, found {value}")
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update of all parameters that have a gradient."""
+        if closure is not None:
+            raise ValueError(f"{type(self).__name__} takes no closure: compute the gradients before step()")
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if weights:
+                self._update(group, weights)
+
+    def _update(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _buffer(self, weight: torch.Tensor) -> torch.Tensor:
+        state = self.state[weight]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        return state["momentum_buffer"]
+
+
+class Lars(ForeachOptimizer):
     """Layer-wise adaptive rate scaling: You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1.
 
     For each layer with weights w, gradient g, momentum buffer v, with global rate lr, momentum m, decay b:
@@ -68,20 +97,7 @@ class Lars(torch.optim.Optimizer):
             "trust": trust,
             "adapt": adapt,
         }
-        for name in ("lr", "momentum", "weight_decay", "trust"):
-            if defaults[name] < 0:
-                raise ValueError(f"{name} must not be negative, found {defaults[name]}")
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One update of all parameters that have a gradient."""
-        if closure is not None:
-            raise ValueError("Lars takes no closure: compute the gradients before step()")
-        for group in self.param_groups:
-            weights = [weight for weight in group["params"] if weight.grad is not None]
-            if weights:
-                self._update(group, weights)
 
     def _update(self, group: dict[str, Any], weights: list[torch.Tensor]) -> None:
         gradients = [weight.grad for weight in weights]
@@ -106,12 +122,6 @@ class Lars(torch.optim.Optimizer):
         gradient_norms = torch.stack(torch._foreach_norm(gradients))
         local = trust * weight_norms / (gradient_norms + decay * weight_norms)
         return torch.where((weight_norms > 0) & (gradient_norms > 0), local, 1.0)
-
-    def _buffer(self, weight: torch.Tensor) -> torch.Tensor:
-        state = self.state[weight]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight)
-        return state["momentum_buffer"]
 
 
 class Ema:
