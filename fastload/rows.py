@@ -141,9 +141,7 @@ def as_streams(dataset: Any) -> StreamDataset | None:
     """
     if type(dataset) is not Subset:
         return dataset if isinstance(dataset, StreamDataset) else None
-    inner: Any = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
+    inner = _chosen_from(dataset)
     if isinstance(inner, StreamDataset):
         try:
             len(inner)  # type: ignore[arg-type]
@@ -157,8 +155,7 @@ def start_epoch(dataset: Any, epoch: int) -> None:
 
     Not of the protocol, since few need it; and not for other datasets, where the name may mean anything.
     """
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
+    dataset = _chosen_from(dataset)
     if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
         dataset.start_epoch(epoch)
 
@@ -179,15 +176,13 @@ class EncodedRows(Protocol):
 
 def as_encoded_rows(dataset: Any) -> EncodedRows | None:
     """The dataset as `EncodedRows`, through torch's `Subset` too; None where it is not that."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
+    dataset = _chosen_from(dataset)
     return dataset if isinstance(dataset, EncodedRows) else None
 
 
 def as_filling(dataset: Any) -> CacheFilling | None:
     """The dataset as a `CacheFilling`, through torch's `Subset` too; None where it is not one."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
+    dataset = _chosen_from(dataset)
     return dataset if isinstance(dataset, CacheFilling) else None
 
 
@@ -197,6 +192,13 @@ def as_rows(dataset: Any) -> RowDataset | None:
         inner = as_rows(dataset.dataset)
         return None if inner is None else _SubsetRows(inner, dataset.indices)
     return dataset if isinstance(dataset, RowDataset) else None
+
+
+def _chosen_from(dataset: Any) -> Any:
+    """What a `Subset`, perhaps of another one, chooses its samples from; any other dataset as it is."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
 
 
 class _SubsetRows:
