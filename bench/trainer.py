@@ -32,10 +32,10 @@ WANTED, WANTED_FIRST = 0.99, 0.97
 MODES = ("raw", "shrunk", "decoded")
 
 
-def simulated(directory: Path, images: int, epochs: int, workers: int, batch: int = 64) -> dict[str, Any]:
+def simulated(directory: Path, images: int, epochs: int, workers: int) -> dict[str, Any]:
     """Utilisation of simulated devices; `directory` gets the photos, the caches and the runs."""
     photos = _photos(directory, images)
-    options = ["--num-workers", str(workers), "--batch-size", str(batch), "--epochs", str(epochs)]
+    options = ["--num-workers", str(workers), "--batch-size", "64", "--epochs", str(epochs)]
     options += ["--cache-mode", "raw"]
     run = _Runs(directory, photos, options)
     own = run("own rate", "--simulate-gpu-rate", "1e9", "--epochs", str(epochs + 1))
@@ -63,15 +63,13 @@ def _as_wanted(device: dict[str, Any]) -> bool:
     return str(device["limit"]).startswith("the loader")
 
 
-def gpu(
-    directory: Path, images: int = 20_000, epochs: int = 3, workers: int | None = None, quick: bool = False
-) -> dict[str, Any]:
+def gpu(directory: Path, images: int, epochs: int, workers: int | None, quick: bool) -> dict[str, Any]:
     """Utilisation of the GPU of this machine, for `make gpu-check`. This has not run on a GPU yet.
 
     Args:
         directory: for the caches and the runs.
         images: photos of an epoch.
-        workers: default: one core is left to the trainer.
+        workers: None: one core is left to the trainer.
         quick: a small network on the CPU, to see that every step runs.
     """
     workers = workers or max(1, len(os.sched_getaffinity(0)) - 1)

@@ -33,7 +33,7 @@ class Place(NamedTuple):
     nodes: int
 
 
-def find_place(rank: int, replicas: int, nodes: int | None = None) -> Place:
+def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
     """The place of a rank: from `nodes`, the ranks of a node then being neighbours, or from the launcher.
 
     Raises:

@@ -106,9 +106,9 @@ def files(job):
     ]
 
 
-def in_memory(job, most=256):
-    """(bytes, label) of some of the photos."""
-    chosen = random.Random(0).sample(files(job), min(most, len(files(job))))
+def in_memory(job):
+    """(bytes, label) of 256 of the photos, or of all where there are fewer."""
+    chosen = random.Random(0).sample(files(job), min(256, len(files(job))))
     return [(read_file(path), label) for path, label in chosen]
 
 

@@ -24,9 +24,8 @@ from fastload.manifest import Manifest
 from fastload.manifest.listing import IMAGE_EXTENSIONS
 from fastload.store import ObjectInfo, Store, open_store
 
-__all__ = ["KINDS", "Source", "open_source"]
+__all__ = ["Source", "open_source"]
 
-KINDS = ("folder", "objects", "tar", "tfrecord")
 _TAR = (".tar", ".tar.gz", ".tgz")
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz", ".tfrec.gz")
 _BESIDE = (".idx", ".json", ".txt")
@@ -40,7 +39,7 @@ class Source(Protocol):
     """Where samples come from.
 
     Attributes:
-        kind: one of KINDS.
+        kind: "folder", "objects", "tar" or "tfrecord".
         url, identity: of the store.
         classes: class names, of a folder; or None.
         total_bytes: of all samples, as the store has them.

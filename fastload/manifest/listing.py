@@ -63,7 +63,7 @@ def write_listing(
     *,
     images_only: bool,
     labels: bool,
-    selection: Selection | None = None,
+    selection: Selection | None,
     progress: Callable[[int], None],
 ) -> None:
     """List `store` and write the manifest's bytes to an empty file.
@@ -99,7 +99,7 @@ def write_listing(
 class _Rows:
     """Listed objects in flat arrays, whose memory is that of the names and numbers alone."""
 
-    def __init__(self, *, images_only: bool, labels: bool, selection: Selection | None = None) -> None:
+    def __init__(self, *, images_only: bool, labels: bool, selection: Selection | None) -> None:
         self._images_only, self._labels = images_only, labels
         self._pattern = None if selection is None else re.compile(selection.pattern, re.DOTALL)
         self._required = frozenset(() if selection is None else selection.required)
