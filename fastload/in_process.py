@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import time
 from collections import deque
 from typing import Any
@@ -32,6 +33,7 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._after: Any = None  # its state then
         self._ahead = 0
         self._feed: Any = None
+        self._owner = os.getpid()
         self._progress = loader._state.begin(loader, late_seed=True)
         super().__init__(loader)
         loader._state.started(loader, self, self._progress)
@@ -166,6 +168,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         return data
 
     def __del__(self) -> None:
+        if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
+            return
         if self._feed is not None:
             self._feed.close()
         if self._reader is not None:

@@ -19,6 +19,7 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
 from fastload.device import Feed
+from fastload.errors import WorkerError
 from fastload.profile import stage
 from fastload.rows import as_rows
 from fastload.state import Progress
@@ -55,6 +56,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         self._least_ahead = self._ahead = loader.prefetch_factor
         if as_rows(self._dataset) is not None:
             self._ahead = loader._batches_ahead(self._least_ahead)
+        self._broken = False
         self._sent = 0  # sequence number of the next index batch
         self._arrived: dict[int, tuple[int, Result]] = {}
         self._owner: dict[int, int] = {}  # batches that are due: sequence number -> lane
@@ -111,12 +113,16 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._submit()
 
     def _next_data(self) -> Any:
+        if self._broken:
+            raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
         self._meter.asked()
         if self._feed is not None:
             self._feed.ask()
         while True:
             seq = self._due()
             if seq is None:
+                if self._turn and self._submit():  # what was asked for was lost in errors and interrupts
+                    continue
                 if self._streams is not None and self._streams.goes_on(ready=0):
                     self._begin()
                     continue
@@ -236,10 +242,14 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             for every in range(len(self._workers)):
                 self._pool.finish(every)
             return False
-        self._owner[self._sent] = lane
-        encoded = self._decoding is not None and self._decoding.next_encoded()
-        self._pool.submit(lane % self._num_workers, self._sent, index, encoded=encoded)
-        self._sent += 1
+        seq, self._sent = self._sent, self._sent + 1
+        self._owner[seq] = lane
+        try:
+            encoded = self._decoding is not None and self._decoding.next_encoded()
+            self._pool.submit(lane % self._num_workers, seq, index, encoded=encoded)
+        except BaseException:  # an index that cannot be pickled, Ctrl-C: nobody may wait for this batch
+            del self._owner[seq]
+            raise
         return True
 
     def _receive(self, *, wait: bool = True) -> None:
@@ -251,22 +261,22 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 received = (
                     self._pool.receive(self._timeout, self._meter.tick) if wait else self._pool.arrived()
                 )
-        except BaseException:  # Ctrl-C too: what had come in by then may be lost, and would be waited for
-            self._shutdown_workers()
-            if (forget := self._forget()) is not None:
-                forget(self)
-            raise
-        finally:
             if wait:
                 self._counters.add("wait.seconds", time.perf_counter() - start)
-        for worker_id, result in received:
-            self._counters.merge(result.counters)
-            self._bad.extend(result.bad)
-            if result.seq in self._owner:
-                self._progress.began(worker_id, result.before)
-                self._arrived[result.seq] = (worker_id, result)
-            else:
-                self._discard(worker_id, result)
+            for worker_id, result in received:
+                self._take_in(worker_id, result)
+        except BaseException:  # Ctrl-C too: what had come in by then may be lost, and would be waited for
+            self._break()
+            raise
+
+    def _take_in(self, worker_id: int, result: Result) -> None:
+        self._counters.merge(result.counters)
+        self._bad.extend(result.bad)
+        if result.seq in self._owner:
+            self._progress.began(worker_id, result.before)
+            self._arrived[result.seq] = (worker_id, result)
+        else:
+            self._discard(worker_id, result)
 
     def _discard(self, worker_id: int, result: Result) -> None:
         """A batch that nobody waits for any more; its slots go back."""
@@ -287,6 +297,13 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
                 self._discard(*self._arrived.pop(seq))
         if self._streams is None:
             self._submit()
+
+    def _break(self) -> None:
+        """End the workers, and this iterator with them."""
+        self._broken = True
+        self._shutdown_workers()
+        if (forget := self._forget()) is not None:
+            forget(self)
 
     def _shutdown_workers(self) -> None:
         if self._pool is not None:

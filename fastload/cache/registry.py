@@ -59,8 +59,9 @@ def _release(directory: Directory, user: object) -> None:
     directory.users.discard(user)
     if directory.users or _opened.get(directory.identity) is not directory:
         return
-    if directory.close():
-        del _opened[directory.identity]
+    del _opened[directory.identity]  # first: an error leaves it closed, too
+    if not directory.close():
+        _opened[directory.identity] = directory
 
 
 def abandon(directory: Directory | None, user: object) -> None:

@@ -127,7 +127,11 @@ class Writer:
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fastload-cache-writer", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # this process may not have more threads
+                self._thread = None
+                self._fail(error, [])
 
     def flush(self, timeout: float) -> bool:
         """Wait until all that was queued before is written and indexed, or dropped by a failure."""

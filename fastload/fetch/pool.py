@@ -13,12 +13,29 @@ from typing import Any
 from fastload.errors import StoreError
 from fastload.stats import Counters
 
-__all__ = ["ReadPool"]
+__all__ = ["ReadPool", "add_thread"]
 
 _CLOSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 
 Task = tuple["Future[Any]", Callable[[], Any]]
+
+
+def add_thread(threads: list[threading.Thread], target: Callable[[], None], name: str) -> bool:
+    """Start a daemon thread and list it. False where this process may not have more: fewer do as well.
+
+    Raises:
+        RuntimeError: there is none yet.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        if not threads:
+            raise
+        return False
+    threads.append(thread)
+    return True
 
 
 class ReadPool:
@@ -32,20 +49,22 @@ class ReadPool:
         self._most = most
         self._counters = counters
         self._tasks: deque[Task] = deque()
-        self._work = threading.Condition()
+        # Reentrant: `close` is called wherever garbage is collected, also by a thread that holds this. An
+        # Event would not do, for its own lock is not.
+        lock = threading.RLock()
+        self._work = threading.Condition(lock)  # idle threads wait here for tasks
+        self._ended = threading.Condition(lock)  # those that pause wait here, as long as the pool is open
         self._threads: list[threading.Thread] = []
         self._idle = 0
-        self._closing = threading.Event()
+        self._closing = False
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Have `work` done by a thread; a future that is cancelled is left out."""
         future: Future[Any] = Future()
         with self._work:
+            if len(self._tasks) >= self._idle and len(self._threads) < self._most:
+                add_thread(self._threads, self._run, "fastload-lane")
             self._tasks.append((future, work))
-            if len(self._tasks) > self._idle and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._run, name="fastload-lane", daemon=True)
-                self._threads.append(thread)
-                thread.start()
             self._work.notify()
         return future
 
@@ -62,7 +81,7 @@ class ReadPool:
                     error = future.exception(_LOOK_SECONDS)
                     break
                 except concurrent.futures.TimeoutError:
-                    if self._closing.is_set():
+                    if self._closing:
                         raise StoreError("the reader was closed while its bytes were waited for") from None
             if error is not None:
                 raise error
@@ -73,8 +92,9 @@ class ReadPool:
     def pause(self, error: StoreError, seconds: float) -> None:
         """Before a request is made again: `wait` of the store's reads."""
         self._counters.add("get.retries")
-        if self._closing.wait(seconds):
-            raise error
+        with self._ended:
+            if self._ended.wait_for(lambda: self._closing, seconds):
+                raise error
 
     def close(self) -> None:
         """End the threads, after the read that each is busy with.
@@ -82,9 +102,10 @@ class ReadPool:
         An iterator that is collected calls this, in any thread: also in one of these.
         """
         with self._work:
-            self._closing.set()
+            self._closing = True
             self._tasks.clear()
             self._work.notify_all()
+            self._ended.notify_all()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -106,7 +127,7 @@ class ReadPool:
     def _next(self) -> Task | None:
         with self._work:
             self._idle += 1
-            while not self._tasks and not self._closing.is_set():
+            while not self._tasks and not self._closing:
                 self._work.wait()
             self._idle -= 1
-            return None if self._closing.is_set() else self._tasks.popleft()
+            return None if self._closing else self._tasks.popleft()

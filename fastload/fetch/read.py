@@ -18,7 +18,7 @@ class Read:
     entry: Any = None  # where the cache has it
     wanted: int = 1  # how often it was requested and not yet taken
     missing: int = 1  # parts that are queued or under way
-    body: bytearray | None = None  # of an object read in parts
+    body: bytearray | None = None  # of an object read in parts; empty until the first one is asked for
     started: float = 0.0
     hedged: bool = False
     changes: int = 0  # how often the object was found to be another one
@@ -27,7 +27,7 @@ class Read:
     awaited: bool = False
     done: bool = False
     payload: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class Part(NamedTuple):
@@ -36,3 +36,8 @@ class Part(NamedTuple):
     read: Read
     start: int
     stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the sample."""
+        return self.stop - self.start == self.read.size

@@ -18,6 +18,7 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
 from fastload.fetch.hedge import Hedge
+from fastload.fetch.pool import add_thread
 from fastload.fetch.read import Part, Read
 from fastload.fetch.share import process_share
 from fastload.fetch.source import Source
@@ -77,10 +78,10 @@ class Window:
                     known.wanted += 1
                     continue
             read = self._new_read(index)
+            parts = self._parts(read) if read.entry is None else []
             with self._work:
                 self._reads[index] = read
-                if read.entry is None:
-                    self._queue.extend(self._parts(read))
+                self._queue.extend(parts)
         with self._work:
             self._staff()
             self._work.notify(len(self._queue))
@@ -104,6 +105,8 @@ class Window:
         self._drop(read)
         if read.error is not None:
             raise read.error
+        if read.payload is None:  # who had requested it has cancelled it, before it was read
+            return self._take_now(self._new_read(index))
         return read.payload
 
     def cancel(self, indices: Iterable[int]) -> None:
@@ -155,8 +158,11 @@ class Window:
             read.awaited = True
             if not read.started and self._queue and self._queue[0].read is not read:
                 self._advance(read)
+            self._staff()
             self._work.notify()
-            while not read.done:
+            while not read.done and read.wanted > 0:
+                if self._closing.is_set():
+                    raise StoreError("the reader was closed while its bytes were waited for")
                 if self._queue and not self._idle and self._busy >= self._limit.value:
                     self._limit.grow(time.monotonic())
                     self._staff()
@@ -200,7 +206,7 @@ class Window:
     def _forget(self, read: Read) -> None:
         """One who requested it does not want it any more."""
         read.wanted -= 1
-        if read.wanted > 0:
+        if read.wanted != 0:  # others do, or nobody did before
             return
         self._reads.pop(read.index, None)
         if read.done and read.entry is None:
@@ -223,10 +229,8 @@ class Window:
     def _staff(self) -> None:
         """Have a thread for every part that may be read now."""
         wanted = min(self._limit.value, len(self._threads) - self._idle + len(self._queue))
-        while len(self._threads) < wanted:
-            thread = threading.Thread(target=self._read_on, name="fastload-read", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        while len(self._threads) < wanted and add_thread(self._threads, self._read_on, "fastload-read"):
+            pass
 
     def _read_on(self) -> None:
         """A reader thread: reads what is queued, in order, within the bounds on requests and bytes."""
@@ -239,11 +243,11 @@ class Window:
                     if payload is None:
                         self._put_off(part)
                         continue
-                elif part.read.body is None:
+                elif part.whole:
                     payload = self._fetch(part.read)
                 else:
                     payload = self._fetch_part(part)
-            except Exception as caught:
+            except BaseException as caught:  # a panic of the store's client is no Exception
                 error = caught
                 self._unclaim(part.read)
             self._finish(part.read, payload, error, time.monotonic() - start)
@@ -296,8 +300,6 @@ class Window:
             if not part.read.started:
                 self._held += part.read.size
                 part.read.started = time.monotonic()
-                if part.read.body is not None:
-                    part.read.body = bytearray(part.read.size)
             return part
 
     def _may_start(self) -> bool:
@@ -311,7 +313,7 @@ class Window:
         fits = self._held == 0 or self._held + read.size <= self._most_bytes
         return bool(read.started) or read.awaited or fits
 
-    def _finish(self, read: Read, payload: Any, error: Exception | None, seconds: float) -> None:
+    def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
         """A part is done: `payload` is what the sample is, None while other parts are missing."""
         with self._done:
             self._busy -= 1
@@ -342,8 +344,12 @@ class Window:
     def _fetch_part(self, part: Part) -> Any:
         """Read a range of a sample; with the last one that is missing, keep the sample."""
         read, start, stop = part
-        body = read.body
-        assert body is not None
+        with self._work:
+            if read.body is not None and not read.body:
+                read.body = bytearray(read.size)
+            body = read.body
+        if body is None:  # it failed in another part
+            return None
         try:
             piece = self._ask(read, lambda: self._source.read_part(read.index, start, stop, self._pause))
         except ObjectChangedError as error:

@@ -60,7 +60,9 @@ def _leave_with(trainer: int) -> None:
 
     def watch() -> None:
         try:
-            select.select([os.pidfd_open(trainer)], [], [])
+            poll = select.poll()  # `select.select` takes no descriptor above 1,023
+            poll.register(os.pidfd_open(trainer), select.POLLIN)
+            poll.poll()
         except ProcessLookupError:
             pass
         except OSError:  # no pidfd in this kernel or sandbox

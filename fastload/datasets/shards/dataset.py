@@ -203,6 +203,7 @@ class ShardDataset(Dataset[Any]):
     # --- CacheFilling
 
     def flush_cache(self) -> None:
+        self._notice_fork()  # what the parent holds, its threads were to prepare
         if self.cache is not None:
             self._held.settle()
             self.cache.flush()

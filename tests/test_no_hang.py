@@ -1,0 +1,365 @@
+"""What would be waited for ever: threads that end or cannot start, requests that nobody answers, forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload import DataLoader, TarDataset
+from fastload.cache import Cache
+from fastload.cache.index import Index
+from fastload.errors import StoreError, WorkerError
+from fastload.fetch import Window
+from fastload.fetch.pool import ReadPool
+from fastload.state import Progress
+from fastload.stats import Counters
+from fastload.store.local import LocalStore
+from tests.loaderdata import Numbers
+from tests.patience import PATIENCE, wait_until
+from tests.sharddata import shards, write
+from tests.streamdata import RowShards
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+class Bodies:
+    """A source in memory. `gate` holds up reads of sample 0."""
+
+    def __init__(self, store: LocalStore, size: int = 8) -> None:
+        self.store = store
+        self._size = size
+        self.gate = threading.Event()
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def size(self, index: int) -> int:
+        return self._size
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        return [] if self._size < 1000 else [(0, 8), (8, self._size)]
+
+    def read(self, index: int, wait: Any) -> bytes:
+        if index == 0:
+            assert self.gate.wait(PATIENCE)
+        return bytes([index]) * 8
+
+    def read_part(self, index: int, start: int, stop: int, wait: Any) -> bytes:
+        return bytes(8)
+
+
+@pytest.fixture
+def bodies(tmp_path: Path) -> Bodies:
+    return Bodies(LocalStore(tmp_path.as_uri(), str(tmp_path)))
+
+
+@pytest.fixture
+def window(bodies: Bodies) -> Iterator[Window]:
+    """Reads one sample at a time."""
+    opened = Window(bodies, None, prepare=None, counters=Counters())  # type: ignore[arg-type]
+    opened._limit.value = opened._limit.most = 1
+    yield opened
+    bodies.gate.set()
+    opened.close()
+
+
+def result_of(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that does it, and what will be its result or error."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """This process may have no more threads of that name."""
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == name:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+# --- the window and the pool ---------------------------------------------------------------------------
+
+
+class Panic(BaseException):
+    """As of a client that is written in Rust."""
+
+
+def test_a_panic_of_the_client_is_raised_where_the_sample_is_taken(window: Window) -> None:
+    def panic(body: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    window._prepare = panic
+    window.request([1, 2])
+    for index in (1, 2):
+        with pytest.raises(Panic):
+            window.take(index)
+    assert window._busy == 0
+
+
+def test_an_object_that_no_memory_holds_is_an_error(window: Window, bodies: Bodies) -> None:
+    bodies._size = 1 << 60
+    window.request([1])
+    with pytest.raises(MemoryError):
+        window.take(1)
+    bodies._size = 8
+    window.request([2])
+    assert window.take(2) == bytes([2]) * 8
+
+
+def test_what_one_cancels_another_still_gets(window: Window, bodies: Bodies) -> None:
+    window.request([0, 1])
+    wait_until(lambda: window._busy, "sample 0 is being read")
+    thread, found = result_of(lambda: window.take(1))
+    wait_until(lambda: window._reads[1].awaited, "sample 1 is waited for")
+    window.cancel([1])
+    thread.join(PATIENCE)
+    assert found == [bytes([1]) * 8]
+    bodies.gate.set()
+    assert window.take(0) == bytes(8)
+    wait_until(lambda: not window._busy and not window._held, "all bytes were let go")
+    assert window._reads == {}
+
+
+def test_what_two_take_and_one_requested_is_let_go_once(window: Window, bodies: Bodies) -> None:
+    window.request([0])
+    takers = [result_of(lambda: window.take(0)) for _ in range(2)]
+    wait_until(lambda: window._reads[0].awaited, "sample 0 is waited for")
+    bodies.gate.set()
+    for thread, found in takers:
+        thread.join(PATIENCE)
+        assert found == [bytes(8)]
+    wait_until(lambda: not window._busy, "all is read")
+    assert window._held == 0 and window._reads == {}
+
+
+def test_a_closed_window_is_not_waited_for(window: Window, bodies: Bodies) -> None:
+    window.request([0, 1])
+    wait_until(lambda: window._busy, "sample 0 is being read")
+    thread, found = result_of(lambda: window.take(1))
+    wait_until(lambda: window._reads[1].awaited, "sample 1 is waited for")
+    window.close()
+    thread.join(PATIENCE)
+    assert isinstance(found[0], StoreError) and "closed" in str(found[0])
+
+
+def test_a_window_that_gets_no_thread_tries_again(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, "fastload-read")
+    with pytest.raises(RuntimeError, match="new thread"):
+        window.request([1])
+    monkeypatch.undo()
+    assert window.take(1) == bytes([1]) * 8
+
+
+def test_a_window_makes_do_with_the_threads_it_gets(
+    window: Window, bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    window.request([1])
+    assert window.take(1) == bytes([1]) * 8
+    window._limit.value = window._limit.most = 8
+    refuse(monkeypatch, "fastload-read")
+    window.request([2, 3, 4])
+    assert [window.take(index) for index in (2, 3, 4)] == [bytes([i]) * 8 for i in (2, 3, 4)]
+
+
+def test_a_pool_that_gets_no_thread_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = ReadPool(1, Counters())
+    refuse(monkeypatch, "fastload-lane")
+    with pytest.raises(RuntimeError, match="new thread"):
+        pool.submit(lambda: 1)
+    monkeypatch.undo()
+    assert pool.wait(pool.submit(lambda: 2)) == 2
+    pool.close()
+
+
+def test_a_pool_closed_by_a_thread_that_begins_to_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lanes are collected there, with the locks held that the pause takes."""
+    pool = ReadPool(1, Counters())
+    wait = threading.Condition.wait
+    closed = []
+
+    def collects(self: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "fastload-lane" and not closed:
+            closed.append(True)
+            pool.close()
+        return wait(self, timeout)
+
+    def work() -> None:
+        monkeypatch.setattr(threading.Condition, "wait", collects)
+        pool.pause(StoreError("busy"), 0.01)
+
+    with pytest.raises(StoreError, match="busy"):
+        pool.submit(work).result(PATIENCE)
+
+
+# --- the cache -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_gets_no_thread_passes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache")
+    key = cache.key("a")
+    refuse(monkeypatch, "fastload-cache-writer")
+    assert cache.claim(key)
+    cache.write(key, b"payload")
+    with pytest.warns(RuntimeWarning, match="new thread"):
+        assert not cache.write(key, b"payload")
+    assert cache.claim(key)  # it was given back
+    assert not cache.flush()
+    cache.close()
+
+
+def test_a_directory_that_was_left_with_an_error_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache.write(cache.key("a"), b"payload")
+
+    def fails(self: Index) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="the disk is gone"):
+        patched.setattr(Index, "sync", fails)
+        cache.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache.write(cache.key("b"), b"payload")
+        assert cache.flush() and cache.read(cache.key("b")) == b"payload"
+        cache.close()
+
+
+# --- forks -----------------------------------------------------------------------------------------------
+
+
+def forked(work: Callable[[], object]) -> bool:
+    """Whether a forked child comes to the end of it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            return ended[1] == 0
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def test_a_worker_that_reads_nothing_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+    gate = threading.Event()
+
+    def decode(fields: Any) -> Any:
+        assert gate.wait(PATIENCE)
+        return 1
+
+    folder = write(tmp_path / "shards", shards("tar"))
+    data = TarDataset(folder, decode=decode, cache=Cache(tmp_path / "cache", "decoded"))
+    (state,) = data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)
+    stream = data.open_stream(state)
+    assert stream.take(4)  # the threads are at it
+    assert forked(data.flush_cache)
+    gate.set()
+    data.close()
+
+
+def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
+    iterator = iter(DataLoader(RowShards([8, 8]), batch_size=4))
+    next(iterator)
+    pool = ReadPool(1, Counters())
+    iterator._reader.close = pool.close
+    locked, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._work:
+            locked.set()
+            over.wait(PATIENCE)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert locked.wait(PATIENCE)
+    assert forked(iterator.__del__)
+    over.set()
+    thread.join()
+    del iterator._reader.close
+
+
+# --- workers ---------------------------------------------------------------------------------------------
+
+
+def test_a_worker_with_many_files_open_sees_its_trainer_die() -> None:
+    body = """if True:
+        import os, resource, sys, time
+        from fastload.workers.worker import _leave_with
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+        _leave_with(int(sys.argv[1]))
+        print("ready", flush=True)
+        time.sleep(100000)
+    """
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100000)"]) as trainer:
+        command = [sys.executable, "-c", body, str(trainer.pid)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+            try:
+                assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
+                trainer.kill()
+                assert worker.wait(PATIENCE) == 1
+            finally:
+                worker.kill()
+                trainer.kill()
+
+
+def test_interrupted_while_results_are_taken_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator = iter(DataLoader(Numbers(8), num_workers=1))
+    assert int(next(iterator)) == 0
+
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Progress, "began", interrupt)
+        for _ in range(8):
+            next(iterator)
+    with pytest.raises(WorkerError, match="start a new one"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+def test_a_batch_that_cannot_be_asked_for_is_not_waited_for(prefetch: int) -> None:
+    indices: list[Any] = [[0], [1], [2], [lambda: 3], [4], [5]]
+    loader = DataLoader(Numbers(8), batch_sampler=indices, num_workers=1, prefetch_factor=prefetch)
+    iterator = iter(loader)
+    got, errors = [], 0
+    while True:
+        try:
+            got.append(int(next(iterator)))
+        except StopIteration:
+            break
+        except Exception:
+            errors += 1
+    assert errors == 1 and got[-2:] == [4, 5]
