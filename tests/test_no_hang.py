@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -9,13 +10,14 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fastload import DataLoader, TarDataset
+from fastload import DataLoader, ObjectDataset, TarDataset
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
@@ -182,6 +184,32 @@ def test_a_window_makes_do_with_the_threads_it_gets(
     refuse(monkeypatch, "fastload-read")
     window.request([2, 3, 4])
     assert [window.take(index) for index in (2, 3, 4)] == [bytes([i]) * 8 for i in (2, 3, 4)]
+
+
+def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("window", "pool"):
+        monkeypatch.setattr(f"fastload.fetch.{module}.IDLE_SECONDS", 0.05)
+    (tmp_path / "data").mkdir()
+    for i in range(20):
+        (tmp_path / "data" / str(i)).write_bytes(bytes([i]) * 100)
+    before = set(threading.enumerate())
+    dataset = ObjectDataset(str(tmp_path / "data"))
+    dataset.prefetch(range(20))
+    assert [dataset[i][0] for i in range(20)] == [int(dataset.key(i)) for i in range(20)]
+    ended = weakref.ref(dataset)
+    del dataset
+    wait_until(lambda: set(threading.enumerate()) <= before, "its threads have ended")
+    gc.collect()
+    assert ended() is None
+
+
+def test_a_thread_that_ended_is_replaced(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.fetch.window.IDLE_SECONDS", 0.001)
+    for _ in range(50):
+        window.request([1, 2])
+        assert (window.take(1), window.take(2)) == (bytes([1]) * 8, bytes([2]) * 8)
+    wait_until(lambda: not window._threads, "all threads have ended")
+    assert window._idle == window._busy == 0
 
 
 def test_a_pool_that_gets_no_thread_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:

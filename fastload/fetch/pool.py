@@ -13,8 +13,9 @@ from typing import Any
 from fastload.errors import StoreError
 from fastload.stats import Counters
 
-__all__ = ["ReadPool", "add_thread"]
+__all__ = ["IDLE_SECONDS", "ReadPool", "add_thread"]
 
+IDLE_SECONDS = 10.0  # after which a thread ends: what nobody closed is collected when its last one has
 _CLOSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 
@@ -128,6 +129,10 @@ class ReadPool:
         with self._work:
             self._idle += 1
             while not self._tasks and not self._closing:
-                self._work.wait()
+                if self._work.wait(IDLE_SECONDS) or self._tasks or self._closing:
+                    continue
+                self._threads.remove(threading.current_thread())
+                self._idle -= 1
+                return None
             self._idle -= 1
             return None if self._closing else self._tasks.popleft()

@@ -18,7 +18,7 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
 from fastload.fetch.hedge import Hedge
-from fastload.fetch.pool import add_thread
+from fastload.fetch.pool import IDLE_SECONDS, add_thread
 from fastload.fetch.read import Part, Read
 from fastload.fetch.share import process_share
 from fastload.fetch.source import Source
@@ -291,7 +291,11 @@ class Window:
             self._idle += 1
             self._drop_cancelled()
             while not self._closing.is_set() and not self._may_start():
-                self._work.wait()
+                if self._work.wait(IDLE_SECONDS) or self._closing.is_set() or self._may_start():
+                    continue
+                self._threads.remove(threading.current_thread())
+                self._idle -= 1
+                return None
             self._idle -= 1
             if self._closing.is_set():
                 return None
