@@ -109,8 +109,10 @@ def test_faults_that_retries_help(
     body = (BODY * (size // len(BODY) + 1))[:size]
     (tmp_path / "source").write_bytes(body)
     faults.script("key", *RECOVERED[name])
-    open_store("s3://bucket", **faults.options, **client).write("key", tmp_path / "source")
-    assert faults.objects == {"key": body} and not faults.parts
+    store = open_store("s3://bucket", **faults.options, **client)
+    store.write("first", b"")
+    store.write("key", tmp_path / "source")
+    assert faults.objects == {"first": b"", "key": body} and not faults.parts
 
 
 REFUSED = {
@@ -142,6 +144,15 @@ def test_faults_that_are_errors(
     if fault.status:  # a lost answer leaves open whether the object was taken
         assert not faults.objects
     assert faults.options["secret"] not in str(caught.value)
+
+
+@clients
+def test_a_store_that_takes_nothing_is_soon_said(client: dict[str, Any], faults: FaultServer) -> None:
+    """With the patience of a real store, which what was written before would be waited for with."""
+    faults.script("key", Fault(status=500), repeat=True)
+    with pytest.raises(StoreError, match="key"):
+        open_store("s3://bucket", **faults.options, **client).write("key", b"body")
+    assert faults.count("key") < 1000
 
 
 def test_one_part_that_fails_is_sent_again_alone(faults: FaultServer, impatient: None) -> None:

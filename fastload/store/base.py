@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -67,14 +68,14 @@ class Store(ABC):
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
     `AccessDeniedError`, `ObjectChangedError`, `ShortReadError`, `StoreTimeoutError` or plain `StoreError`,
     each naming the key. What may go away by itself is tried again for three minutes; the error then says how
-    often and how long. All methods may be called from several threads at once.
+    often and how long; the first write is given up after seconds. Threads may share it.
     """
 
     def __init__(self, url: str, identity: str) -> None:
         self.url = url
         self.identity = identity
         self.reading = Reading()
-        self._reached = False
+        self._reached = self._written = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -120,7 +121,13 @@ class Store(ABC):
         It is seen whole or not at all, whatever becomes of this process. A `Path` is a local file that is
         sent piece by piece: the way for what is too large to be held in memory.
         """
-        self._retried(lambda: self._write(key, body), wait)
+        # A store that never took anything may be one that is only for reading: it is not waited for long.
+        self._retried(lambda: self._write(key, body), wait, patient=self._written)
+        self._written = True
+
+    def holds(self, path: str) -> bool:
+        """Whether a path on this machine lies within what this store lists."""
+        return False
 
     # One attempt each.
 
@@ -140,13 +147,14 @@ class Store(ABC):
         """Get new credentials unless they are newer than `since`; False where there can be none."""
         return False
 
-    def _retried(self, attempt: Callable[[], T], wait: Wait = retry.sleep) -> T:
-        result = retry.retried(attempt, self._attempts, wait)
+    def _retried(self, attempt: Callable[[], T], wait: Wait = retry.sleep, patient: bool = True) -> T:
+        result = retry.retried(attempt, functools.partial(self._attempts, patient=patient), wait)
         self._reached = True
         return result
 
-    def _attempts(self, start: float) -> retry.Attempts:
-        return retry.Attempts(start, retry.READ, self._renew, self._reached)
+    def _attempts(self, start: float, patient: bool = True) -> retry.Attempts:
+        policy = retry.READ if patient else retry.READ._replace(budget=retry.CONTACT_SECONDS)
+        return retry.Attempts(start, policy, self._renew, self._reached)
 
     # The asynchronous forms. A store without an asynchronous client serves them from threads.
 

@@ -79,6 +79,11 @@ _FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
 _CONTACT_PREFIX = ".fastload-contact"
 
 
+def _first(patience: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, but it gives up within seconds."""
+    return {**patience, "retry": {**patience["retry"], "retry_timeout": timedelta(seconds=4)}}
+
+
 class _Address(NamedTuple):
     kind: str  # "s3", "gs", "az" or "http"
     bucket: str  # bucket or container; for http the base URL
@@ -108,6 +113,7 @@ class NativeStore(Store):
         self._reader = PerProcess(lambda: self._client(_READER))
         self._lister = PerProcess(lambda: self._client(_LISTER))
         self._writer = PerProcess(lambda: self._client(_WRITER))
+        self._first_writer = PerProcess(lambda: self._client(_first(_WRITER)))
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -214,6 +220,7 @@ class NativeStore(Store):
             self._place = self._described(connection)
             self._reader.renew()
             self._writer.renew()
+            self._first_writer.renew()
             return True
 
     def _write(self, key: str, body: Buffer | Path) -> None:
@@ -222,8 +229,9 @@ class NativeStore(Store):
         if self._address.kind == "http":
             raise ArgumentError(f"{self.url!r}: http servers are for reading; write to the bucket as s3://")
         with self._errors(key, "put"):
+            writer = self._writer if self._written else self._first_writer
             # What fits into a part is one request; S3 shows the parts of a larger one when all are there.
-            obstore.put(self._writer(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
+            obstore.put(writer(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
 
     def _errors(self, key: str, stage: str = "get") -> Any:
         why = "obstore would take another one for it. For s3:// pass client='s3fs', or rename it"
