@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from fastload.autoscale import Autoscaler, ceiling, fixed_by
 from fastload.cuda import checked
@@ -103,6 +103,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         if on_error not in _ON_ERROR:
             raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
+        if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
+            raise ArgumentError(
+                f"on_error={on_error!r}: what an iterable dataset raises ends it; use 'raise'"
+            )
+        if isinstance(num_workers, str) and num_workers != "auto":
+            raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
         if not (batch_transform is None or callable(batch_transform)):
             raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
         if seed is not None and not isinstance(seed, int):

@@ -65,7 +65,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if self._feed is not None and self._feed.copies:
             self._pin_memory = False
             pin = self._feed.pin
-        self._pool = WorkerPool(_setup(self, loader), _context(loader), pin, start=self._wanted())
+        context, forced = _context(loader)
+        self._pool = WorkerPool(_setup(self, loader), context, pin, start=self._wanted(), forced=forced)
         self._pin_memory_thread = None
         self._reset(loader, first_iter=True)
 
@@ -338,17 +339,17 @@ def _setup(iterator: WorkerIterator, loader: Any) -> WorkerSetup:
     )
 
 
-def _context(loader: Any) -> Any:
-    """The user's start method, or torch's default; forkserver where a fork would hang.
+def _context(loader: Any) -> tuple[Any, bool]:
+    """The user's start method, or torch's default; forkserver, and True, where a fork would hang.
 
     A child that uses obstore after its parent did hangs under fork; only a process that starts anew is safe.
     """
-    context = loader.multiprocessing_context or multiprocessing.get_context()
+    context, forced = loader.multiprocessing_context or multiprocessing.get_context(), False
     if loader.multiprocessing_context is None and context.get_start_method() == "fork":
         if not store.native_client_used():
-            return torch.multiprocessing
-        context = multiprocessing.get_context("forkserver")
+            return torch.multiprocessing, False
+        context, forced = multiprocessing.get_context("forkserver"), True
     if context.get_start_method() == "forkserver":
         # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
         context.set_forkserver_preload(_PRELOADED)
-    return context
+    return context, forced

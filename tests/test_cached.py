@@ -129,7 +129,9 @@ def test_arguments(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="map-style"):
         cached(Endless(), Cache(tmp_path / "cache"))
     with pytest.raises(ArgumentError, match=r"fastload\.Cache"):
-        cached([1], str(tmp_path))  # type: ignore[arg-type]
+        cached([1], None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"list .* fingerprint"):
+        cached([1], tmp_path / "cache")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="fingerprint"):
         cached([1], Cache(tmp_path / "cache"), fingerprint=7)  # type: ignore[arg-type]
 

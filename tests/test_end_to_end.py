@@ -22,6 +22,7 @@ from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResize
 from fastload.cli._photos import make_dataset
 from fastload.cli._s3 import serve_s3
 from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError, NotFoundError
+from tests.loaderdata import Stream
 from tests.patience import PATIENCE
 
 IMAGES = 120
@@ -187,6 +188,11 @@ def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -
         ),
         (FastloadError, "no-such-dir", {"url": str(tmp_path / "no-such-dir")}),
         (CacheError, "file", {"url": bucket.url, "storage_options": bucket.options, "cache": a_file}),
+        (ArgumentError, "is a mode", {"url": str(tmp_path), "cache": "raw"}),
+        (ArgumentError, "cache must be", {"url": str(tmp_path), "cache": True}),
+        (ArgumentError, "lies within", {"url": str(tmp_path), "cache": tmp_path / "cache"}),
+        (ArgumentError, "s3://BUCKET", {"url": "obs://photos"}),
+        (ArgumentError, "is it s3://", {"url": "photos/train", "storage_options": bucket.options}),
     ]
     for kind, text, arguments in cases:
         start = time.monotonic()
@@ -196,6 +202,10 @@ def test_clear_errors_before_any_worker_starts(bucket: Bucket, tmp_path: Path) -
         assert "f" * 40 not in str(caught.value)
     with pytest.raises(ArgumentError, match="on_error"):
         DataLoader([1, 2], on_error="ignore")
+    with pytest.raises(ArgumentError, match="iterable"):
+        DataLoader(Stream(3), on_error="skip")
+    with pytest.raises(ArgumentError, match="'auto', found '2'"):
+        DataLoader([1, 2], num_workers="2")
 
 
 # --- death

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fastload import DataLoader
-from fastload.errors import WorkerError
+from fastload.errors import ArgumentError, WorkerError
 from fastload.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -628,6 +628,13 @@ def test_a_fork_of_the_user_while_a_loader_lives() -> None:
     assert os.read(read, 10) == bytes(range(4))
     os.close(read)
     os.close(write)
+
+
+def test_what_a_forced_forkserver_cannot_pickle_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a read by the trainer's own process."""
+    monkeypatch.setattr("fastload.store.native_client_used", lambda: True)
+    with pytest.raises(ArgumentError, match=r"(?s)dataset\[i\].*must be picklable.*lambda"):
+        iter(DataLoader(Numbers(4, lambda index: index), num_workers=1))
 
 
 def test_a_loader_in_a_thread() -> None:

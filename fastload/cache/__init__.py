@@ -9,7 +9,7 @@ whole directory, and `cache` the class to use.
 """
 
 from fastload.cache.audit import Report
-from fastload.cache.cache import Cache
+from fastload.cache.cache import Cache, as_cache
 from fastload.cache.record import Entry
 
-__all__ = ["Cache", "Entry", "Report"]
+__all__ = ["Cache", "Entry", "Report", "as_cache"]

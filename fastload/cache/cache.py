@@ -30,13 +30,33 @@ from fastload.cache.writer import Item
 from fastload.errors import ArgumentError, CacheError
 from fastload.stats import Counters
 
-__all__ = ["Cache", "parse_size"]
+__all__ = ["Cache", "as_cache", "parse_size"]
 
 Digest = hashlib.blake2b  # of the first parts of a key
 Mode = Literal["raw", "shrunk", "decoded"]
 
 # This process is short of something; the entry is not to blame.
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
+    """What a dataset's `cache=` names: a `Cache`, or the path of one in mode "raw".
+
+    Raises:
+        ArgumentError: it is neither, or the name of a mode alone.
+    """
+    if cache is None or isinstance(cache, Cache):
+        return cache
+    if not isinstance(cache, str | os.PathLike):
+        raise ArgumentError(
+            f"cache must be a fastload.Cache, the path of a directory, or None: found {cache!r}"
+        )
+    if cache in get_args(Mode):
+        raise ArgumentError(
+            f"cache={cache!r} is a mode, and where to keep it is not said: give Cache(directory, {cache!r}); "
+            f"a directory of that name is './{cache}'"
+        )
+    return Cache(cache)
 
 
 class Cache:

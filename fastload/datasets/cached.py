@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
 from fastload.datasets.layout import dump, load
 from fastload.datasets.prefix import code_of
 from fastload.errors import ArgumentError, DecodeError
@@ -18,7 +19,9 @@ __all__ = ["CachedDataset", "cached"]
 _PRIMITIVE = (type(None), bool, int, float, str, bytes, PurePath)
 
 
-def cached(dataset: Dataset[Any], cache: Cache, *, fingerprint: str | None = None) -> CachedDataset:
+def cached(
+    dataset: Dataset[Any], cache: Cache | str | os.PathLike[str], *, fingerprint: str | None = None
+) -> CachedDataset:
     """Keep the samples of a deterministic map-style dataset in `cache`.
 
     What is random (augmentation) belongs behind this, or every epoch repeats the first one.
@@ -26,15 +29,17 @@ def cached(dataset: Dataset[Any], cache: Cache, *, fingerprint: str | None = Non
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
-        cache: any `Cache`; its mode only says where entries belong.
+        cache: any `Cache`, or the path of one; its mode only says where entries belong.
         fingerprint: text that names the samples: same fingerprint and index, same sample. Default: the
             dataset's class, its source code, its length, and those of its attributes that are plain values.
 
     Raises:
-        ArgumentError: a dataset without length, a cache that is none; at a sample that cannot be stored.
+        ArgumentError: a dataset without length, or of which no fingerprint can be made; at a sample that
+            cannot be stored.
     """
-    if not isinstance(cache, Cache):
-        raise ArgumentError(f"cache must be a fastload.Cache, found {cache!r}")
+    kept_in = as_cache(cache)
+    if kept_in is None:
+        raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, IterableDataset):
         raise ArgumentError(
@@ -42,7 +47,7 @@ def cached(dataset: Dataset[Any], cache: Cache, *, fingerprint: str | None = Non
         )
     if not isinstance(fingerprint, str | None):
         raise ArgumentError(f"fingerprint must be a str or None, found {fingerprint!r}")
-    return CachedDataset(dataset, cache, fingerprint if fingerprint is not None else _fingerprint(dataset))
+    return CachedDataset(dataset, kept_in, fingerprint if fingerprint is not None else _fingerprint(dataset))
 
 
 class CachedDataset(Dataset[Any]):
@@ -92,5 +97,9 @@ class CachedDataset(Dataset[Any]):
 
 
 def _fingerprint(dataset: Any) -> str:
+    if not hasattr(dataset, "__dict__"):
+        raise ArgumentError(
+            f"a {type(dataset).__name__} has nothing to tell it from others by: give a fingerprint"
+        )
     values = {name: value for name, value in sorted(vars(dataset).items()) if isinstance(value, _PRIMITIVE)}
     return repr((code_of(type(dataset)), len(dataset), values))

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
 from fastload.datasets.forecast import announcing
 from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
@@ -74,10 +74,15 @@ class ObjectDataset(Dataset[Any]):
         self.url = url
         self.decode = decode
         self.transform = transform
-        self.cache = Cache(cache) if isinstance(cache, str | os.PathLike) else cache
+        self.cache = as_cache(cache)
         self.counters = Counters()
         self._prefix = Prefix(self.cache, decode)
         self._store = open_store(url, **(storage_options or {}))
+        if self.cache is not None and self._store.holds(self.cache.path):
+            raise ArgumentError(
+                f"cache {self.cache.path!r} lies within {url!r}, and its files would be taken for samples: "
+                "give a directory beside it"
+            )
         self._manifest = Manifest.open(
             self._store,
             directory=None if self.cache is None else self.cache.manifests,
@@ -93,6 +98,10 @@ class ObjectDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         index = self._checked(index)
         return self._finish(index, self._take(index))
+
+    def __repr__(self) -> str:
+        cache = "" if self.cache is None else f", cache={self.cache!r}"
+        return f"{type(self).__name__}({self._store.url!r}, {len(self):,} samples{cache})"
 
     def key(self, index: int) -> str:
         """The object key of a sample, relative to `url`."""

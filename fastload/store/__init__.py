@@ -77,7 +77,10 @@ def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
     from fastload.store.local import LocalStore
 
     if options:
-        raise ArgumentError(f"storage options {sorted(options)} given, but directory {url!r} takes none")
+        bucket = "" if "://" in url or url.startswith(("/", ".", "~")) else f" (is it s3://{url}?)"
+        raise ArgumentError(
+            f"storage options {sorted(options)} given, but directory {url!r} takes none{bucket}"
+        )
     if not path:
         raise ArgumentError(f"url {url!r} is empty: give a directory or a URL such as s3://bucket/prefix")
     return LocalStore(url, os.path.expanduser(path))  # noqa: PTH111 - a plain str, for any bytes in it
@@ -99,6 +102,11 @@ def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
     from fastload.store.fs import FsspecStore
     from fastload.store.native import NATIVE_PROTOCOLS
 
+    if protocol == "obs":
+        raise ArgumentError(
+            f"url {url!r}: Huawei OBS is read as s3://BUCKET/PREFIX, with the storage option "
+            "endpoint_url='https://obs.REGION.myhuaweicloud.com'"
+        )
     try:
         fsspec.get_filesystem_class(protocol)
     except ValueError:

@@ -42,6 +42,10 @@ class LocalStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self.url, self._root), {"reading": self.reading}
 
+    def holds(self, path: str) -> bool:
+        root, inner = os.path.realpath(self._root), os.path.realpath(path)
+        return os.path.commonpath([root, inner]) == root
+
     def list(self) -> Iterator[Page]:
         with self._place.errors("list"):
             if not Path(self._root).exists():

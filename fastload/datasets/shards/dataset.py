@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
 from fastload.cache.cache import Digest, parse_size
 from fastload.datasets.shards.fields import Fields
 from fastload.datasets.shards.held import Held
@@ -70,7 +70,7 @@ class ShardDataset(Dataset[Any]):
         self.decode = decode
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
-        self.cache = Cache(cache) if isinstance(cache, str | os.PathLike) else cache
+        self.cache = as_cache(cache)
         self.counters = Counters()
         self._form = form
         self._maker = SampleMaker(fields, decode is not None, transform)
