@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import os
 import time
 from collections import deque
@@ -20,6 +19,8 @@ from fastload.state import dataset_state, kept_globals, resume_fetcher
 from fastload.streams import StreamEpoch, StreamOver, StreamReader
 
 __all__ = ["InProcessIterator"]
+
+_END = object()
 
 
 class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
@@ -104,7 +105,11 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
 
     def _next_index(self) -> Any:
         """The next index batch, those after it announced to the dataset."""
-        for index in itertools.islice(self._sampler_iter, 1 + self._ahead - len(self._coming)):
+        while len(self._coming) <= self._ahead:
+            with self._counters.timed("sampler"):
+                index = next(self._sampler_iter, _END)
+            if index is _END:
+                break
             if self._maker is not None and self._ahead:
                 self._maker.prefetch(index)
             self._coming.append(index)
@@ -136,16 +141,12 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         if self._feed is not None:
             self._feed.ask()
         if self._maker is None:
-            with self._counters.timed("sampler"):
-                index = self._next_index()
-            return self._finished(self._dataset_fetcher.fetch(index))
-        start = time.perf_counter()
+            return self._finished(self._dataset_fetcher.fetch(self._next_index()))
+        start, drawn = time.perf_counter(), self._counters["sampler.seconds"]
         if self._streams is not None and self._reader is not None:
             index = self._next_ids(self._streams, self._reader, self._maker)
         else:
-            with self._counters.timed("sampler"):
-                index = self._next_index()
-            start = time.perf_counter()
+            index = self._next_index()
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
             encoded = self._decoding is not None and self._decoding.next_encoded()
@@ -156,7 +157,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._bad.extend(self._maker.bad)
         self._maker.bad.clear()
         data = self._finished(data)
-        self._counters.add("wait.seconds", time.perf_counter() - start)
+        drawn = self._counters["sampler.seconds"] - drawn
+        self._counters.add("wait.seconds", time.perf_counter() - start - drawn)
         return data
 
     def _finished(self, data: Any) -> Any:

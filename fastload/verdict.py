@@ -103,7 +103,9 @@ def _more_workers(gauges: Mapping[str, float]) -> str:
 
 def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
     hits, misses = counters.get("cache.hits", 0.0), counters.get("cache.misses", 0.0)
-    if not hits and not misses:
+    if counters.get("cache.failures", 0.0) and not hits:
+        first = "the cache fails (a warning says why): mend it, or every epoch reads the store; until then "
+    elif not hits and not misses:
         first = "give the dataset a cache, and later epochs will not read the store; until then "
     elif counters.get("cache.dropped", 0.0) > _DROPPED * misses:
         first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk'; beside that "

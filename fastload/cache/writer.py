@@ -263,8 +263,12 @@ class Writer:
     def _check_disk(self, size: int) -> None:
         disk = os.fstatvfs(self._segments_fd)
         reserve = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // 100)
-        if disk.f_bavail * disk.f_frsize < size + reserve:
-            raise OSError(errno.ENOSPC, f"less than {reserve >> 20} MiB would be left free on the disk")
+        free = disk.f_bavail * disk.f_frsize
+        if free < size + reserve:
+            words = (
+                f"the disk is full: {free / 1e6:.1f} MB are free, of which {reserve / 1e6:.1f} MB stay free"
+            )
+            raise OSError(errno.ENOSPC, words)
 
     def _open_segment(self) -> None:
         self._leave_segment()
