@@ -62,6 +62,7 @@ MAY_IMPORT = {
         *("cuda", "dali", "decoding", "device", "in_process", "worker_iterator", "rows", "sampler", "state"),
         *("stats", "verdict", "errors"),
     },
+    "__main__": {"cli"},
     "cli": {"formats", "errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
 }
 
