@@ -79,10 +79,11 @@ def abandon(directory: Directory | None, user: object) -> None:
 
 
 def close_all() -> None:
-    """Close every directory that this process has open."""
+    """Close every directory that this process has open, whatever becomes of the one before."""
     with _lock:
         for directory in list(_opened.values()):
-            directory.close()
+            with contextlib.suppress(OSError, lmdb.Error):
+                directory.close()
         _opened.clear()
 
 

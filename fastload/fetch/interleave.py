@@ -102,7 +102,6 @@ class Interleave:
     ) -> None:
         self._spans = spans
         self._open_lane = open_lane
-        self._cycle_length = cycle_length
         self._block_length = block_length
         self._spare: deque[_Open] = deque()  # opened before their turn, while others are at their end
         self._turn, self._left = 0, block_length

@@ -24,7 +24,6 @@ __all__ = ["Lane", "Reach", "Shard"]
 # The first bytes of a lane are asked for in a small range, so that its first record is there early.
 _FIRST_PIECE = 1 << 20
 _LEAST_PIECE = 1 << 20
-_MOST_PIECE = 16 << 20
 _USUAL_PIECE = 8 << 20
 
 

@@ -126,7 +126,11 @@ class SlotPool:
         so_far = sum(slot.memory.nbytes for slot in self._current)
         size = -(-max(nbytes + _SLACK, self._largest, so_far) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = anonymous_file(size)
-        memory = map_shared(os.dup(fd), size)
+        try:
+            memory = map_shared(os.dup(fd), size)
+        except OSError:
+            os.close(fd)
+            raise
         slot = _Slot(self._made, memory, fd)
         self._made += 1
         self._slots[slot.id] = slot
