@@ -141,9 +141,9 @@ def _caption(document: Document) -> str:
         f"Medians of {settings['repeats']} turns (small: min–max), in each of which all contenders run, one\n"
         "after the other, each written as its own documentation recommends and with the number of workers\n"
         "that it is fastest with; raised numbers name what differs (below). The share of the limit is the\n"
-        "median over the turns. fastload lists the bucket within each first epoch; the others knew the\n"
-        "objects before. Slow contenders' epochs are cut short: their GETs and bytes include what was read\n"
-        "for batches that came too late to count."
+        "median over the turns. Objects are listed before an epoch; where fastload fills a cache, which is\n"
+        "then an empty one, within it. Slow contenders' epochs are cut short: their GETs and bytes include\n"
+        "what was read for batches that came too late to count."
     )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "
