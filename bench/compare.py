@@ -30,7 +30,17 @@ from rich.console import Console
 from rich.status import Status
 
 from bench import growth, handover, node, report
-from bench.contenders import COLD, COLD_AT_20, DECODE, GROWING, LATER, OUTSIDE, WITH_OWN_FILES, Contender
+from bench.contenders import (
+    AT_50,
+    COLD,
+    COLD_AT_20,
+    DECODE,
+    GROWING,
+    LATER,
+    OUTSIDE,
+    WITH_OWN_FILES,
+    Contender,
+)
 from bench.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.limits import Limits, bare_get, handing_over, machine_limits
 from bench.peer import Peer
@@ -125,13 +135,14 @@ def cold(record: Record, server: S3Server, folder: Path, bare: Limits) -> dict[s
         course = Course(at, False, scale.repeats, scale.seconds, record.step)
         group = with_workers(record, course, contenders_here(record, "cold", COLD), "cold")
         only_here = contenders_here(record, "cold", COLD_AT_20)
-        names = frozenset(contender.name for contender in only_here)
+        away = {20: frozenset(), 50: frozenset(c.name for c in (*group, *only_here) if c.name not in AT_50)}
+        elsewhere = frozenset(contender.name for contender in only_here)
         name, decoding = bare.decoding("raw")
         cases = {
             ms: Case(
                 {"bare parallel GET": bare_get(at), f"{name}, {CORES} threads": decoding},
                 lambda ms=ms: at.proxy.set_round_trip(ms / 1000),
-                frozenset() if ms == 20 else names,
+                away.get(ms, elsewhere),
             )
             for ms in scale.latencies
         }
