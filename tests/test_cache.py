@@ -844,7 +844,7 @@ def test_nearly_full_disk_is_left_alone(
     monkeypatch.setattr(os, "fstatvfs", nearly_full)
     cache = open_cache()
     cache.write(cache.key("a"), b"x")
-    with pytest.warns(RuntimeWarning, match="left free on the disk"):
+    with pytest.warns(RuntimeWarning, match=r"the disk is full: .* MB are free"):
         assert not cache.flush(30)
 
 
