@@ -30,7 +30,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from bench.object_sizes import BOTO3, OURS, S3FS, WORKERS, Bytes, sizes
-from bench.peer import memory_of
 from bench.photos import BATCH, SIZE
 
 __all__ = ["objects", "sizes"]
@@ -142,6 +141,8 @@ def start(job: dict[str, Any]) -> Start | None:
         seconds = time.perf_counter() - begin
         timer.cancel()
         if said == "first batch\n":
+            from bench.peer import memory_of  # not above: what this process starts imports this module, too
+
             return Start(seconds, memory_of(process.pid))
         errors.seek(0)
         last = errors.read()[-2000:]

@@ -9,8 +9,6 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from fastload.cli._photos import make_photo
-
 __all__ = ["BATCH", "KEPT_QUALITY", "KEPT_SIDE", "SIZE", "WORKPLACE", "photo_folder"]
 
 WORKPLACE = Path(__file__).parent.parent / ".bench"
@@ -34,4 +32,7 @@ def photo_folder(count: int, quality: int) -> Path:
 
 
 def _write_photo(seed: int, path: Path, quality: int) -> None:
+    # Here, since processes whose start is measured import this module for its numbers.
+    from fastload.cli._photos import make_photo
+
     path.write_bytes(make_photo(seed, quality=quality))
