@@ -19,7 +19,6 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload import store
 from fastload.device import Feed
-from fastload.errors import WorkerError
 from fastload.profile import stage
 from fastload.rows import as_rows
 from fastload.state import Progress
@@ -114,8 +113,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._submit()
 
     def _next_data(self) -> Any:
-        if self._broken:
-            raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
+        if self._broken and self._pool is not None:
+            self._pool.check_open()
         self._meter.asked()
         if self._feed is not None:
             self._feed.ask()

@@ -184,8 +184,7 @@ class WorkerPool:
         Raises:
             WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
         """
-        if not self._open:
-            raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
+        self.check_open()
         deadline = time.monotonic() + (timeout or math.inf)
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -199,6 +198,11 @@ class WorkerPool:
                 tick()
             if left == 0:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+
+    def check_open(self) -> None:
+        """Raises WorkerError once the workers were ended."""
+        if not self._open:
+            raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
 
     def arrived(self) -> list[tuple[int, Result]]:
         """The results that are here, without waiting. A death is left for `receive` to report."""
