@@ -14,10 +14,10 @@ PATIENCE = 240.0  # seconds
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], what: str, seconds: float = PATIENCE) -> T:
+def wait_until(condition: Callable[[], T], what: str) -> T:
     """Look until `condition()` holds; its value."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"after {seconds:.0f} s it was not so: {what}"
+        assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s it was not so: {what}"
         time.sleep(0.01)
     return value

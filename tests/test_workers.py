@@ -63,14 +63,9 @@ def run(body: str, **options: Any) -> str:
     return out
 
 
-def ended_within(processes: list[psutil.Process], seconds: float) -> bool:
-    """Whether they are gone, or dead and only not yet collected by the fork server that started them."""
-    deadline = time.monotonic() + seconds
-    while any(_runs(process) for process in processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
+def wait_for_the_end(processes: list[psutil.Process]) -> None:
+    """Of all: they are gone, or dead and only not yet collected by the fork server that started them."""
+    wait_until(lambda: not any(map(_runs, processes)), "all workers have ended")
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -325,7 +320,7 @@ def test_workers_end_with_their_trainer(context: str, signal_number: int, tmp_pa
     workers = _workers_of(trainer)
     start = time.monotonic()
     trainer.send_signal(signal_number)
-    assert ended_within(workers, PATIENCE)
+    wait_for_the_end(workers)
     assert time.monotonic() - start < 2
     trainer.communicate(timeout=PATIENCE)
 
@@ -343,7 +338,7 @@ def test_ctrl_c(times: int) -> None:
     # The second Ctrl-C may find the trainer ending its workers; no worker says anything.
     assert 1 <= err.count("Traceback") <= times and err.rstrip().endswith("KeyboardInterrupt")
     assert "Process-" not in err
-    assert ended_within(workers, PATIENCE)
+    wait_for_the_end(workers)
     os.close(master)
     os.close(slave)
 

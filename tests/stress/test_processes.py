@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).parent.parent.parent
-LIMIT = 240.0  # seconds for one case, most of them for importing torch
 
 TRAINER = """
 import json, os, random, signal, sys
@@ -95,15 +96,15 @@ def check(case: dict[str, object], tmp_path: Path) -> None:
             start_new_session=True,
         )
         workers = _follow(trainer, str(case["end"]))
-        assert trainer.wait(LIMIT) is not None
-        left = psutil.wait_procs(workers, timeout=LIMIT)[1]
+        assert trainer.wait(PATIENCE) is not None
+        left = psutil.wait_procs(workers, timeout=PATIENCE)[1]
         err.seek(0)
         text = err.read()
     assert not left, f"workers outlived their trainer: {left}"
     code, message = EXPECTED[str(case["end"])]
     assert (trainer.returncode, text.count("Traceback")) == (code, 1 if message else 0), text
     assert message in text
-    assert time.monotonic() - started < LIMIT
+    assert time.monotonic() - started < PATIENCE
     ours = {name for name in set(os.listdir("/dev/shm")) - shared_before if str(trainer.pid) in name}  # noqa: PTH208
     assert not ours, f"left in /dev/shm: {ours}"
 
