@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -619,17 +620,21 @@ def test_nothing_shows_a_secret(s3: S3Server) -> None:
 # --- Processes ----------------------------------------------------------------------------------------------
 
 
-def _script(body: str, *arguments: str) -> str:
+def _ran(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = (
         f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import native_client_used, open_store\n"
         + body
     )
-    result = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
+
+
+def _script(body: str, *arguments: str) -> str:
+    result = _ran(body, *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -666,11 +671,16 @@ def test_a_fork_after_use_is_an_error_not_a_hang(faults: FaultServer) -> None:
 
 
 def test_without_the_guard_that_fork_would_hang(faults: FaultServer) -> None:
-    """The twin: the same script with the record of use taken out dies by its alarm."""
+    """The twin: the same script with the record of use taken out dies by its alarm.
+
+    Or its parent does. The two share an epoll instance; what a new connection of the child announces there is
+    an address in the child's memory, and the parent's threads follow it.
+    """
     twin = FORKED.replace(
         "pid = os.fork()", "import fastload.store.base as b; b._obstore_pid = 0; pid = os.fork()"
     )
-    assert _script(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "used").split() == ["14"]
+    result = _ran(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "used")
+    assert result.stdout.split() == ["14"] or result.returncode == -signal.SIGSEGV, result
 
 
 def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def note_native_client(*, obstore: bool) -> None:
 
     Raises:
         StoreError: it was forked from a process that had used obstore, whose threads it lacks. Every request
-            would hang for ever.
+            would hang for ever, and could crash the parent, which shares its epoll instance.
     """
     global _native_pid, _obstore_pid
     pid = os.getpid()
