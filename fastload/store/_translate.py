@@ -24,7 +24,8 @@ from fastload.errors import (
 
 __all__ = ["Place", "public_url"]
 
-# Matched against a text from which URLs, quoted names and the key are taken out: a key may be called "403".
+# Matched against a text without URLs, quoted names, the key, times and sizes: a key may be called "403", and
+# a 503 may have come "in 404.1ms".
 _DENIED = re.compile(
     r"\b40[13]\b|AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|ExpiredToken|InvalidToken|"
     r"TokenRefreshRequired|UnsupportedAlgorithm|MissingSecurityHeader|MissingAuthenticationToken|"
@@ -60,6 +61,11 @@ _REFUSED_CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _NAMES = re.compile(r"[a-z][a-z0-9+.-]*://\S+|'[^']*'", re.IGNORECASE)
+_STATUS = re.compile(r"status code: (\d{3})\b")
+_NUMBER = re.compile(r"\d+")
+_AMOUNT = re.compile(r"\d+\.\d+|\b\d+(?=\s?(?:ns|[µu]s|ms|s|of|bytes?)\b)")
+# Of an answer in XML: its parts but these repeat the key, or identify the request.
+_ELEMENT = re.compile(r"<(?!Code\b|Message\b)(\w+)>[^<]*(</\1>|$)")
 _QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
 _USER = re.compile(r"://[^/\s@]+@")
 # S3 repeats the session token in its answer that the token has expired.
@@ -115,8 +121,7 @@ class Place:
         """Return the fastload error for a foreign one."""
         names = {cls.__name__ for cls in type(error).__mro__}
         said = self.redact(f"{error}".split("\n\nDebug source")[0] or type(error).__name__)
-        text = _NAMES.sub("", f"{type(error).__name__}: {_code(error)} {said}")
-        text = text.replace(f"path {key}", "").replace(f"location {key}", "")
+        text = _searchable(error, said, key)
         # Types first: what a text says is the last resort.
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         denied = not missing and not names.isdisjoint(_DENIED_TYPES)
@@ -190,6 +195,16 @@ class Place:
         )
 
 
+def _searchable(error: BaseException, said: str, key: str | None) -> str:
+    """The type, the status and the words of an error; no number that is no status, as far as can be told."""
+    status = _code(error)
+    words = _ELEMENT.sub("", _NAMES.sub("", said))
+    words = words.replace(f"path {key}", "").replace(f"location {key}", "")
+    if not status and (found := _STATUS.search(words)):
+        status = found[1]
+    return f"{type(error).__name__}: {status} {(_NUMBER if status else _AMOUNT).sub('', words)}"
+
+
 def _retryable(error: StoreError, retry: str) -> StoreError:
     if retry != "never":
         error.retry = retry
@@ -209,6 +224,6 @@ def _code(error: BaseException | None) -> str:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
-            return f"{status} {response.get('Error', {}).get('Code', '')}"
+            return f"{status} {response.get('Error', {}).get('Code', '')}".strip()
         error = error.__cause__
     return ""

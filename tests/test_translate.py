@@ -1,0 +1,98 @@
+"""What an error of a store's client is, whatever numbers and names stand in its text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fastload.errors import AccessDeniedError, NotFoundError, ObjectChangedError, StoreError
+from fastload.store import _translate
+from fastload.store._translate import Place
+
+PLACE = Place("s3://bucket", bucket="bucket 'bucket'", endpoint="http://127.0.0.1:404")
+# What the statuses are: the class, and how asking again helps.
+KINDS = {
+    "401 Unauthorized": (AccessDeniedError, "renewed"),
+    "403 Forbidden": (AccessDeniedError, "never"),
+    "404 Not Found": (NotFoundError, "never"),
+    "412 Precondition Failed": (ObjectChangedError, "never"),
+    "400 Bad Request": (StoreError, "never"),
+    "429 Too Many Requests": (StoreError, "slower"),
+    "500 Internal Server Error": (StoreError, "later"),
+    "503 Service Unavailable": (StoreError, "slower"),
+}
+BODY = "<?xml version='1.0'?><Error><Code>X</Code><Message>m</Message>{}</Error>"
+
+
+class GenericError(Exception):
+    """As obstore calls its own."""
+
+
+class ContentLengthError(Exception):
+    """As aiohttp calls a body that ends early."""
+
+
+def found(error: Exception, key: str = "a.jpg") -> tuple[type[Exception], str]:
+    translated = PLACE.translate(error, "get", key)
+    return type(translated), getattr(translated, "retry", "never")
+
+
+def answer(status: str, seconds: str = "1.5ms", body: str = "") -> GenericError:
+    """An answer's error, in obstore's words."""
+    return GenericError(
+        f"Generic S3 error: Error performing GET http://127.0.0.1:404/bucket/a.jpg in {seconds} - "
+        f"Server returned non-2xx status code: {status}: {BODY.format(body)}"
+    )
+
+
+@pytest.mark.parametrize("status", KINDS)
+def test_a_status_whatever_time_it_took(status: str) -> None:
+    assert found(answer(status)) == KINDS[status]
+    for number in (301, 401, 403, 404, 408, 412, 429, 500, 503):
+        for seconds in (f"{number}.123456ms", f"{number}ms", f"{number}.5µs", f"{number}ns", f"{number}.25s"):
+            assert found(answer(status, seconds)) == KINDS[status], seconds
+
+
+@pytest.mark.parametrize("status", KINDS)
+@pytest.mark.parametrize("key", ["404", "403 a.jpg", "NoSuchKey.jpg", "not found/412.jpg", "timeout 503"])
+def test_a_status_whatever_the_key_is_called(status: str, key: str) -> None:
+    """MinIO repeats it in each answer, with the request's id. Of a long one the error keeps the beginning."""
+    for name in (key, f"{key} " * 40):
+        body = f"<Key>{name}</Key><Resource>/bucket/{name}</Resource><RequestId>x-404-y</RequestId>"
+        assert found(answer(status, body=body), name) == KINDS[status]
+
+
+@pytest.mark.parametrize("number", [401, 403, 404, 412])
+def test_no_status_but_a_number(number: int) -> None:
+    cut = ContentLengthError(
+        "Response payload is not completed: <ContentLengthError: 400, message='Not enough data to satisfy "
+        f"content length header (received {number} of 1000 bytes).'>"
+    )
+    assert found(cut) == (StoreError, "later")
+    lost = GenericError(
+        f"Error performing GET http://127.0.0.1/a in {number}.5ms, after 2 retries, max_retries: 2, "
+        "retry_timeout: 1s - HTTP error: error sending request"
+    )
+    assert found(lost) == (StoreError, "reachable")
+    assert found(GenericError(f"received {number} of 1000 bytes, connection reset")) == (StoreError, "later")
+
+
+def test_a_status_in_the_words_of_other_clients() -> None:
+    for text in ("404 Client Error: for url: https://x/y", "HTTP 404, message='gone'", "got 404"):
+        assert found(GenericError(text)) == (NotFoundError, "never")
+    assert found(GenericError("HttpError: backend is tired, 503")) == (StoreError, "slower")
+
+
+@pytest.mark.parametrize("guard", ["_NUMBER", "_ELEMENT", "_AMOUNT"])
+def test_twins_without_a_guard_a_number_or_a_name_is_a_status(
+    guard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = {
+        "_NUMBER": answer("503 Service Unavailable", "404.1ms"),
+        "_ELEMENT": answer("503 Service Unavailable", body="<Key>NoSuchKey.jpg</Key>"),
+        "_AMOUNT": GenericError("received 404 of 1000 bytes, connection reset"),
+    }
+    assert found(errors[guard])[0] is StoreError
+    monkeypatch.setattr(_translate, guard, re.compile("(?!)"))
+    assert found(errors[guard])[0] is NotFoundError
