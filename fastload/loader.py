@@ -101,18 +101,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: str = "raise",
         seed: int | None = None,
     ) -> None:
-        if on_error not in _ON_ERROR:
-            raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
-        if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
-            raise ArgumentError(
-                f"on_error={on_error!r}: what an iterable dataset raises ends it; use 'raise'"
-            )
-        if isinstance(num_workers, str) and num_workers != "auto":
-            raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
-        if not (batch_transform is None or callable(batch_transform)):
-            raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
-        if seed is not None and not isinstance(seed, int):
-            raise ArgumentError(f"seed must be an int or None, found {seed!r}")
+        _check(dataset, num_workers, batch_transform, on_error, seed)
         if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
             sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
         self._autoscaler: Autoscaler | None = None
@@ -260,3 +249,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """How many index batches are announced in advance, where the dataset can read ahead."""
         size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
         return max(least, -(-_READ_AHEAD // size))
+
+
+def _check(dataset: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any) -> None:
+    """Raise `ArgumentError` for what only fastload takes; torch checks its own."""
+    if on_error not in _ON_ERROR:
+        raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
+    if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
+        raise ArgumentError(f"on_error={on_error!r}: what an iterable dataset raises ends it; use 'raise'")
+    if isinstance(num_workers, str) and num_workers != "auto":
+        raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
+    if not (batch_transform is None or callable(batch_transform)):
+        raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
+    if seed is not None and not isinstance(seed, int):
+        raise ArgumentError(f"seed must be an int or None, found {seed!r}")

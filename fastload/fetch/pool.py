@@ -128,11 +128,8 @@ class ReadPool:
     def _next(self) -> Task | None:
         with self._work:
             self._idle += 1
-            while not self._tasks and not self._closing:
-                if self._work.wait(IDLE_SECONDS) or self._tasks or self._closing:
-                    continue
-                self._threads.remove(threading.current_thread())
-                self._idle -= 1
-                return None
+            woken = self._work.wait_for(lambda: self._tasks or self._closing, IDLE_SECONDS)
             self._idle -= 1
-            return None if self._closing else self._tasks.popleft()
+            if not woken:
+                self._threads.remove(threading.current_thread())
+            return self._tasks.popleft() if woken and not self._closing else None

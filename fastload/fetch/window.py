@@ -290,14 +290,11 @@ class Window:
         with self._work:
             self._idle += 1
             self._drop_cancelled()
-            while not self._closing.is_set() and not self._may_start():
-                if self._work.wait(IDLE_SECONDS) or self._closing.is_set() or self._may_start():
-                    continue
-                self._threads.remove(threading.current_thread())
-                self._idle -= 1
-                return None
+            woken = self._work.wait_for(lambda: self._closing.is_set() or self._may_start(), IDLE_SECONDS)
             self._idle -= 1
-            if self._closing.is_set():
+            if not woken:
+                self._threads.remove(threading.current_thread())
+            if not woken or self._closing.is_set():
                 return None
             part = self._queue.popleft()
             self._busy += 1
