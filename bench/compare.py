@@ -31,9 +31,7 @@ from rich.status import Status
 
 from bench import growth, handover, node, report
 from bench.contenders import (
-    AT_50,
     COLD,
-    COLD_AT_20,
     DECODE,
     GROWING,
     LATER,
@@ -56,7 +54,6 @@ QUALITY = 97
 SAY_EVERY = 60.0  # seconds
 ALL = [
     *COLD,
-    *COLD_AT_20,
     *(contender for modes in (LATER, DECODE) for group in modes.values() for contender in group),
 ]
 
@@ -134,19 +131,16 @@ def cold(record: Record, server: S3Server, folder: Path, bare: Limits) -> dict[s
     with place(server, folder, 20) as at:
         course = Course(at, False, scale.repeats, scale.seconds, record.step)
         group = with_workers(record, course, contenders_here(record, "cold", COLD), "cold")
-        only_here = contenders_here(record, "cold", COLD_AT_20)
-        away = {20: frozenset(), 50: frozenset(c.name for c in (*group, *only_here) if c.name not in AT_50)}
-        elsewhere = frozenset(contender.name for contender in only_here)
         name, decoding = bare.decoding("raw")
         cases = {
             ms: Case(
                 {"bare parallel GET": bare_get(at), f"{name}, {CORES} threads": decoding},
                 lambda ms=ms: at.proxy.set_round_trip(ms / 1000),
-                away.get(ms, elsewhere),
+                frozenset(contender.name for contender in group if contender.is_away(ms)),
             )
             for ms in scale.latencies
         }
-        turns = take_turns(course, [*group, *only_here], cases)
+        turns = take_turns(course, group, cases)
         return joined(record.rows("cold", f"{ms} ms", turns[ms]) for ms in sorted(turns))
 
 

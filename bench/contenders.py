@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "AT_50",
     "COLD",
-    "COLD_AT_20",
     "DECODE",
     "GROWING",
     "LATER",
@@ -17,8 +15,6 @@ __all__ = [
 ]
 
 PILLOW = "Pillow-SIMD decodes the whole photo"
-
-
 WHOLE = "FFmpeg decodes the whole photo"
 THREADS = "threads, not processes"
 
@@ -31,6 +27,7 @@ class Contender:
         script: `bench/peers/SCRIPT.py`; `mode` is that script's own.
         workers: the counts (of processes or threads) that are tried; the fastest takes part.
         differs: in what its work is not the same as ours, phrases with "; " between them.
+        latencies: the round trips, in ms, at which it takes part in first epochs; none: at all.
     """
 
     name: str
@@ -38,33 +35,37 @@ class Contender:
     mode: str = ""
     workers: tuple[int, ...] = (2,)
     differs: str = ""
+    latencies: tuple[int, ...] = ()
+
+    def is_away(self, latency: int) -> bool:
+        return bool(self.latencies) and latency not in self.latencies
 
 
 # These make files of their own of the photos first, in each of their modes.
 WITH_OWN_FILES = ("ffcv", "litdata", "mosaicml")
+# What slow ones do at 50 ms is between what they do at 20 and at 100.
+NOT_50 = (0, 20, 100)
 # The first epoch from S3. Where a round trip is waited for in each worker, more of them than cores help.
+# At 20 ms only: what filling each kind of cache costs, and who waits for each photo and would take minutes.
 COLD = (
     Contender("fastload", "ours", "s3 none"),
     Contender("fastload, tar shards", "ours", "tar none", differs="250 photos a shard, shuffled in blocks"),
-    Contender("torch + s3fs", "torch_s3", "s3fs", (8, 16), PILLOW),
-    Contender("torch + boto3", "torch_s3", "boto3", (8, 16), PILLOW),
-    Contender("s3torchconnector", "s3torchconnector", "", (8, 16), PILLOW),
+    Contender("torch + s3fs", "torch_s3", "s3fs", (8, 16), PILLOW, NOT_50),
+    Contender("torch + boto3", "torch_s3", "boto3", (8, 16), PILLOW, NOT_50),
+    Contender("s3torchconnector", "s3torchconnector", "", (8, 16), PILLOW, NOT_50),
     Contender("WebDataset", "webdataset", "", (2, 4), f"tar shards, shuffled within 1,000 photos; {PILLOW}"),
     Contender("LitData, chunks", "litdata", "chunks", (2, 4), f"its own chunks; {PILLOW}"),
-    Contender("LitData, raw", "litdata", "raw", (2, 4), f"keeps the files on disk; {PILLOW}"),
-    Contender("MosaicML Streaming", "mosaicml", "", (2, 4), f"its own shards (MDS); {PILLOW}"),
-    Contender("SPDL + boto3", "spdl", "s3", (16, 32), f"{THREADS}; {WHOLE}"),
-    Contender("Grain + boto3", "grain", "s3", (16, 32), f"{THREADS}; {PILLOW}"),
+    Contender("LitData, raw", "litdata", "raw", (2, 4), f"keeps the files on disk; {PILLOW}", NOT_50),
+    Contender("MosaicML Streaming", "mosaicml", "", (2, 4), f"its own shards (MDS); {PILLOW}", NOT_50),
+    Contender("SPDL + boto3", "spdl", "s3", (16, 32), f"{THREADS}; {WHOLE}", NOT_50),
+    Contender("Grain + boto3", "grain", "s3", (16, 32), f"{THREADS}; {PILLOW}", NOT_50),
+    Contender("fastload, filling raw", "ours", "s3 raw", latencies=(20,)),
+    Contender(
+        "fastload, filling shrunk", "ours", "s3 shrunk", (2,), "keeps 400x300 JPEGs, quality 90", (20,)
+    ),
+    Contender("fastload, filling decoded", "ours", "s3 decoded", (2,), "keeps 400x300 pixels", (20,)),
+    Contender("DALI (CPU operators)", "dali", "s3", (2,), "reads one photo after another", (20,)),
 )
-# At 20 ms only: what filling each kind of cache costs, and who waits for each photo and would take minutes.
-COLD_AT_20 = (
-    Contender("fastload, filling raw", "ours", "s3 raw"),
-    Contender("fastload, filling shrunk", "ours", "s3 shrunk", differs="keeps 400x300 JPEGs, quality 90"),
-    Contender("fastload, filling decoded", "ours", "s3 decoded", differs="keeps 400x300 pixels"),
-    Contender("DALI (CPU operators)", "dali", "s3", differs="reads one photo after another"),
-)
-# Who takes part at 50 ms too. The others are slow, and what they do at 0, 20 and 100 ms says as much.
-AT_50 = ("fastload", "fastload, tar shards", "WebDataset", "LitData, chunks")
 LATER = {
     "raw": (
         Contender("fastload", "ours", "s3 raw"),

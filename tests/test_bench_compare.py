@@ -177,7 +177,7 @@ def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_contender_has_a_script_whose_needs_are_pinned() -> None:
-    groups = [contenders.COLD, contenders.COLD_AT_20, *contenders.LATER.values(), *contenders.DECODE.values()]
+    groups = [contenders.COLD, *contenders.LATER.values(), *contenders.DECODE.values()]
     everyone = [contender for group in groups for contender in group]
     for script in {contender.script for contender in everyone}:
         for step in environment.needs(script).pip:
