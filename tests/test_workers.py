@@ -227,7 +227,8 @@ def _time_to_report(iterator: Any) -> float:
 
 
 def test_a_death_is_reported_at_once() -> None:
-    assert _time_to_report(_sleepy()) < 1
+    # A loaded machine may be late, but not three times. Without a report of its own it is late every time.
+    assert any(_time_to_report(_sleepy()) < 1 for _ in range(3))
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def no_end_of_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_death_is_reported_without_end_of_file(no_end_of_file: None) -> None:
-    assert _time_to_report(_sleepy()) < 2
+    assert any(_time_to_report(_sleepy()) < 2 for _ in range(3))
 
 
 def test_twin_without_both_guards_a_death_is_not_reported(
@@ -321,7 +322,7 @@ def test_workers_end_with_their_trainer(context: str, signal_number: int, tmp_pa
     start = time.monotonic()
     trainer.send_signal(signal_number)
     wait_for_the_end(workers)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10  # a tenth of a second where nothing else runs
     trainer.communicate(timeout=PATIENCE)
 
 
