@@ -443,3 +443,18 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
         shown = os.read(controller, 65536).decode()
         os.close(controller)
     assert "listing s3://bucket: 30 objects" in shown
+
+
+def test_progress_where_stderr_is_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training scripts put in its place what can write, and daemons have none."""
+    from fastload.manifest.progress import ListingProgress
+
+    class Tee:
+        def write(self, text: str) -> int:
+            return len(text)
+
+    monkeypatch.setattr("fastload.manifest.progress._QUIET_SECONDS", 0.0)
+    for other in (Tee(), None):
+        monkeypatch.setattr(sys, "stderr", other)
+        with ListingProgress("s3://bucket") as progress:
+            progress(1000)

@@ -96,3 +96,27 @@ def test_twins_without_a_guard_a_number_or_a_name_is_a_status(
     assert found(errors[guard])[0] is StoreError
     monkeypatch.setattr(_translate, guard, re.compile("(?!)"))
     assert found(errors[guard])[0] is NotFoundError
+
+
+def test_a_long_key_hides_no_status() -> None:
+    """Percent-encoded, thirty Chinese characters make a URL that alone is longer than a message may be."""
+    url = "http://127.0.0.1:404/bucket/" + "%E5%9B%BE" * 60
+    text = (
+        f"Generic S3 error: Error performing GET {url} in 1ms - Server returned non-2xx status code: 503: x"
+    )
+    assert found(GenericError(text)) == (StoreError, "slower")
+    lost = GenericError(f"Error performing GET {url} in 1ms - HTTP error: error sending request")
+    assert found(lost) == (StoreError, "reachable")
+    assert len(str(PLACE.translate(GenericError(text), "get", "x"))) < 700
+
+
+METADATA = "Error performing PUT http://169.254.169.254/latest/api/token in 1.2s"
+
+
+def test_a_bad_moment_of_the_metadata_service_is_none_of_the_credentials() -> None:
+    silent = GenericError(f"{METADATA} - HTTP error: error sending request")
+    assert found(silent) == (AccessDeniedError, "reachable")
+    busy = GenericError(f"{METADATA} - Server returned non-2xx status code: 503 Service Unavailable: x")
+    assert found(busy) == (AccessDeniedError, "reachable")
+    nothing_attached = GenericError(f"{METADATA} - Server returned non-2xx status code: 404 Not Found: x")
+    assert found(nothing_attached) == (AccessDeniedError, "never")

@@ -171,6 +171,7 @@ class Manifest:
         except BaseException:
             os.close(descriptor)
             raise
+        store.reached = True
         return cls(descriptor)
 
     def save(self, path: Path) -> None:

@@ -31,7 +31,8 @@ class ListingProgress:
         if now < self._show_at:
             return
         text = f"listing {self._url}: {listed:,} objects"
-        if not sys.stderr.isatty():
+        is_terminal = getattr(sys.stderr, "isatty", None)  # what scripts put in its place may lack it
+        if is_terminal is None or not is_terminal():
             _log.info(text)
             self._show_at = now + _LOG_EVERY_SECONDS
             return

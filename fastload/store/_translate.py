@@ -60,6 +60,7 @@ _REFUSED_CREDENTIALS = re.compile(
     r"ExpiredToken|InvalidToken|TokenRefreshRequired|\bInvalidAccessKeyId|\b401\b|Unauthenticated|RequestExpired",
     re.IGNORECASE,
 )
+_LONGEST = 400  # characters of a client's words
 _NAMES = re.compile(r"[a-z][a-z0-9+.-]*://\S+|'[^']*'", re.IGNORECASE)
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _NUMBER = re.compile(r"\d+")
@@ -120,8 +121,8 @@ class Place:
     def translate(self, error: BaseException, stage: str, key: str | None) -> FastloadError:
         """Return the fastload error for a foreign one."""
         names = {cls.__name__ for cls in type(error).__mro__}
-        said = self.redact(f"{error}".split("\n\nDebug source")[0] or type(error).__name__)
-        text = _searchable(error, said, key)
+        whole = self._without_secrets(f"{error}".split("\n\nDebug source")[0] or type(error).__name__)
+        said, text = _bounded(whole), _searchable(error, whole, key)
         # Types first: what a text says is the last resort.
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         denied = not missing and not names.isdisjoint(_DENIED_TYPES)
@@ -129,8 +130,11 @@ class Place:
             return ObjectChangedError(
                 "the object changed since it was listed; list the prefix again", stage=stage, key=key
             )
-        if denied or (not missing and (_DENIED.search(text) or _METADATA.search(said))):
-            return self._denied(said, text, stage, key)
+        denied = denied or (not missing and bool(_DENIED.search(text)))
+        if denied or (not missing and _METADATA.search(whole)):
+            # No answer of the machine that hands credentials out may be a bad moment of it.
+            unanswered = not denied and not _MISSING.search(text)
+            return self._denied(said, text, stage, key, unanswered)
         if missing or _MISSING.search(text):
             return self._missing(text, stage, key)
         if isinstance(error, ModuleNotFoundError):
@@ -167,18 +171,21 @@ class Place:
 
     def redact(self, text: str) -> str:
         """Return one bounded line of `text` without secrets and query strings."""
+        return _bounded(self._without_secrets(text))
+
+    def _without_secrets(self, text: str) -> str:
         for secret in self.secrets:
             text = text.replace(secret, "<secret>")
         text = _TOKEN.sub(r"<\1><secret>", text)
-        text = _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
-        return text if len(text) <= 400 else text[:400] + " ..."
+        return _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
 
-    def _denied(self, said: str, text: str, stage: str, key: str | None) -> StoreError:
+    def _denied(self, said: str, text: str, stage: str, key: str | None, unanswered: bool) -> StoreError:
         tried = f" Credentials tried: {self.tried}." if self.tried else ""
         denied = AccessDeniedError(
             f"{self.url!r} refused access.{tried} The store said: {said}", stage=stage, key=key
         )
-        return _retryable(denied, "renewed" if _REFUSED_CREDENTIALS.search(text) else "never")
+        refused = "renewed" if _REFUSED_CREDENTIALS.search(text) else "never"
+        return _retryable(denied, "reachable" if unanswered else refused)
 
     def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
         if stage != "put" and key is not None and "NoSuchBucket" not in text:
@@ -195,10 +202,15 @@ class Place:
         )
 
 
+def _bounded(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."
+
+
 def _searchable(error: BaseException, said: str, key: str | None) -> str:
     """The type, the status and the words of an error; no number that is no status, as far as can be told."""
     status = _code(error)
-    words = _ELEMENT.sub("", _NAMES.sub("", said))
+    # Cut without its names only: the URL of a long key would leave no status in it.
+    words = _ELEMENT.sub("", _NAMES.sub("", said)[:_LONGEST])
     words = words.replace(f"path {key}", "").replace(f"location {key}", "")
     if not status and (found := _STATUS.search(words)):
         status = found[1]

@@ -64,6 +64,7 @@ class Store(ABC):
         url: the URL as it was given, without user information and query.
         identity: names the place (protocol, endpoint, bucket, prefix); equal for equal places, no secrets.
         reading: how a loader is to read it.
+        reached: whether it ever answered. What never did is wrong, and soon given up; what did is waited for.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
     `AccessDeniedError`, `ObjectChangedError`, `ShortReadError`, `StoreTimeoutError` or plain `StoreError`,
@@ -75,10 +76,14 @@ class Store(ABC):
         self.url = url
         self.identity = identity
         self.reading = Reading()
-        self._reached = self._written = False
+        self.reached = self._written = False
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
+
+    def _state(self) -> dict[str, Any]:
+        """What a copy in another process knows of this one."""
+        return {"reading": self.reading, "reached": self.reached}
 
     @property
     @abstractmethod
@@ -149,12 +154,12 @@ class Store(ABC):
 
     def _retried(self, attempt: Callable[[], T], wait: Wait = retry.sleep, patient: bool = True) -> T:
         result = retry.retried(attempt, functools.partial(self._attempts, patient=patient), wait)
-        self._reached = True
+        self.reached = True
         return result
 
     def _attempts(self, start: float, patient: bool = True) -> retry.Attempts:
         policy = retry.READ if patient else retry.READ._replace(budget=retry.CONTACT_SECONDS)
-        return retry.Attempts(start, policy, self._renew, self._reached)
+        return retry.Attempts(start, policy, self._renew, self.reached)
 
     # The asynchronous forms. A store without an asynchronous client serves them from threads.
 

@@ -31,6 +31,7 @@ __all__ = ["FsspecStore"]
 
 _PAGE = 1000
 _COPY = 8 << 20
+_OF_USER = ("user", "username", "password")
 # What file systems call the version of an object, and its time where they have no version.
 _VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum")
 _TIME_FIELDS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -51,11 +52,11 @@ class FsspecStore(Store):
         self._asynchronous = bool(cls.async_impl)
         shown = public_url(url)
         self._place = Place(shown, f"directory {self._root!r}", secrets=secret_values(self._arguments))
-        super().__init__(shown, f"{protocol}|{self._arguments.get('host', '')}|{self._root}")
+        super().__init__(shown, f"{protocol}|{_where(cls, url, options)}|{self._root}")
         self._fs = PerProcess(self._build)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._protocol, self._options), {"reading": self.reading}
+        return type(self), (self._url, self._protocol, self._options), self._state()
 
     @property
     def native(self) -> bool:
@@ -149,3 +150,10 @@ def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
             return ObjectInfo(key, size, str(details[name]).strip('"'))
     time = next((details[name] for name in _TIME_FIELDS if details.get(name) is not None), 0)
     return ObjectInfo(key, size, f"{size}-{time.timestamp() if hasattr(time, 'timestamp') else time}")
+
+
+def _where(cls: Any, url: str, options: Mapping[str, Any]) -> str:
+    """What of the URL (and of a host's options) is not the directory: host and port; GitHub's repository."""
+    named = cls._get_kwargs_from_urls(url)
+    named.update({name: options[name] for name in ("host", "port") if name in options})
+    return ":".join(str(named[name]) for name in sorted(named) if name not in _OF_USER)

@@ -40,7 +40,7 @@ class LocalStore(Store):
         super().__init__(url, f"file||{self._root}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalStore, (self.url, self._root), {"reading": self.reading}
+        return LocalStore, (self.url, self._root), self._state()
 
     def holds(self, path: str) -> bool:
         root, inner = os.path.realpath(self._root), os.path.realpath(path)

@@ -71,6 +71,7 @@ _LISTER = {
 }
 # So do writes, and a part that fails is sent again by itself. No answer comes while a part is on its way.
 _WRITER = {**_LISTER, "client": {**_PATIENT, "read_timeout": "120s"}}
+_FIRST_WRITE = timedelta(seconds=4)  # a store that never took anything is wrong, not busy
 _PART = 8 << 20  # bytes of one request of a large write
 _PARTS = 4  # on their way at a time
 _READER = {"client": _PATIENT, "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
@@ -81,7 +82,7 @@ _CONTACT_PREFIX = ".fastload-contact"
 
 def _first(patience: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same, but it gives up within seconds."""
-    return {**patience, "retry": {**patience["retry"], "retry_timeout": timedelta(seconds=4)}}
+    return {**patience, "retry": {**patience["retry"], "retry_timeout": _FIRST_WRITE}}
 
 
 class _Address(NamedTuple):
@@ -104,10 +105,11 @@ class NativeStore(Store):
         self._url, self._options = url, dict(options)
         self._address = _address(url)
         self._connection = _connection(self._address, options)
-        kind, bucket, prefix, account = self._address
+        kind, bucket, prefix, _ = self._address
+        account = str(self._connection.config.get("account_name", ""))
         self._place = self._described(self._connection)
-        where = self._connection.endpoint or account
-        identity = public_url(bucket) if kind == "http" else f"{kind}|{where.rstrip('/')}|{bucket}|{prefix}"
+        where = "/".join(filter(None, (self._connection.endpoint.rstrip("/"), account)))
+        identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
         super().__init__(public_url(url), identity)
         # Readers are the only ones that most processes need, and building a client takes milliseconds.
         self._reader = PerProcess(lambda: self._client(_READER))
@@ -117,7 +119,7 @@ class NativeStore(Store):
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeStore, (self._url, self._options), {"reading": self.reading}
+        return NativeStore, (self._url, self._options), self._state()
 
     def _described(self, connection: known_options.Connection) -> Place:
         shown = public_url(self._url)
@@ -180,7 +182,7 @@ class NativeStore(Store):
             client = self._reader()
             try:
                 result = obstore.get(client, key, options=_conditions(version, (start, stop)))
-            except obstore.exceptions.GenericError as error:
+            except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
                 if not _range_ignored(error):
                     raise
                 result = obstore.get(client, key, options=_conditions(version))
@@ -195,7 +197,7 @@ class NativeStore(Store):
                 client = self._reader()
                 try:
                     result = await obstore.get_async(client, key, options=_conditions(version, (start, stop)))
-                except obstore.exceptions.GenericError as error:
+                except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
                     if not _range_ignored(error):
                         raise
                     result = await obstore.get_async(client, key, options=_conditions(version))
@@ -392,7 +394,8 @@ def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any
 
 def _range_ignored(error: Exception) -> bool:
     """Whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
-    return "non-partial response" in str(error)
+    said = str(error)
+    return "non-partial response" in said or "Range request not supported" in said
 
 
 def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
@@ -409,8 +412,8 @@ def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
     """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
     check_version(key, _version(result.meta), version)
-    first = result.range[0]
-    if first < start:
+    first, last = result.range
+    if first < start or last > stop:
         body = memoryview(body)[start - first : stop - first]
     if len(body) < stop - start:
         check_end(key, stop, result.meta["size"])

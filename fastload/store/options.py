@@ -146,12 +146,12 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
         given["skip_signature"] = True
     if "sas_token" in given:
         given["sas_key"] = given.pop("sas_token")
-    if account:
+    if account := account or _environment("AZURE_STORAGE_ACCOUNT_NAME"):
         given.setdefault("account_name", account)
     endpoint = given.pop("endpoint_url", None) or given.get("endpoint", "")
     if endpoint:
         given["endpoint"] = endpoint
-    if not given.get("account_name") and not _environment("AZURE_STORAGE_ACCOUNT_NAME") and not endpoint:
+    if not given.get("account_name") and not endpoint:
         raise ArgumentError(
             "az:// needs an account: give account_name=..., set AZURE_STORAGE_ACCOUNT_NAME, or write "
             "abfss://container@account.dfs.core.windows.net/prefix"
@@ -301,8 +301,8 @@ def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
 
 def _virtual_host(endpoint: str, bucket: str) -> str:
     """The endpoint with the bucket in front of its host name, as obstore wants it for that style."""
-    scheme, _, rest = endpoint.partition("://")
-    return endpoint if rest.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{rest}"
+    scheme, _, rest = endpoint.rstrip("/").partition("://")  # a slash would begin each key
+    return f"{scheme}://{rest}" if rest.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{rest}"
 
 
 def _environment(*names: str) -> str:

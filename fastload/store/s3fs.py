@@ -61,7 +61,7 @@ class S3fsStore(Store):
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return S3fsStore, (self._url, self._options), {"reading": self.reading}
+        return S3fsStore, (self._url, self._options), self._state()
 
     def list(self) -> Iterator[Page]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
@@ -133,7 +133,10 @@ class S3fsStore(Store):
 
     def _object(self, key: str, version: str | None) -> dict[str, Any]:
         request = {"Bucket": self._bucket, "Key": self._prefix + key}
-        return request if version is None else {**request, "IfMatch": f'"{version}"'}
+        # One that is weak, or missing from a listing, cannot be a condition; the answer's is compared anyway.
+        if not version or version.startswith("W/"):
+            return request
+        return {**request, "IfMatch": f'"{version}"'}
 
     def _call(self, method: str, request: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
         fs = self._fs()
