@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import engine_cases
 import pytest
 from engine_cases import BAD, CASES, OBJECTS, SECRET
-from faultserver import Fault, FaultServer
 
-from fastload import ObjectDataset
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
-from fastload.fetch import Window, source
-from fastload.fetch import hedge as hedge_rules
 from fastload.fetch.hedge import Hedge
 from fastload.fetch.limit import Limit
-from fastload.fetch.pool import ReadPool
 from fastload.fetch.ranges import plan_ranges
 from fastload.fetch.share import process_share
-from fastload.fetch.source import ObjectSource
-from fastload.manifest import Manifest
-from fastload.stats import Counters
 from fastload.store import open_store, retry
-from fastload.store.local import LocalStore
-from tests.patience import PATIENCE, wait_until
+from tests.patience import PATIENCE
 
 CLIENTS = ["obstore", "s3fs"]
 
@@ -297,107 +285,3 @@ def test_hedging_is_late_and_capped() -> None:
         hedge.finished(1.0 if number % 50 == 0 else 0.02)
     assert not hedge.due(0.015)
     assert sum(hedge.due(5.0) for _ in range(100)) == 30
-
-
-# --- The window ---------------------------------------------------------------------------------------------
-
-
-class Pieces(LocalStore):
-    """Files that are read as objects are: large ones in ranges."""
-
-    native = True
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_window_loses_and_keeps_nothing(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
-) -> None:
-    """Requests, takes and cancellations in random order, within a bound on bytes of three objects."""
-    monkeypatch.setattr(source, "_LARGE", 3000)
-    monkeypatch.setattr(source, "_PIECE", 1000)
-    draw = random.Random(seed)
-    bodies = [draw.randbytes(draw.choice([0, 10, 2999, 3000, 7001])) for _ in range(40)]
-    for number, body in enumerate(bodies):
-        (tmp_path / f"{number:02d}").write_bytes(body)
-    store = Pieces(f"file://{tmp_path}", str(tmp_path))
-    manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
-    objects = ObjectSource(store, manifest, key=lambda index, version: b"")
-    opened = Window(objects, None, prepare=None, counters=Counters())
-    opened._most_bytes = 20_000
-    ahead: list[int] = []
-    for _ in range(400):
-        action = draw.random()
-        if action < 0.5 and len(ahead) < 30:
-            some = [draw.randrange(40) for _ in range(draw.randrange(6))]
-            opened.request(some)
-            ahead += some
-        elif action < 0.9 and ahead:
-            index = ahead.pop(0)
-            assert bytes(opened.take(index)) == bodies[index]
-        elif ahead:
-            opened.cancel([ahead.pop(draw.randrange(len(ahead)))])
-    while ahead:
-        index = ahead.pop(0)
-        assert bytes(opened.take(index)) == bodies[index]
-    wait_until(lambda: not opened._busy and not opened._held, "all bytes were let go")
-    assert opened._reads == {}
-    opened.close()
-
-
-def cancel_and_wait(opened: Window, indices: list[int]) -> None:
-    """Without the guard: as every other call of the window."""
-    with opened._work:
-        opened._cancelled.extend(indices)
-        opened._drop_cancelled()
-
-
-@pytest.mark.parametrize("cancel", [Window.cancel, cancel_and_wait])
-def test_what_is_collected_waits_for_no_lock(
-    cancel: Callable[[Window, list[int]], None], tmp_path: Path
-) -> None:
-    """An iterator is collected in any thread at any moment, also in one that holds the window's lock."""
-    for i in range(8):
-        (tmp_path / f"{i}").write_bytes(bytes([i]) * 1000)
-    store = LocalStore(tmp_path.as_uri(), str(tmp_path))
-    manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
-    objects = ObjectSource(store, manifest, key=lambda index, version: b"")
-    opened = Window(objects, None, prepare=None, counters=Counters())
-    opened.request(range(4))
-    thread = threading.Thread(target=cancel, args=(opened, [0, 1, 2, 3]))
-    with opened._work:
-        thread.start()
-        thread.join(0.2 if cancel is cancel_and_wait else PATIENCE)
-        assert thread.is_alive() == (cancel is cancel_and_wait)
-    thread.join(PATIENCE)
-    opened.request(range(4, 8))
-    assert [bytes(opened.take(index)) for index in range(4, 8)] == [bytes([i]) * 1000 for i in range(4, 8)]
-    wait_until(lambda: not opened._busy and not opened._held, "all bytes were let go")
-    assert opened._reads == {}
-    opened.close()
-
-
-def test_counters_of_what_is_collected_within_them() -> None:
-    counters = Counters()
-    with counters._lock:
-        counters.add("copy.wait_seconds", 1)
-    assert counters["copy.wait_seconds"] == 1
-
-
-def test_a_pool_closed_by_a_thread_of_its_own() -> None:
-    pool = ReadPool(1, Counters())
-    assert pool.submit(pool.close).result(PATIENCE) is None
-
-
-def test_a_read_that_is_late_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedge_rules, "_ENOUGH", 2)
-    monkeypatch.setattr(hedge_rules, "_SHARE", 1.0)
-    bodies = {f"{i:02d}": bytes([i]) * 1000 for i in range(20)}
-    with FaultServer(bodies) as server:
-        server.script("15", Fault(delay=20))
-        dataset = ObjectDataset("s3://bucket", storage_options={**server.options, "hedge": True})
-        start = time.monotonic()
-        dataset.prefetch(range(20))
-        assert [bytes(dataset[index]) for index in range(20)] == list(bodies.values())
-        assert time.monotonic() - start < 10
-        assert server.count("15") == 2 and dataset.counters["get.hedged"] >= 1
-        dataset.close()

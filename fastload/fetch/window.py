@@ -67,6 +67,7 @@ class Window:
         self._queue: deque[Part] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = self._busy = self._held = 0
+        self._claiming = threading.Lock()
         self._closing = threading.Event()
 
     def request(self, indices: Iterable[int]) -> None:
@@ -163,10 +164,15 @@ class Window:
             while not read.done and read.wanted > 0:
                 if self._closing.is_set():
                     raise StoreError("the reader was closed while its bytes were waited for")
-                if self._queue and not self._idle and self._busy >= self._limit.value:
+                if self._queue and self._busy >= self._limit.value:
                     self._limit.grow(time.monotonic())
                     self._staff()
                     self._work.notify(max(0, self._limit.value - self._busy))
+                if read.put_off and self._queue and self._queue[0].read is not read:
+                    # It is behind others again, which may not start before this one is taken.
+                    self._advance(read)
+                    self._staff()
+                    self._work.notify()
                 if self._hedge is not None and self._late(read):
                     self._second(read)
                 # The threads' own reads have deadlines, and a thread reports whatever ends it.
@@ -257,8 +263,9 @@ class Window:
         if self._cache is None or read.key is None:
             return True
         if read.put_off and time.monotonic() - read.put_off > _PATIENCE:
-            return True
-        read.claimed = self._cache.claim(read.key)
+            return self._cache.lookup(read.key) is None
+        with self._claiming:  # the threads that read its parts claim it once
+            read.claimed = read.claimed or self._cache.claim(read.key)
         return read.claimed
 
     def _unclaim(self, read: Read) -> None:
@@ -353,10 +360,18 @@ class Window:
             return None
         try:
             piece = self._ask(read, lambda: self._source.read_part(read.index, start, stop, self._pause))
-        except ObjectChangedError as error:
+        except StoreError as error:
+            with self._work:
+                if read.body is not body:  # it failed in another part, or is read anew by that
+                    return None
+                if not isinstance(error, ObjectChangedError):
+                    raise
+                read.body, read.missing = None, 1
             return self._refresh(read, error)
         memoryview(body)[start:stop] = memoryview(piece)
         with self._work:
+            if read.body is not body:
+                return None
             read.missing -= 1
             if read.missing > 0:
                 return None
