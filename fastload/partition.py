@@ -23,6 +23,7 @@ _LAUNCHERS = (
     ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_NNODES"),
 )
+_SLURM_RANK = ("SLURM_PROCID", "SLURM_NTASKS")
 
 
 class Place(NamedTuple):
@@ -39,10 +40,11 @@ def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
     Raises:
         ArgumentError: no launcher says it, or the nodes have not equally many ranks.
     """
-    place = _given(rank, replicas, nodes) if nodes is not None else _launched(replicas)
+    place = _given(rank, replicas, nodes) if nodes is not None else _launched(rank, replicas)
     if place is None and replicas > 1:
         raise ArgumentError(
-            f"partition='node' with {replicas} ranks: no torchrun or SLURM says on how many nodes they run; "
+            f"partition='node' with {replicas} ranks: neither torchrun nor srun started them, so "
+            "nobody says on how many nodes they run; "
             "pass num_nodes"
         )
     place = place or Place(0, 0, 1)
@@ -61,10 +63,14 @@ def _given(rank: int, replicas: int, nodes: int) -> Place:
     return Place(*divmod(rank, max(1, replicas // nodes)), nodes)
 
 
-def _launched(replicas: int) -> Place | None:
+def _launched(rank: int, replicas: int) -> Place | None:
     for names in _LAUNCHERS:
         found = [os.environ.get(name, "") for name in names]
         if not all(value.isdecimal() for value in found):
+            continue
+        # Ranks that mpirun or a script started inherit what SLURM said of that one process.
+        by_slurm = names[0].startswith("SLURM")
+        if by_slurm and [os.environ.get(name) for name in _SLURM_RANK] != [str(rank), str(replicas)]:
             continue
         node, local, size = map(int, found)
         if names[2] == "LOCAL_WORLD_SIZE":

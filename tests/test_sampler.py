@@ -535,5 +535,18 @@ def test_nodes_of_launchers(
     assert DistributedSampler(range(80), 8, 6, partition="node", num_nodes=4).place == (3, 0, 4)
 
 
+@pytest.mark.parametrize("task", [("0", "1"), ("0", "2")], ids=["a script", "a daemon on each node"])
+def test_what_slurm_said_of_another_process_is_not_believed(
+    task: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mpirun and mp.spawn under SLURM: ranks inherit the place of the one process that SLURM started."""
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NNODES")
+    for name, value in zip(names, (*task, "0", "0", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match="pass num_nodes"):
+        DistributedSampler(range(80), 8, 3, partition="node")
+    assert DistributedSampler(range(80), 8, 3, partition="node", num_nodes=2).place == (0, 3, 2)
+
+
 def test_one_rank_is_one_node() -> None:
     assert list(DistributedSampler(range(20), partition="node")) == order(20, 0, 0)
