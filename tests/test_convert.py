@@ -25,6 +25,7 @@ import fastload
 from fastload.cli import _shardset
 from fastload.cli._app import app
 from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
+from fastload.errors import DecodeError
 from fastload.formats.example import parse_example
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter
@@ -397,3 +398,17 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
         code, document = convert(photos, "s3://out", "tar", *(w for p in pairs for w in ("--dst-option", p)))
     assert code == 1 and document["error"]["stage"] == "put"
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_members_that_would_be_one_feature() -> None:
+    from fastload.cli._samples import Sample, as_features
+
+    def features(**members: bytes) -> dict[str, Any]:
+        return as_features(
+            Sample("0001", {name: memoryview(data) for name, data in members.items()}, None, 0)
+        )
+
+    assert set(features(jpg=b"1", cls=b"2")) == {"key", "image", "label"}
+    for members in ({"cls": b"3", "label": b"x"}, {"jpg": b"1", "image": b"2"}, {"key": b"x"}):
+        with pytest.raises(DecodeError, match="second feature"):
+            features(**members)

@@ -472,6 +472,20 @@ def test_damaged_compression_ends_its_shard(kind: str, harm: str, tmp_path: Path
         read(data)
 
 
+@pytest.mark.parametrize("split_at", [0, -1, -700])
+def test_zeros_behind_a_compressed_shard_are_padding(
+    kind: str, split_at: int, tmp_path: Path, small_pieces: None
+) -> None:
+    """Also where a piece begins with them. A shard of nothing but zeros is none."""
+    objects = shards(kind, end=".gz")
+    padded = {name: body + bytes(100_000 + split_at) for name, body in objects.items()}
+    data = closing(dataset(kind, write(tmp_path, padded), transform=CROP))
+    assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
+    zeros = closing(dataset(kind, write(tmp_path / "z", {f"x.{kind}.gz": bytes(50_000)}), transform=CROP))
+    with pytest.raises(DecodeError, match=r"\.gz @ "):
+        read(zeros)
+
+
 # --- Stores -----------------------------------------------------------------------------------------------
 
 
@@ -704,6 +718,11 @@ def test_members_are_opened_by_their_extension(tmp_path: Path) -> None:
     assert (sample["cls"], sample["id"], sample["txt"], sample["bin"]) == (12, -3, "grün", b"\0\1")
     assert sample["json"] == {"a": [1, 2.5]}
     assert np.array_equal(sample["npy"], array) and np.array_equal(sample["f.npy"], array)
+
+
+def test_a_member_that_is_called_like_the_key(tmp_path: Path) -> None:
+    with pytest.raises(DecodeError, match="member '__key__'"):
+        only(tmp_path, {"jpg": jpeg(1), "__key__": b"x"})
 
 
 @pytest.mark.parametrize("name", ["pyd", "pkl", "pickle", "pth", "pt"])

@@ -110,6 +110,9 @@ def _inflated(first: memoryview, rest: Iterator[memoryview], shard: str) -> Iter
             data: Any = piece
             while data:
                 if inflate.eof:
+                    data = bytes(data).lstrip(b"\0")  # zeros after the last member are padding
+                    if not data:
+                        break
                     inflate = zlib.decompressobj(47)
                 out = inflate.decompress(data, PIECE)
                 if out:

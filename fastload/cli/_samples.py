@@ -91,15 +91,21 @@ def member_key(name: str) -> str:
 
 
 def as_features(sample: Sample) -> dict[str, Any]:
-    """The features of a sample of members, for `encode_example`."""
+    """The features of a sample of members, for `encode_example`.
+
+    Raises:
+        DecodeError: two of its members would be the same feature.
+    """
     features: dict[str, Any] = {"key": sample.key.encode("utf-8", "surrogateescape")}
     for extension, content in sample.members.items():
+        name, value = extension, content
         if extension == "cls" and re.fullmatch(rb"\s*-?[0-9]{1,18}\s*", content):
-            features["label"] = int(bytes(content))
+            name, value = "label", int(bytes(content))
         elif extension in IMAGES and "image" not in features:
-            features["image"] = content
-        else:
-            features[extension] = content
+            name = "image"
+        if name in features:
+            raise DecodeError(f"member {extension!r} would be a second feature {name!r}", key=sample.key)
+        features[name] = value
     return features
 
 

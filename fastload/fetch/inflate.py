@@ -32,6 +32,7 @@ class Inflater:
         self._zlib = zlib.decompressobj(_AUTOMATIC)
         self._rest: bytes | memoryview = b""  # compressed bytes that were read and not inflated
         self._begun = False  # whether the current member has had any bytes
+        self._ended = False  # whether a member has come to its end, and no other one has begun
 
     @property
     def requested(self) -> bool:
@@ -58,13 +59,17 @@ class Inflater:
                 return wanted
 
     def _step(self) -> bytes:
+        if self._ended:  # zeros after the last member are padding
+            self._rest = bytes(self._rest).lstrip(b"\0")
+            if not self._rest:
+                return b""
         try:
             data = self._zlib.decompress(self._rest, _MOST)
         except zlib.error as error:
             raise DecodeError(f"the shard cannot be decompressed: {error}") from None
-        self._begun = True
+        self._begun, self._ended = True, False
         self._rest = self._zlib.unconsumed_tail
         if self._zlib.eof:  # gzip allows for several members, one after the other
-            self._rest = self._zlib.unused_data.lstrip(b"\0")  # zeros after the last one are padding
-            self._zlib, self._begun = zlib.decompressobj(_AUTOMATIC), False
+            self._rest = self._zlib.unused_data
+            self._zlib, self._begun, self._ended = zlib.decompressobj(_AUTOMATIC), False, True
         return data

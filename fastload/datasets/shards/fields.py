@@ -111,14 +111,16 @@ class MemberFields:
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         key, members = read_sample(payload)
+        if "__key__" in members:
+            raise DecodeError(f"sample {key!r} has a member '__key__', which is what its key is called")
         return {"__key__": key, **members}
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         # Asked for twice a sample, and the members of samples are mostly the same ones.
-        names = tuple(fields)
-        if names != self._last[0]:
-            self._last = names, [n for n in names if _kind(n) in _IMAGES and self._decoder(n) is None]
-        return self._last[1]
+        names, last = tuple(fields), self._last  # reader threads share it
+        if names != last[0]:
+            last = self._last = names, [n for n in names if _kind(n) in _IMAGES and self._decoder(n) is None]
+        return last[1]
 
     def open(self, name: str, value: Any) -> Any:
         if name == "__key__":
