@@ -5,12 +5,14 @@ The ranks are processes with gloo and a TCP store, as in a trainer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -363,3 +365,28 @@ def test_asking_at_the_end_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = on_ranks(2, partial(train, lengths=[30, 1], workers=0, lockstep=False))
     with pytest.raises(AssertionError):
         check_padding(batches, 2, 1, [30, 1], 4)
+
+
+def _start_of_a_job(monkeypatch: pytest.MonkeyPatch, epoch: int) -> list[list[dict[str, int]]]:
+    """What three ranks, of new processes, know of each other; they come one after the other."""
+    monkeypatch.setattr("fastload.streams.ranks._loaders", itertools.repeat(0))
+    with ThreadPoolExecutor(3) as threads:
+        met = [threads.submit(Ranks(rank, 3).meet, {"epoch": epoch}) for rank in range(3)]
+        return [summaries.result(PATIENCE) for summaries in met]
+
+
+def test_a_restart_in_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun does it: what the ranks that died had said is still there."""
+    store = dist.HashStore()
+    monkeypatch.setattr("fastload.streams.ranks._store", lambda: store)
+    for epoch in (0, 5, 5, 2):
+        assert _start_of_a_job(monkeypatch, epoch) == [[{"epoch": epoch}] * 3] * 3
+
+
+def test_twin_without_a_corner_of_its_own_a_restart_meets_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr("fastload.streams.ranks._store", lambda: store)
+    monkeypatch.setattr("fastload.streams.ranks._corner", lambda *arguments: "one for all starts")
+    _start_of_a_job(monkeypatch, 0)
+    monkeypatch.setattr("fastload.streams.ranks._loaders", itertools.repeat(0))
+    assert Ranks(0, 3).meet({"epoch": 5}) == [{"epoch": 5}, {"epoch": 0}, {"epoch": 0}]

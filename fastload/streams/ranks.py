@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,7 @@ __all__ = ["Ranks", "can_meet"]
 _PATIENCE = 1800.0  # seconds that a rank may be behind, as long as gloo's collectives wait for one
 _PAUSES = (0.001, 0.05)  # seconds between two looks at the store, from the first to the later ones
 _PIECE = 1 << 20  # the store takes values up to 8 MiB
-_loaders = (
-    itertools.count()
-)  # that have met, in this process; the same loader has the same number on all ranks
+_loaders = itertools.count()  # that have met, in this process; one loader has one number on all ranks
 
 
 def can_meet() -> bool:
@@ -53,7 +52,7 @@ class Ranks:
         self.rank = rank
         self.ranks = ranks
         self._others = [*range(rank + 1, ranks), *range(rank)]
-        self._loader: int | None = None
+        self._corner = ""  # of the store, for this loader in this start of the job
         self._meetings = 0
         self._store: Any = None
         self._posted: list[str] = []  # keys
@@ -70,11 +69,11 @@ class Ranks:
             ArgumentError: torch.distributed is not initialized. WorkerError: a rank did not come.
         """
         root = _store()
-        if self._loader is None:
-            self._loader = next(_loaders)
+        if not self._corner:
+            self._corner = _corner(PrefixStore(f"fastload/{next(_loaders)}", root), self.rank, self.ranks)
         before, posted, self._posted = self._store, self._posted, []
         self._meetings += 1
-        self._store = PrefixStore(f"fastload/{self._loader}/{self._meetings}", root)
+        self._store = PrefixStore(f"fastload/{self._corner}/{self._meetings}", root)
         self._had, self._seen = 0, dict.fromkeys(self._others, (0, False))
         self._set(f"at/{self.rank}", b"0 0")
         self._post(f"summary/{self.rank}", json.dumps(summary).encode())
@@ -181,6 +180,32 @@ class _Clock:
             )
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _PAUSES[1])
+
+
+def _corner(store: Any, rank: int, ranks: int) -> str:
+    """A name that all ranks of this start agree on.
+
+    torchrun may keep one store over its restarts, with all that ranks which have died had said in it. So each
+    rank says a word that nobody can have said before, and is answered under it.
+    """
+    mine, clock = uuid.uuid4().hex, _Clock()
+    if rank:
+        store.set(f"hello/{rank}", mine)
+        while not store.check([f"welcome/{mine}"]):
+            clock.tick(0, "to begin the epoch")
+        corner = str(store.get(f"welcome/{mine}").decode())
+        store.set(f"joined/{corner}/{rank}", b"1")
+        return corner
+    waiting = set(range(1, ranks))
+    while waiting:
+        for other in sorted(waiting):
+            if store.check([f"joined/{mine}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"hello/{other}"]):
+                store.set(f"welcome/{store.get(f'hello/{other}').decode()}", mine)
+        if waiting:
+            clock.tick(min(waiting), "to begin the epoch")
+    return mine
 
 
 def _store() -> Any:
