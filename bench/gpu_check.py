@@ -234,9 +234,12 @@ def run_tests(quick: bool) -> dict[str, Any]:
     if importlib.util.find_spec("pytest") is None:
         return {"skipped": "pytest is not installed"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "tests/gpu"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=PART_SECONDS, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=PART_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not through after {PART_SECONDS} s", "status": 124}
     counts = {name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     result: dict[str, Any] = counts | {"status": done.returncode}
     if done.returncode:

@@ -151,9 +151,7 @@ class Decoding:
         if self._decoder is None:
             # A batch may still come encoded where "cpu" was chosen meanwhile.
             name = self._stats["decoder"]
-            self._decoder = (
-                _Kernel(self._on_error, self._counters, self._bad) if name == "cpu" else self._new(name)
-            )
+            self._decoder = self._kernel() if name == "cpu" else self._new(name)
         return self._decoder.start(encoded)
 
     def stats(self) -> dict[str, Any]:
@@ -191,7 +189,10 @@ class Decoding:
             self._stats = trial.verdict()
             self._decoder = trial.keep(self._stats["decoder"])
             _log.info("decode='auto': %s", self._stats["why"])
-        return (best or _Kernel(self._on_error, self._counters, self._bad)).start(encoded)
+        return (best or self._kernel()).start(encoded)
+
+    def _kernel(self) -> _Kernel:
+        return _Kernel(self._device, self._on_error, self._counters, self._bad)
 
 
 class _Trial:
@@ -276,8 +277,8 @@ class _Trial:
 class _Kernel:
     """An `ImageDecoder` in this process, by the kernel: for the few batches that nobody else takes."""
 
-    def __init__(self, on_error: str, counters: Counters, bad: Bad) -> None:
-        self._on_error = on_error
+    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: Bad) -> None:
+        self._device, self._on_error = device, on_error
         self.counters, self.bad = counters, bad
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
@@ -285,7 +286,7 @@ class _Kernel:
             images, bad = decode_by_kernel(encoded, self._on_error)
             self.bad.extend(bad)
             self.counters.add("bad.samples", len(bad))
-            return images
+            return images.to(self._device)
 
         return result
 

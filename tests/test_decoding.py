@@ -25,7 +25,7 @@ from fastload import (
     RandomResizedCrop,
 )
 from fastload.dali import DaliDecoder, why_no_dali
-from fastload.decoding import Decoding, measure_decoder
+from fastload.decoding import Decoding, _Kernel, measure_decoder
 from fastload.encoded import EncodedImages
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.nvjpeg import NvJpegDecoder
@@ -393,6 +393,18 @@ def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.Mon
     stats = loader.stats()["decode"]
     assert stats["decoder"] == "cpu"
     assert "driver too old" in stats["missing"]["dali"] and "no kernel image" in stats["missing"]["nvjpeg"]
+
+
+def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel decodes what came encoded for the trial; its pixels are to be where all others are."""
+    encoded = encode(RandomResizedCrop(24), {"a": pillow_jpeg(scene(96, 72))})
+    kernel = _Kernel(torch.device("meta"), "raise", Counters(), [])
+    assert kernel.start(encoded)().device.type == "meta"
+    for reason in ("why_no_dali", "why_no_nvjpeg"):
+        monkeypatch.setattr(f"fastload.decoding.{reason}", lambda *device: "not installed")
+    dataset = folder()
+    loader = DataLoader(dataset, 2, num_workers=2, seed=1, decode="auto")
+    assert _alike(_epoch(loader)[0], _epoch(DataLoader(dataset, 2, seed=1))[0])
 
 
 def test_auto_with_bad_images_and_few_batches(folder: Any, spoilt: Path) -> None:

@@ -228,3 +228,16 @@ def test_bad_arguments(option: str, value: str, says: str) -> None:
     result = CliRunner().invoke(app, ["plan", "s3://x", *(word for pair in words.items() for word in pair)])
     assert result.exit_code == 2
     assert says in result.stderr
+
+
+def test_nothing_to_decode_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for i in range(12):
+        (tmp_path / "a" / f"{i}.jpg").write_bytes(b"<html>" * 100)
+    given = [str(tmp_path), "--cache-size", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
+    result = CliRunner().invoke(app, ["plan", *given])
+    assert result.exit_code == 1 and "no image" in json.loads(result.stdout)["error"]["message"]
+    used = tmp_path / "file"
+    used.write_text("x")
+    result = CliRunner().invoke(app, ["plan", *given, "--cache-dir", str(used)])
+    assert result.exit_code == 2 and "--cache-dir" in json.loads(result.stdout)["error"]["message"]

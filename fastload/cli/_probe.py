@@ -17,7 +17,7 @@ import numpy as np
 import fastload
 from fastload.cli._model import Data, Mode
 from fastload.cores import Cores
-from fastload.errors import DecodeError, StoreError
+from fastload.errors import ArgumentError, DecodeError, StoreError
 from fastload.images import decode_resized, shrink
 from fastload.manifest import Manifest
 
@@ -135,6 +135,9 @@ def _probe_modes(
     side, quality = cache["short_side"], cache["quality"]
     shrunk, shrink_cpu = _timed(lambda data: shrink(data, side, quality), payloads)
     pixels, decode_cpu = _timed(lambda data: decode_resized(data, side), payloads)
+    if not shrunk or not pixels:
+        shrink(payloads[0], side, quality)  # says why: damaged, or of a format that needs Pillow
+        raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
     crop = fastload.RandomResizedCrop(size)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
@@ -167,7 +170,18 @@ def _timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], flo
 
 
 def probe_disk(directory: Path) -> Disk:
-    """Write 64 MiB to a file in `directory`, made if absent, and read it back."""
+    """Write 64 MiB to a file in `directory`, made if absent, and read it back.
+
+    Raises:
+        ArgumentError: it cannot be written to.
+    """
+    try:
+        return _timed_disk(directory)
+    except OSError as error:
+        raise ArgumentError(f"--cache-dir {str(directory)!r}: {error.strerror or error}") from None
+
+
+def _timed_disk(directory: Path) -> Disk:
     directory.mkdir(parents=True, exist_ok=True)
     block = os.urandom(1 << 20)
     with _scratch_file(directory) as fd:
