@@ -34,7 +34,7 @@ def main() -> None:
         args.batch_size,
         sampler=sampler,
         num_workers=args.num_workers,
-        persistent_workers=True,
+        persistent_workers=args.num_workers > 0,
         pin_memory=device.type == "cuda",
         on_error="replace",
         seed=0,

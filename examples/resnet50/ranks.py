@@ -94,7 +94,8 @@ def _meeting_point(timeout: float) -> dict[str, Any]:
     """Where ranks find each other, for init_process_group.
 
     torchrun's agents keep one store for all its restarts (seen in torch 2.13), and ranks that start again may
-    find the addresses of those that died. So each start has a corner of its own in it.
+    find the addresses of those that died. So each start has a corner of its own in it. With several agents,
+    whose counts of restarts differ, the store has to be a new one too: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}

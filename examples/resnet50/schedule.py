@@ -80,7 +80,8 @@ class Batches:
         if of_all % ranks:
             raise SystemExit(
                 f"a global batch of {of_all} cannot be dealt out evenly to {ranks} ranks: "
-                f"use --global-batch {of_all - of_all % ranks or ranks}, or another number of ranks"
+                f"use a number of ranks that divides it or, for a new run, "
+                f"--global-batch {of_all - of_all % ranks or ranks}"
             )
         share = of_all // ranks
         passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= limit)
