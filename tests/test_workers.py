@@ -685,3 +685,31 @@ def test_few_descriptors_are_explained() -> None:
             print(error)
     """
     assert "ulimit -n" in run(body)
+
+
+class _Owned:
+    """What only the process that made it may take apart; in a cycle, so that its collector finds it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.me, self.marker, self.pid = self, marker, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            self.marker.touch()
+
+
+@pytest.mark.usefixtures("fork_workers")
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_worker_leaves_the_trainers_garbage_alone(
+    guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not guarded:
+        monkeypatch.setattr(gc, "freeze", lambda: None)
+    gc.disable()
+    try:
+        _Owned(tmp_path / "collected in a worker")
+        list(DataLoader(Numbers(4), num_workers=1, worker_init_fn=lambda _: gc.collect()))
+    finally:
+        gc.enable()
+    gc.collect()
+    assert list(tmp_path.iterdir()) == ([] if guarded else [tmp_path / "collected in a worker"])

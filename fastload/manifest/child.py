@@ -6,6 +6,7 @@ The child lists a store and dies; what it found comes back in a file in memory (
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import time
@@ -117,6 +118,7 @@ def _follow(child: _Child, receiver: Connection, progress: Callable[[int], None]
 def _child(work: Work, sender: Connection, parent: int) -> NoReturn:
     """The child's whole life. It leaves by `_exit`: exit handlers belong to the parent."""
     try:
+        gc.freeze()  # what the parent has left to its collector is the parent's to take apart
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
@@ -35,6 +36,9 @@ _LOOK_INTERVAL = 0.5  # seconds between looks at the trainer, where the kernel c
 
 
 def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: int) -> None:
+    # What the trainer has left to its garbage collector (a DALI pipeline, a client, their threads) is the
+    # trainer's to take apart: a forked worker that collected its copy would crash, or wait for those threads.
+    gc.freeze()
     # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
