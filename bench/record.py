@@ -24,7 +24,7 @@ class Scale:
     images: int = 2000
     repeats: int = 5
     latencies: tuple[int, ...] = (0, 20, 50, 100)  # ms
-    seconds: float = 4.0  # that an epoch may take
+    seconds: float = 5.0  # that an epoch may take; with less, who reads far ahead would show its start only
     tried: bool = True  # whether peers are installed and numbers of workers tried
     objects: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
     object_bytes: tuple[int, ...] = (10 << 10, 100 << 10, 1 << 20, 10 << 20)
