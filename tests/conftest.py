@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import signal
 import threading
 import time
@@ -14,8 +15,12 @@ import psutil
 import pytest
 from patience import PATIENCE
 
+from fastload.worker_iterator import _PRELOADED
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# One fork server serves all tests of a process. A loader says so too late where another test has started it.
+multiprocessing.set_forkserver_preload([*_PRELOADED, "torch._dynamo", "tests.trainer", "pytest"])
 
 
 def _held() -> dict[str, set[object]]:

@@ -118,7 +118,7 @@ def test_faults_that_retries_help(
 REFUSED = {
     "403": (Fault(status=403, code="AccessDenied"), AccessDeniedError, "refused"),
     "no bucket": (Fault(status=404, code="NoSuchBucket"), NotFoundError, "bucket 'bucket' does not exist"),
-    "503 for ever": (Fault(status=503, code="SlowDown"), StoreError, "attempts|SlowDown|503"),
+    "503 for ever": (Fault(status=503, code="SlowDown"), StoreError, "attempts|SlowDown|503|scripted"),
     "no answer": (Fault(lost=True), StoreError, "key"),
 }
 
@@ -136,6 +136,8 @@ def test_faults_that_are_errors(
 ) -> None:
     fault, expected, words = REFUSED[name]
     monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.3))
+    monkeypatch.setattr(retry, "CONTACT_SECONDS", 1.0)
+    monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
     store = open_store("s3://bucket", **faults.options, **client)
     faults.script("key", fault, repeat=True)
     with pytest.raises(expected, match=words) as caught:

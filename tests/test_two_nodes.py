@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from fastload import Cache
 from fastload.cli._photos import make_dataset
 from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
 from tests.patience import PATIENCE
+from tests.ports import free_port
 
 ROOT = Path(fastload.__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "resnet50"
@@ -50,12 +50,6 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, di
                 "AWS_REGION": "us-east-1",
             },
         )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def train(directory: Path, environment: dict[str, str], *options: str) -> list[dict[str, Any]]:

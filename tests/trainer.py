@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections import defaultdict
@@ -24,6 +23,7 @@ import report  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 
 SAMPLES = 120
 BATCH = 12
@@ -123,10 +123,7 @@ class Ranks:
         self, size: int, directory: Path, arguments: list[str], kill: tuple[int, int] | None = None
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "fastload.workers", "torch._dynamo", "tests.trainer"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         directory.mkdir(parents=True, exist_ok=True)
         self.processes = [
             context.Process(target=rank_main, args=(rank, size, port, directory, kill, arguments))
