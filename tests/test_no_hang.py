@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fastload import DataLoader, ObjectDataset, TarDataset
+from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
@@ -28,6 +28,7 @@ from fastload.stats import Counters
 from fastload.store.local import LocalStore
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until
+from tests.photos import pillow_jpeg, scene
 from tests.sharddata import shards, write
 from tests.streamdata import RowShards
 
@@ -375,6 +376,24 @@ def test_interrupted_while_results_are_taken_in(monkeypatch: pytest.MonkeyPatch)
             next(iterator)
     with pytest.raises(WorkerError, match="start a new one"):
         next(iterator)
+
+
+def test_persistent_workers_that_could_not_begin_say_so_in_every_epoch(tmp_path: Path) -> None:
+    """More was asked of them in the first one than they may answer before the trainer takes an answer."""
+    (tmp_path / "class").mkdir()
+    for number in range(20):
+        (tmp_path / "class" / f"{number}.jpg").write_bytes(pillow_jpeg(scene(20, 20, 0)))
+
+    def fails(worker_id: int) -> None:
+        raise ValueError("no worker can begin")
+
+    dataset = ImageFolder(str(tmp_path), RandomResizedCrop(8))
+    loader = DataLoader(
+        dataset, num_workers=1, persistent_workers=True, worker_init_fn=fails, timeout=PATIENCE / 4
+    )
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no worker can begin"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])

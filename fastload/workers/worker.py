@@ -186,6 +186,7 @@ class _Worker:
         self._made = self._consumed = 0
         self._refused.clear()
         if self._broken is not None:
+            self._work.clear()  # what is left of the epoch before: answers to it fill places here
             return
         if isinstance(self.maker, BatchMaker):
             for work in self._work:
