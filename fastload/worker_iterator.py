@@ -184,25 +184,43 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         assert self._pool is not None
         self._pool.consume(worker_id)
         try:
-            data = None
-            if result.packed is not None:
-                unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
-                with stage("unpack"):
-                    data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
-        finally:
-            parked = self._autoscaler is not None and bool(self._turn) and lane not in self._turn
-            if parked or not self._submit(lane):
-                self._pool.finish(worker_id)
-            self._progress.handed_out(result.seq - self._first, lane, result.after)
-            self._progress.next_worker = next(iter(self._owner.values()), 0)
-        if result.failure is not None:
-            result.failure.raise_it(f"in DataLoader worker process {worker_id}")
-        if self._pin_memory:
-            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+            data = self._unpack(worker_id, result)
+        except BaseException as error:
+            self._replace(worker_id, lane)
+            if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
+                self._count(lane, result)
+            raise
+        self._replace(worker_id, lane)
         self._meter.handed_over()
         if self._autoscaler is not None and self._turn:
             self._adjust(self._autoscaler.look(self._counters, len(self._owner)))
+        self._count(lane, result)  # last, for the same reason
         return data
+
+    def _unpack(self, worker_id: int, result: Result) -> Any:
+        """The batch as the user gets it. Raises what its worker, the feed or the pinning raised."""
+        assert self._pool is not None
+        if result.failure is not None:
+            result.failure.raise_it(f"in DataLoader worker process {worker_id}")
+        data = None
+        if result.packed is not None:
+            unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
+            with stage("unpack"):
+                data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
+        if self._pin_memory:
+            data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        return data
+
+    def _replace(self, worker_id: int, lane: int) -> None:
+        """Give out new work in the place of a batch that leaves the loader, and say that it does."""
+        assert self._pool is not None
+        parked = self._autoscaler is not None and bool(self._turn) and lane not in self._turn
+        if parked or not self._submit(lane):
+            self._pool.finish(worker_id)
+
+    def _count(self, lane: int, result: Result) -> None:
+        self._progress.handed_out(result.seq - self._first, lane, result.after)
+        self._progress.next_worker = next(iter(self._owner.values()), 0)
 
     def _wanted(self) -> int:
         """How many workers make batches: all, unless `num_workers="auto"` has found that fewer do."""

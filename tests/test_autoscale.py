@@ -19,6 +19,7 @@ from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.autoscale import Autoscaler, ceiling
 from fastload.errors import WorkerError
 from fastload.stats import Counters
+from fastload.workers import WorkerPool
 from tests.loaderdata import Numbers, Stream
 from tests.photos import pillow_jpeg, scene
 
@@ -236,6 +237,23 @@ def test_processes_start_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -
     assert counts == [1, 1, 1, 2, 2, 3, 3]  # parked ones stay
     assert loader.stats()["rates"]["workers"] == 1
     del iterator
+
+
+def test_interrupted_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch that was about to be handed over is the first one of the run that resumes."""
+
+    def interrupt(pool: WorkerPool) -> None:
+        raise KeyboardInterrupt
+
+    loader = auto(Numbers(40), 2, [1, 2], monkeypatch)
+    seen = []
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(WorkerPool, "grow", interrupt)
+        for batch in loader:
+            seen += batch.tolist()
+    other: DataLoader[Any] = DataLoader(Numbers(40), 2)
+    other.load_state_dict(loader.state_dict())
+    assert seen and seen + torch.cat(list(other)).tolist() == list(range(40))
 
 
 def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import fastload
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.state import Progress
+from fastload.workers import WorkerPool
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -345,19 +346,20 @@ class Sleeper(Ids):
 
 
 @pytest.mark.parametrize("followed", [False, True])
-def test_out_of_order(followed: bool) -> None:
-    def make() -> fastload.DataLoader[Any]:
+@pytest.mark.parametrize("then", [2])
+def test_out_of_order(then: int, followed: bool) -> None:
+    def make(workers: int) -> fastload.DataLoader[Any]:
         sampler = DistributedSampler(range(N), 1, 0, shuffle=False) if followed else None
-        return loader(Sleeper(), in_order=False, num_workers=2, sampler=sampler)
+        return loader(Sleeper(), in_order=False, num_workers=workers, sampler=sampler)
 
-    run = make()
+    run = make(2)
     iterator = iter(run)
     seen = list(itertools.islice(iterator, 4))
     state = through_json(run.state_dict())
     del iterator
     assert (state["batches"], state["ahead"]) == (0, sorted(batch[0] // 5 for batch in seen))
-    for count in (1, 2, None):
-        run = make()
+    for count in (1, 2, None) if then else (2, 1, None):
+        run = make(then)
         run.load_state_dict(state)
         iterator = iter(run)
         seen += list(itertools.islice(iterator, count))
@@ -385,20 +387,66 @@ def test_a_batch_that_raised_is_behind_us(workers: int) -> None:
     assert sorted(itertools.chain(*seen, *resumed)) == [*range(10), *range(15, N)]
 
 
+def make_photos(root: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (N, 24, 24, 3), np.uint8)
+    (root / "class").mkdir()
+    for number, image in enumerate(pixels):
+        (root / "class" / f"{number:03}.jpg").write_bytes(simplejpeg.encode_jpeg(image))
+
+
+def digests(run: Any) -> list[tuple[int, int]]:
+    return [(len(images), hash(images.numpy().tobytes())) for images, _ in run]
+
+
+def at_the_third_call(function: Callable[..., Any], error: type[BaseException]) -> Callable[..., Any]:
+    calls = itertools.count(1)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == 3:
+            raise error
+        return function(*arguments, **options)
+
+    return called
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError])
+@pytest.mark.parametrize("where", ["unpack", "batch_transform", "pin_memory"])
+def test_interrupted_while_a_batch_is_handed_over(
+    where: str, error: type[BaseException], goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C, or a handler of SIGTERM that raises: who resumes gets the batch. An error is behind us."""
+    transform = at_the_third_call(as_is, error) if where == "batch_transform" else None
+    if where == "unpack":
+        monkeypatch.setattr(WorkerPool, "unpack", at_the_third_call(WorkerPool.unpack, error))
+    if where == "pin_memory":
+        pinned = at_the_third_call(lambda batch, device: batch, error)
+        monkeypatch.setattr("torch.utils.data._utils.pin_memory.pin_memory", pinned)
+    run = loader(num_workers=2, batch_transform=transform)
+    iterator = iter(run)
+    iterator._pin_memory = where == "pin_memory"
+    seen = list(itertools.islice(iterator, 2))
+    with pytest.raises(error):
+        next(iterator)
+    if goes_on:
+        seen.append(next(iterator))
+        assert seen[-1][0] == 15
+    state = through_json(run.state_dict())
+    del iterator
+    resumed = loader()
+    resumed.load_state_dict(state)
+    lost = range(10, 15) if error is ValueError else ()
+    assert Counter(itertools.chain(*seen, *resumed)) == Counter(set(range(N)) - set(lost))
+
+
 @pytest.mark.parametrize("workers", [(0, 0), (2, 1), (1, 0)], ids=str)
 def test_rows_that_are_read_ahead(workers: tuple[int, int], tmp_path: Path) -> None:
     """Images with random crops: hundreds of samples are announced before the first batch is handed out."""
-    pixels = np.random.default_rng(0).integers(0, 255, (N, 24, 24, 3), np.uint8)
-    (tmp_path / "class").mkdir()
-    for number, image in enumerate(pixels):
-        (tmp_path / "class" / f"{number:03}.jpg").write_bytes(simplejpeg.encode_jpeg(image))
+    make_photos(tmp_path)
 
     def make(**options: Any) -> fastload.DataLoader[Any]:
         dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16))
         return fastload.DataLoader(dataset, batch_size=5, shuffle=True, **options)
-
-    def digests(run: Any) -> list[tuple[int, int]]:
-        return [(len(images), hash(images.numpy().tobytes())) for images, _ in run]
 
     torch.manual_seed(7)
     run = make(num_workers=workers[0])
