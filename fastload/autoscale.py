@@ -93,6 +93,7 @@ class Autoscaler:
         self._least = 1
         self._parked = False
         self._settled = False
+        self._why_no_more = "that is the ceiling"
         self._before: tuple[int, float] | None = None  # the workers before they grew, and their rate
         self._due = 0.0  # batches handed over when the next stretch may begin
         self._start: tuple[float, float, Mapping[str, float]] | None = None  # time, busy, counters
@@ -113,6 +114,12 @@ class Autoscaler:
     def sentence(self) -> str:
         """What was chosen, and why."""
         return f"num_workers='auto': {self.workers} of at most {self.most} workers: {self.why}"
+
+    def stay(self, workers: int, why: str) -> int:
+        """There cannot be more than these `workers` from now on; gives their number."""
+        self._before = None
+        self.workers = self._at_most(workers, why)
+        return self.workers
 
     def look(self, counters: Counters, in_flight: int) -> int:
         """How many workers there should be.
@@ -147,14 +154,12 @@ class Autoscaler:
             workers, earlier = self._before
             self._before = None
             if share > _ENOUGH and rate < _GAIN * earlier:
-                self.most = workers
-                self.why = f"more of them did not help: the limit is {limit(counters)}"
-                return workers
+                return self._at_most(workers, f"more of them did not help: the limit is {limit(counters)}")
         if share <= _ENOUGH:
             self.why = f"the consumer waited for {share:.1%} of its time"
             return self._fewer(counters)
         if self.workers >= self.most:
-            return self.workers if self.why.startswith("more of") else self._say("that is the ceiling")
+            return self._say(self._why_no_more)
         if idle_cores < _CORE:
             return self._say("no core is idle")
         self.why = f"the consumer waited for {share:.1%} of its time, and {idle_cores:.1f} cores were idle"
@@ -162,6 +167,10 @@ class Autoscaler:
         if self._parked:
             self._least = self.workers + 1
         return min(self.most, max(self.workers + 1, int(self.workers * _GROWTH)))
+
+    def _at_most(self, workers: int, why: str) -> int:
+        self.most, self.why, self._why_no_more = workers, why, why
+        return workers
 
     def _say(self, why: str) -> int:
         self.why = why

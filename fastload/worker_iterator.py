@@ -28,6 +28,10 @@ __all__ = ["WorkerIterator"]
 
 # By the fork server; obstore starts its threads with its first request, not on import.
 _PRELOADED = ["torch", "fastload.workers", "fastload.datasets.image_folder", "obstore.store"]
+_NO_FORK = (
+    "no more can be forked, as this process has meanwhile read from a store itself (dataset[i], "
+    "num_workers=0 or open_store); with multiprocessing_context='forkserver' they can"
+)
 
 
 class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
@@ -107,7 +111,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if self._streams is not None:  # each reads ahead by itself, so what is announced need not be more
             self._turn, ahead = deque(self._streams.live), self._least_ahead
         else:
-            self._turn, ahead = deque(range(self._wanted())), self._ahead
+            # Of workers that were wanted at the end of an epoch, some may not have been started.
+            self._turn, ahead = deque(range(min(self._wanted(), len(self._workers)))), self._ahead
             self._turn.rotate(-self._progress.next_worker)
         for _ in range(ahead * len(self._turn)):
             self._submit()
@@ -228,7 +233,11 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def _adjust(self, wanted: int) -> None:
         """Have so many workers make batches. One that is parked finishes what it has, and waits."""
-        assert self._pool is not None
+        assert self._pool is not None and self._autoscaler is not None
+        here = len(self._workers)
+        if wanted > here and self._pool.forks and store.native_client_used():
+            # Since these workers started: a fork would now copy a client that does not survive it.
+            wanted = self._autoscaler.stay(here, _NO_FORK)
         while len(self._turn) > wanted:
             self._turn.remove(max(self._turn))
         while self._turn and len(self._turn) < wanted:

@@ -98,6 +98,11 @@ class WorkerPool:
     def processes(self) -> list[Any]:
         return [worker.process for worker in self._workers]
 
+    @property
+    def forks(self) -> bool:
+        """Whether a worker starts as a copy of this process as it is now."""
+        return bool(self._context.get_start_method() == "fork")
+
     def grow(self) -> None:
         """Start one worker more, in the epoch that runs."""
         worker = self._start(self._setup, len(self._workers))
