@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -74,6 +76,11 @@ def fill(cache: Cache, count: int, size: int = 3000) -> dict[bytes, bytes]:
 
 def segments(path: Path) -> list[Path]:
     return sorted((path / "v1" / "segments").glob("*.seg"))
+
+
+def marker(cache: Cache) -> dict[str, Any]:
+    """How the directory was left."""
+    return dict(json.loads((Path(cache.path) / "v1" / "fastload-cache.json").read_bytes()))
 
 
 def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
@@ -546,6 +553,30 @@ def test_unclean_stop_of_the_machine(
     assert opened[0][:4] != b"half"  # closed cleanly: trusted, in any boot
 
 
+def test_damage_that_another_process_has_noted_is_not_forgotten(open_cache: Callable[..., Cache]) -> None:
+    """Whoever leaves last, the index is made anew."""
+    cache = open_cache()
+    content = fill(cache, 10)
+
+    def child() -> bool:
+        directory = cache._open()
+        assert directory is not None
+        directory.mark_damaged()
+        cache.close()
+        return True
+
+    assert in_child(child)
+    lost, directory = next(iter(content)), cache._open()
+    entry = cache.lookup(lost)
+    assert directory is not None and entry is not None
+    directory.index.drop([(lost, entry.pack())])
+    cache.close()
+    assert not marker(cache)["clean"]
+    cache.lookup(lost)
+    assert cache.flush(30)
+    assert all(cache.read(key) == payload for key, payload in content.items())
+
+
 def test_lookup_in_a_corrupt_index(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_cache()
     content = fill(cache, 5)
@@ -848,6 +879,63 @@ def test_nearly_full_disk_is_left_alone(
         assert not cache.flush(30)
 
 
+def _no_room(number: int) -> Callable[..., None]:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
+def _no_room_in_the_index(*_: object) -> None:
+    raise lmdb.DiskError("No space left on device")
+
+
+@pytest.mark.parametrize("step", ["disk", "quota", "index"])
+def test_without_room_for_the_mark_it_is_only_read(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    cache = open_cache()
+    content = fill(cache, 10)
+    cache.close()
+    with monkeypatch.context() as patched:
+        if step == "index":
+            patched.setattr(index_module.Index, "set_used_bytes", _no_room_in_the_index)
+        else:
+            number = errno.ENOSPC if step == "disk" else errno.EDQUOT
+            patched.setattr(directory_module.Directory, "_write_state", _no_room(number))
+        assert all(cache.read(key) == payload for key, payload in content.items())
+        assert cache.counters["cache.failures"] == 0
+        with pytest.warns(RuntimeWarning, match="has no room left on its disk: it serves what it holds"):
+            assert not cache.write(cache.key("new"), b"x")
+    # It does not look like in use: another process is the first one, and marks it.
+    lock = os.open(Path(cache.path) / "v1" / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(lock)
+    assert in_child(lambda: cache.write(cache.key("new"), b"x") and cache.flush(30) and cache.close() is None)
+    assert cache.read(cache.key("new")) == b"x"
+    cache.close()
+    assert marker(cache)["clean"]
+    again = open_cache()
+    assert again.write(again.key("more"), b"x") and again.flush(30)
+
+
+def test_what_needs_repair_is_not_served_without_room(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache()
+    content = fill(cache, 10)
+    copy = Path(cache.path).parent / "copy"
+    shutil.copytree(cache.path, copy)
+    monkeypatch.setattr(directory_module, "_boot_id", lambda: "another boot")
+    with monkeypatch.context() as patched:
+        patched.setattr(directory_module.Directory, "_write_state", _no_room(errno.ENOSPC))
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            assert open_cache(copy).read(next(iter(content))) is None
+    after = open_cache(copy)
+    after.lookup(b"x" * 16)
+    assert after.flush(30) and all(after.read(key) == payload for key, payload in content.items())
+
+
 def test_directory_removed_while_running(open_cache: Callable[..., Cache]) -> None:
     cache = open_cache()
     content = fill(cache, 10)
@@ -1046,6 +1134,13 @@ def tmpfs(path: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def fill_up(disk: Path) -> None:
+    """As others may, down to the last byte: LMDB itself cannot write."""
+    with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount and to change owners")
 
 
@@ -1065,10 +1160,7 @@ def test_full_disk(tmp_path: Path) -> None:
         assert sum(data is not None for data in served) > 150
         assert cache.check().ok
         cache.close()
-        # The disk filled by others, down to the last byte: LMDB itself cannot write.
-        with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as file:
-            while True:
-                file.write(b"x" * 4096)
+        fill_up(disk)
         again = Cache(disk / "c")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -1076,6 +1168,34 @@ def test_full_disk(tmp_path: Path) -> None:
                 assert again.read(key) in (payload, None)
                 again.write(key, payload)
             again.close()
+
+
+@pytest.mark.root
+@needs_root
+def test_full_disk_serves_hits(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "small", "20m") as disk:
+        cache = Cache(disk / "c")
+        content = fill(cache, 10)
+        cache.close()
+        fill_up(disk)
+        assert all(cache.read(key) == payload for key, payload in content.items())
+        in_memory = Cache(disk / "c", memory=1 << 20)
+        assert all(in_memory.read(key) == payload for key, payload in content.items())
+        in_memory.close()
+        assert cache.info()["entries"] == 10 and cache.check().ok
+        with pytest.raises(CacheError, match="no room left on its disk and cannot be cleared"):
+            cache.clear()
+        with pytest.raises(CacheError, match="no room left on its disk: check without fix"):
+            cache.check(fix=True)
+        with pytest.warns(RuntimeWarning, match="no room left on its disk: it serves what it holds"):
+            assert not cache.write(cache.key("new"), b"x")
+        cache.close()
+        assert marker(cache)["clean"]
+        (disk / "other").unlink()
+        again = Cache(disk / "c")
+        assert again.write(again.key("new"), b"x") and again.flush(30)
+        assert again.check().entries == 11
+        again.close()
 
 
 @pytest.mark.root

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import multiprocessing
 import os
 import random
@@ -22,6 +23,7 @@ import pytest
 
 from fastload.cache import Cache
 from fastload.cache import writer as writer_module
+from fastload.cache.directory import Directory
 from fastload.cache.record import Entry, record_size
 from fastload.cache.segment import SegmentWriter
 from tests.patience import PATIENCE
@@ -245,6 +247,47 @@ def test_twin_index_first_is_caught(tmp_path: Path) -> None:
 
 
 # -- several processes
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_new_index_is_finished_whoever_leaves_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """One process makes the index anew and leaves; the one that leaves after it knows nothing of that."""
+    with opened(tmp_path / "c") as cache:
+        content = {cache.key(f"n{i}"): payload_of(f"n{i}") for i in range(30)}
+        assert all(cache.write(key, payload) for key, payload in content.items()) and cache.flush(30)
+    (tmp_path / "c" / "v1" / "index" / "data.mdb").unlink()
+    goes, go = os.pipe()
+
+    def second(report: Callable[[str], None]) -> None:
+        with opened(tmp_path / "c") as cache:
+            cache.lookup(b"x" * 16)
+            report("inside")
+            os.read(goes, 1)
+
+    def left() -> dict[str, Any]:
+        return dict(json.loads((tmp_path / "c" / "v1" / "fastload-cache.json").read_bytes()))
+
+    with monkeypatch.context() as patched:
+        if interrupted:
+            patched.setattr(Directory, "_reindex", lambda self, stopping: None)
+        with opened(tmp_path / "c") as cache:
+            cache.lookup(b"x" * 16)
+            assert cache.flush(30)
+            child = Child(second)
+            child.wait_for(1)
+        os.write(go, b"x")
+        child.end()
+    assert child.status == 0
+    assert (left()["clean"], left()["reindex"]) == (True, interrupted)
+    with opened(tmp_path / "c") as cache:
+        cache.lookup(b"x" * 16)
+        assert cache.flush(30)
+        assert all(cache.read(key) == payload for key, payload in content.items())
+    assert (left()["clean"], left()["reindex"]) == (True, False)
+    os.close(goes)
+    os.close(go)
 
 
 def epochs(path: Path, seed: int, count: int, times: int) -> Callable[[Callable[[str], None]], None]:

@@ -66,7 +66,7 @@ def info(directory: Directory) -> dict[str, Any]:
 
 def check(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:
     if fix and directory.readonly:
-        raise CacheError(f"cache {directory.path.parent} is read-only: check without fix")
+        raise CacheError(f"cache {directory.path.parent} {directory.readonly}: check without fix")
     report = Report(foreign_files=_foreign(directory))
     bad = _verify_entries(directory, report, progress)
     on_disk = sum(_sizes(directory, directory.segment_names()).values())
@@ -144,7 +144,7 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 
 def clear(directory: Directory) -> int:
     if directory.readonly:
-        raise CacheError(f"cache {directory.path.parent} is read-only and cannot be cleared")
+        raise CacheError(f"cache {directory.path.parent} {directory.readonly} and cannot be cleared")
     names = directory.segment_names()
     directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
     directory.files.clear()

@@ -313,7 +313,7 @@ class Cache:
     def _writable(self, directory: Directory) -> bool:
         """Whether this process can write; reports a failed writer once."""
         if directory.writer is None:
-            self._fail_writing(CacheError(f"cache {self.path} is read-only: it serves what it holds"))
+            self._fail_writing(CacheError(f"cache {self.path} {directory.readonly}: it serves what it holds"))
         elif directory.writer.error is not None:
             self._fail_writing(directory.writer.error)
         return not self._writer_failed

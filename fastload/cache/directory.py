@@ -15,6 +15,8 @@ The first process to open the directory (nobody else holds the lock) repairs wha
   background;
 * so is an index that LMDB calls corrupt.
 
+It then marks the directory as in use. Where the disk has no room for that, the directory is only read.
+
 Network file systems are not supported (LMDB needs coherent mappings); a cache belongs on a local disk.
 """
 
@@ -53,6 +55,8 @@ REINDEX_BATCH = 1000
 
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DAMAGED_BOOT = "damaged"  # in the place of a boot: the index is to be made anew, whoever leaves after that
 
 # What LMDB says when the bytes of its file are wrong, as opposed to a full disk or too many readers.
 DAMAGED = (
@@ -77,7 +81,7 @@ class Directory:
     """Index, segments and writer of one cache directory in this process.
 
     Raises OSError, lmdb.Error or CacheError when it cannot be opened at all. A directory that can be read but
-    not written has `writer` None.
+    not written has `writer` None, and `readonly` says why; it is "" where it can be written.
     """
 
     def __init__(self, path: str, root_fd: int) -> None:
@@ -85,21 +89,21 @@ class Directory:
         self.identity = identity(root_fd)
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
         self.root_fd = root_fd
-        self._reindex_left = False
+        self._reindexes = False
         self._damaged = False
         self._lock_fd = -1
         self.segments_fd = -1
         self.claims: Claims | None = None
         try:
-            self.readonly = not self._open_files()
-            self.index = self._open_readonly() if self.readonly else self._open_locked()
+            self.readonly = "" if self._open_files() else "is read-only"
+            self.index = self._open_readonly() if self.readonly else self._open_writable()
         except BaseException:
             self._close_fds()
             raise
         self.files = SegmentFiles(self.segments_fd, self.index.segment_name)
         self.writer: Writer | None = None
         if not self.readonly:
-            first_job = self._reindex if self._reindex_left else None
+            first_job = self._reindex if self._reindexes else None
             self.claims = Claims(self.root_fd)
             self.writer = Writer(self.index, self.claims, self.segments_fd, first_job)
 
@@ -133,6 +137,22 @@ class Directory:
             )
         return Index(self.path / "index", readonly=True)
 
+    def _open_writable(self) -> Index:
+        """To read and write; where the disk has no room for the mark that it is in use, to read."""
+        try:
+            return self._open_locked()
+        except (OSError, lmdb.DiskError) as error:
+            if isinstance(error, OSError) and error.errno not in _FULL:
+                raise
+            self.readonly = "has no room left on its disk"
+            # Unmarked, it must not look like in use: the next process is again the first one.
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+            try:
+                return self._open_readonly()
+            except (OSError, lmdb.Error):  # it holds nothing yet, or what needs repair
+                raise error from None
+
     def _open_locked(self) -> Index:
         deadline = time.monotonic() + LOCK_DEADLINE
         while True:
@@ -160,11 +180,15 @@ class Directory:
         except DAMAGED:
             self._discard_index()
             index = Index(self.path / "index")
-        sizes = [os.stat(name, dir_fd=self.segments_fd).st_size for name in self.segment_names()]
-        self._reindex_left = bool(sizes) and (state.reindex or index.count() == 0)
-        self._write_state(clean=False)
-        index.check_readers()
-        index.set_used_bytes(sum(sizes))
+        try:
+            sizes = [os.stat(name, dir_fd=self.segments_fd).st_size for name in self.segment_names()]
+            self._reindexes = bool(sizes) and (state.reindex or index.count() == 0)
+            self._write_state(_State(_boot_id(), clean=False, reindex=self._reindexes))
+            index.check_readers()
+            index.set_used_bytes(sum(sizes))
+        except BaseException:
+            index.close()  # LMDB does not open it twice
+            raise
         return index
 
     def _discard_index(self) -> None:
@@ -184,8 +208,7 @@ class Directory:
         except (OSError, ValueError, LookupError, TypeError):
             return _State()
 
-    def _write_state(self, *, clean: bool, boot: str | None = None) -> None:
-        state = _State(_boot_id() if boot is None else boot, clean, self._reindex_left)
+    def _write_state(self, state: _State) -> None:
         text = json.dumps({"about": "a fastload cache; safe to delete", "format": FORMAT} | state._asdict())
         temporary = f"{MARKER}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -200,7 +223,7 @@ class Directory:
         self._damaged = True
         if not self.readonly:
             with contextlib.suppress(OSError):
-                self._write_state(clean=False, boot="damaged")
+                self._write_state(self._read_state()._replace(boot=_DAMAGED_BOOT, clean=False))
 
     # -- records
 
@@ -250,8 +273,7 @@ class Directory:
                 self.index.publish(number, batch.pop(number))
         for number, found in batch.items():
             self.index.publish(number, found)
-        self._reindex_left = False
-        self._write_state(clean=False)
+        self._write_state(self._read_state()._replace(reindex=False))
 
     # -- closing
 
@@ -272,8 +294,10 @@ class Directory:
         self.index.sync()
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._damaged:
-                self._write_state(clean=True)
+            # What others have noted stays: that the index is damaged, or does not know all records yet.
+            state = self._read_state()
+            if not self._damaged and state.boot != _DAMAGED_BOOT:
+                self._write_state(state._replace(boot=_boot_id(), clean=True))
 
     def _close_fds(self) -> None:
         if self.claims is not None:

@@ -142,8 +142,10 @@ class Memory:
                     return fd
             fd = self._file.open()
             if fd >= 0:
-                os.ftruncate(note, 0)
-                os.pwrite(note, " ".join(map(str, self._file)).encode(), 0)
+                text = " ".join(map(str, self._file)).encode()
+                with contextlib.suppress(OSError):  # the disk is full: the other ranks fill their own
+                    os.pwrite(note, text, 0)
+                    os.ftruncate(note, len(text))
             return fd
         finally:
             os.close(note)
