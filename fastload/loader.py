@@ -165,7 +165,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         * An order that comes from torch's samplers, or from a sampler that draws from the generators of
           torch, Python or numpy, is made again from their states, and what was handed out is passed over
-          unread. A sampler with randomness of its own has to offer `state_dict()` and `load_state_dict()`.
+          unread. Of a sampler that draws from them batch by batch, where torch's draw once for an epoch, it
+          is the same order if nothing else in this process draws from them in between. A sampler with
+          randomness of its own has to offer `state_dict()` and `load_state_dict()`.
         * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in
           each worker, and iterators over iterable datasets too). An iterable dataset without them is moved to
           its place by drawing and dropping samples.

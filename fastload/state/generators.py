@@ -7,9 +7,9 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,14 +36,14 @@ def write_generator(generator: torch.Generator, state: str) -> None:
 
 def read_globals(names: Iterable[str]) -> dict[str, Any]:
     """The states of these of the process-wide generators "torch", "python" and "numpy", ready for JSON."""
-    return {name: _READ[name]() for name in names}
+    return {name: _GLOBALS[name].pack(_GLOBALS[name].get()) for name in names}
 
 
 def write_globals(states: Mapping[str, Any]) -> None:
     """Put the process-wide generators where `read_globals` found them; other entries are left alone."""
-    for name, write in _WRITE.items():
+    for name, kind in _GLOBALS.items():
         if name in states:
-            write(states[name])
+            kind.set(kind.unpack(states[name]))
 
 
 def digest(states: Mapping[str, Any]) -> str:
@@ -53,7 +53,8 @@ def digest(states: Mapping[str, Any]) -> str:
 class Lender:
     """While entered, the process-wide generators continue from `states`; after it, from where they were.
 
-    What is drawn inside moves `states` on, so that the next entry continues where this one ended.
+    What is drawn inside moves `states` on, so that the next entry continues where this one ended. An entry
+    inside another one changes nothing.
 
     Args:
         states: see `read_globals`.
@@ -61,18 +62,30 @@ class Lender:
     """
 
     def __init__(self, states: Mapping[str, Any], *, stays: bool = False) -> None:
-        self.states = dict(states)
+        self._states = {name: _GLOBALS[name].unpack(state) for name, state in states.items()}
         self._stays = stays
         self._kept: dict[str, Any] = {}
+        self._depth = 0
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {name: _GLOBALS[name].pack(state) for name, state in self._states.items()}
 
     def __enter__(self) -> None:
-        self._kept = read_globals(self.states)
-        write_globals(self.states)
+        self._depth += 1
+        if self._depth == 1:
+            self._kept = self._swap(self._states)
 
     def __exit__(self, *_: object) -> None:
-        self.states = read_globals(self.states)
-        if not self._stays:
-            write_globals(self._kept)
+        self._depth -= 1
+        if self._depth == 0:
+            self._states = self._swap({} if self._stays else self._kept)
+
+    def _swap(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        before = {name: _GLOBALS[name].get() for name in self._states}
+        for name, state in states.items():
+            _GLOBALS[name].set(state)
+        return before
 
 
 @contextmanager
@@ -95,33 +108,42 @@ def _unpack(text: str, dtype: Any) -> np.ndarray[Any, Any]:
     return np.array(np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype))
 
 
-def _read_python() -> list[Any]:
-    version, numbers, gauss = random.getstate()
+class _Global(NamedTuple):
+    """A process-wide generator: its state as it has it, and that state ready for JSON."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def _pack_python(state: Any) -> list[Any]:
+    version, numbers, gauss = state
     return [version, _pack(np.array(numbers, np.uint32)), gauss]
 
 
-def _write_python(state: list[Any]) -> None:
-    version, numbers, gauss = state
-    random.setstate((version, tuple(_unpack(numbers, np.uint32).tolist()), gauss))
+def _unpack_python(packed: list[Any]) -> Any:
+    version, numbers, gauss = packed
+    return version, tuple(_unpack(numbers, np.uint32).tolist()), gauss
 
 
-def _read_numpy() -> list[Any]:
-    name, numbers, *rest = np.random.get_state(legacy=True)
+def _pack_numpy(state: Any) -> list[Any]:
+    name, numbers, *rest = state
     return [name, _pack(np.asarray(numbers)), *rest]
 
 
-def _write_numpy(state: list[Any]) -> None:
-    name, numbers, *rest = state
-    np.random.set_state((name, _unpack(numbers, np.uint32), *rest))
+def _unpack_numpy(packed: list[Any]) -> Any:
+    name, numbers, *rest = packed
+    return name, _unpack(numbers, np.uint32), *rest
 
 
-_READ = {
-    "torch": lambda: read_generator(torch.default_generator),
-    "python": _read_python,
-    "numpy": _read_numpy,
-}
-_WRITE = {
-    "torch": lambda state: write_generator(torch.default_generator, state),
-    "python": _write_python,
-    "numpy": _write_numpy,
+_GLOBALS = {
+    "torch": _Global(
+        torch.get_rng_state,
+        torch.set_rng_state,
+        lambda state: _pack(state.numpy()),
+        lambda packed: torch.from_numpy(_unpack(packed, np.uint8)),
+    ),
+    "python": _Global(random.getstate, random.setstate, _pack_python, _unpack_python),
+    "numpy": _Global(np.random.get_state, np.random.set_state, _pack_numpy, _unpack_numpy),
 }

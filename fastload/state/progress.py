@@ -90,6 +90,8 @@ class Order:
                 self._generators[name] = generator
         known = all(type(part).__module__.startswith("torch.utils.data") for part in parts)
         self.globals = ("torch",) if known or self.followed else ("torch", "python", "numpy")
+        # torch's samplers draw from the process-wide generators with their first index only.
+        self.drawn_at_once = known
 
     def start_epoch(self) -> None:
         if isinstance(self.stateful, DistributedSampler):
@@ -163,9 +165,9 @@ class Progress:
         self.ahead: set[int] = set()  # batches handed out beyond it, which in_order=False allows
         self.next_worker = 0
         self.finished = False
-        self.drawn = False  # the sampler has begun to draw
+        self.drawn = 0  # batches, from the start of the epoch on, also in the run that is resumed
         self._due: dict[int, int] = {}  # ticket -> batch
-        self._drawn = 0
+        self._passed: frozenset[int] = frozenset()  # batches that were handed out before this was resumed
         self._states: dict[int, dict[str, Any]] = {}  # batch -> sampler's state after it was drawn
 
     def resume(self, saved: Mapping[str, Any]) -> None:
@@ -173,20 +175,22 @@ class Progress:
         self.base_seed = saved["base_seed"]
         self.generators = saved["generators"]
         self.sampler = saved["sampler"]
-        self.batches = self._drawn = saved["batches"]
+        self.batches = saved["batches"]
+        self.drawn = int(saved["drawn"])
         self.ahead = set(saved["ahead"])
+        self._passed = frozenset(self.ahead)
         self.next_worker = saved["next_worker"] if saved.get("num_workers") == len(self.workers) else 0
 
     def watch(self, index_batches: Iterator[Any]) -> Iterator[Any]:
-        """The same, with note of what is drawn. The n-th that is drawn has ticket n, from 0."""
-        self.drawn = True
-        for ticket, index in enumerate(index_batches):
-            while self._drawn in self.ahead:
-                self._drawn += 1
-            self._note_sampler(self._drawn, over=self._order.is_cut_off(index))
-            self._due[ticket] = self._drawn
-            self._drawn += 1
-            yield index
+        """What of it was not handed out yet, with note of it. The n-th of these has ticket n, from 0."""
+        ticket = 0
+        for number, index in enumerate(index_batches, self.batches):
+            self.drawn = max(self.drawn, number + 1)
+            self._note_sampler(number, over=self._order.is_cut_off(index))
+            if number not in self._passed:
+                self._due[ticket] = number
+                ticket += 1
+                yield index
         self._note_sampler(-1)
 
     def _note_sampler(self, batch: int, *, over: bool = False) -> None:
@@ -244,6 +248,10 @@ class Progress:
     def sampler_followed(self) -> bool:
         return self._order.followed
 
+    @property
+    def drawn_at_once(self) -> bool:
+        return self._order.drawn_at_once
+
     def order_again(self, generator: torch.Generator | None) -> Iterator[Any]:
         """What is left of the order, made from the generators and the sampler as they were."""
         order = self._order
@@ -253,17 +261,9 @@ class Progress:
         index_batches = iter(() if self.sampler["over"] else order.index_sampler)
         if self.late_seed:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
-        return index_batches if self.unordered else self._pass_over(index_batches)
-
-    def _pass_over(self, index_batches: Iterator[Any]) -> Iterator[Any]:
-        if not self._order.followed:
+        if not self.unordered and not order.followed:
             deque(itertools.islice(index_batches, self.batches), maxlen=0)
-        ahead = frozenset(self.ahead)
-        for number, index in enumerate(index_batches, self.batches):
-            if number in ahead:
-                self._note_sampler(number)
-            else:
-                yield index
+        return index_batches
 
     def position(self) -> dict[str, Any]:
         """The part of a state that is about an iteration which goes on."""

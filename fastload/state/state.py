@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
+import math
 import pickle
 import warnings
 from collections.abc import Iterator, Mapping
@@ -27,6 +27,7 @@ from fastload.streams import Streams, check_streams
 __all__ = ["LoaderState"]
 
 _VERSION = 1
+_END = object()
 
 
 class LoaderState:
@@ -47,7 +48,7 @@ class LoaderState:
         self._again: dict[str, Any] | None = (
             None  # from what the order is to be made, if not as torch has just done
         )
-        self._lent = False
+        self._lent: Lender | None = None
 
     # --- hooks of the iterators, in the order in which they are called
 
@@ -70,7 +71,7 @@ class LoaderState:
             lender = self._resume(loader, order, saved)
         else:
             lender = self._lender
-        self._lent = lender is not None
+        self._lent = lender
         try:
             with lender or contextlib.nullcontext():
                 if self._draws_one_seed(loader) and not _is_persistent(loader) and self._progress is not None:
@@ -80,7 +81,7 @@ class LoaderState:
             self._loaded = saved
             raise
         finally:
-            self._workers, self._again, self._lent = None, None, False
+            self._workers = self._again = self._lent = None
 
     def _resume(self, loader: Any, order: Order, saved: dict[str, Any]) -> Lender | None:
         self.epoch = saved["epoch"]
@@ -142,12 +143,12 @@ class LoaderState:
             iterator._sampler_iter = progress.order_again(loader.generator)
         if progress.unordered:
             return
-        if self._lent and not progress.sampler_followed:
-            # The sampler draws with its first batch, which has to happen while the generators are lent.
-            first = list(itertools.islice(iterator._sampler_iter, 1))
-            iterator._sampler_iter = itertools.chain(first, iterator._sampler_iter)
-            progress.drawn = True
-        iterator._sampler_iter = progress.watch(iterator._sampler_iter)
+        batches = iterator._sampler_iter
+        if self._lent is not None and not progress.sampler_followed:
+            # Where the process-wide generators were restored, they stand behind what was drawn until then.
+            lent = math.inf if self._lender is not None else progress.drawn - progress.batches
+            batches = _drawn_from(self._lent, batches, min(lent, 1) if progress.drawn_at_once else lent)
+        iterator._sampler_iter = progress.watch(batches)
 
     def _draws_one_seed(self, loader: Any) -> bool:
         return _is_persistent(loader) if self._one_seed is None else self._one_seed
@@ -181,7 +182,7 @@ class LoaderState:
             "epoch": self.epoch,
             "batches": 0,
             "ahead": [],
-            "drawn": False,
+            "drawn": 0,
             "next_worker": 0,
             "late_seed": False,
             # None: the next iteration draws one.
@@ -198,6 +199,18 @@ class LoaderState:
         self._loaded = copy.deepcopy(dict(state_dict))
         self._loaded_epoch = order.epoch
         self._progress = self._lender = self._one_seed = None
+
+
+def _drawn_from(lender: Lender, index_batches: Iterator[Any], count: float) -> Iterator[Any]:
+    """The same, the first `count` drawn while the generators are lent."""
+    while count > 0:
+        with lender:
+            index = next(index_batches, _END)
+        if index is _END:
+            return
+        yield index
+        count -= 1
+    yield from index_batches
 
 
 def _untouched(state: Any) -> dict[str, Any]:
