@@ -180,7 +180,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         The number of workers may be another one, unless the dataset keeps a state in each. The number of
         ranks and the batch size may be others if the order comes from `fastload.DistributedSampler`.
-        Persistent workers are ended, and new ones started.
+        Persistent workers are ended, and new ones started. `set_epoch` of the sampler, called after this,
+        names the epoch of the next iteration: where the state is from between two epochs, all goes on with
+        that one; where it is from the middle of another one, that position is dropped.
 
         Generators given to the loader or its sampler are moved to their place. The process-wide ones are not:
         a loader that resumes draws from copies of them. If they are where they were at `state_dict()`,

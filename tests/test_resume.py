@@ -583,6 +583,75 @@ def test_set_epoch(kind: str) -> None:
     assert list(run) == expected[2], "another epoch starts at its beginning"
 
 
+PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+LOADERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"num_workers": 2}, {"num_workers": 1}),
+    (PERSISTENT, PERSISTENT),
+    (PERSISTENT, {}),
+]
+
+
+@pytest.mark.parametrize("at", [0, 2, None])
+@pytest.mark.parametrize(("before", "after"), LOADERS, ids=str)
+@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler])
+def test_set_epoch_for_the_epoch_to_come(
+    kind: Any, before: dict[str, Any], after: dict[str, Any], at: int | None, tmp_path: Path
+) -> None:
+    """The usual loop of several ranks, saved between two epochs or within one: the same crops."""
+    make_photos(tmp_path)
+
+    def make(options: dict[str, Any]) -> tuple[Any, fastload.DataLoader[Any]]:
+        dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16))
+        sampler = kind(dataset, 2, 1)
+        return sampler, fastload.DataLoader(
+            dataset, batch_size=5, sampler=sampler, generator=seeded(), **options
+        )
+
+    def train(sampler: Any, run: Any, epochs: Any, last: int | None = None) -> list[Any]:
+        found = []
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            found.append(digests(itertools.islice(run, last if epoch == epochs[-1] else None)))
+        return found
+
+    expected = train(*make(before), range(4))
+    sampler, run = make(before)
+    seen = train(sampler, run, range(2) if at is None else range(3), at)
+    state = through_json(run.state_dict())
+    torch.manual_seed(1234)
+    sampler, resumed = make(after)
+    resumed.load_state_dict(state)
+    rest = train(sampler, resumed, range(2, 4))
+    if at is not None:
+        rest[0] = seen.pop() + rest[0]
+    assert seen + rest == expected
+
+
+@pytest.mark.parametrize("options", [{}, PERSISTENT], ids=str)
+@pytest.mark.parametrize("kind", [torch.utils.data.DistributedSampler, DistributedSampler])
+def test_set_epoch_and_a_dataset_with_a_state(kind: Any, options: dict[str, Any]) -> None:
+    def make() -> tuple[Any, fastload.DataLoader[Any]]:
+        sampler = kind(range(N), 2, 1)
+        return sampler, loader(Remembering(), sampler=sampler, **options)
+
+    def train(sampler: Any, run: Any, epochs: Any) -> list[Any]:
+        found = []
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            found.append(list(run))
+        return found
+
+    expected = train(*make(), range(4))
+    sampler, run = make()
+    seen = train(sampler, run, range(2))
+    state = through_json(run.state_dict())
+    del run
+    sampler, resumed = make()
+    resumed.load_state_dict(state)
+    assert seen + train(sampler, resumed, range(2, 4)) == expected
+
+
 def test_a_sampler_of_ones_own_with_an_epoch() -> None:
     sampler = OwnEpoch()
     sampler.set_epoch(4)

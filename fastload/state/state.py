@@ -57,17 +57,19 @@ class LoaderState:
         """Around `iter(loader)`. Gives where the dataset is to be taken up, see `Progress`."""
         saved, self._loaded = self._loaded, None
         order = Order(loader)
-        if saved is not None and order.epoch != self._loaded_epoch:
-            # set_epoch was called since, with another epoch: that one starts from its beginning.
+        another_epoch = saved is not None and order.epoch != self._loaded_epoch  # by set_epoch, since
+        if saved is not None and another_epoch and saved["begun"]:  # that one starts from its beginning
             if "streams" in saved:
                 warnings.warn(
                     f"set_epoch({order.epoch}) drops the position that was loaded, {saved['batches']} "
                     f"batches into epoch {self._loaded_epoch}: call set_epoch with that one to resume there",
                     stacklevel=5,
                 )
-            self.epoch = saved["epoch"] + saved["begun"]
+            self.epoch = saved["epoch"] + 1
             lender = None
         elif saved is not None:
+            if another_epoch:  # it was saved between two epochs, and the one to come is named only now
+                saved = saved | {"sampler": order.sampler_state()}
             lender = self._resume(loader, order, saved)
         else:
             lender = self._lender
