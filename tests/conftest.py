@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from fastload.worker_iterator import _PRELOADED
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+with suppress(ImportError):  # tests/gpu does without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 # One fork server serves all tests of a process. A loader says so too late where another test has started it.
 multiprocessing.set_forkserver_preload([*_PRELOADED, "torch._dynamo", "tests.trainer", "pytest"])
 

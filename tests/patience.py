@@ -1,4 +1,4 @@
-"""How long tests wait for what has to come: a bound on what hangs, never a measure of speed.
+"""How long tests wait for what has to come (and go): a bound on what hangs, never a measure of speed.
 
 It is long, as machines are shared: nothing waits that long while all is well.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from typing import TypeVar
+
+import psutil
 
 PATIENCE = 240.0  # seconds
 
@@ -21,3 +23,11 @@ def wait_until(condition: Callable[[], T], what: str) -> T:
         assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s it was not so: {what}"
         time.sleep(0.01)
     return value
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it does: one that is dead, and only not yet collected by whoever started it, does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it has gone between the two questions
+        return False

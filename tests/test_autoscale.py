@@ -300,7 +300,7 @@ def test_policy_and_mechanism_together(slow: str, monkeypatch: pytest.MonkeyPatc
     loader._autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
     found, numbers = [], {3}
     for batch in loader:
-        time.sleep(0.005 if slow == "steps" else 0)
+        time.sleep(0.02 if slow == "steps" else 0)
         found += batch.tolist()
         numbers.add(loader._autoscaler.workers)
     assert found == list(range(300))

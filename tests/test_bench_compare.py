@@ -19,6 +19,7 @@ from bench.environment import Unavailable
 from bench.peer import Peer, Run
 from bench.peers import _serve
 from bench.sections import Case
+from tests.patience import runs, wait_until
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -101,8 +102,7 @@ def test_a_peer_that_hangs_is_left_and_nothing_of_it_stays(
             running.epoch(0.1)
         own = psutil.Process(running._process.pid)
         family = [own, *own.children(recursive=True)]
-    psutil.wait_procs(family, timeout=5)
-    assert not any(process.is_running() and process.status() != "zombie" for process in family)
+    wait_until(lambda: not any(map(runs, family)), "all processes have ended")
 
 
 def test_a_peer_makes_its_files_first(scripted: None) -> None:

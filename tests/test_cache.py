@@ -841,9 +841,9 @@ def test_write_error_passes_through(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "pwritev", full)
-    for i in range(20):
-        cache.write(cache.key(f"more{i}"), b"x" * 1000)
-    with pytest.warns(RuntimeWarning, match=os.strerror(code)) as caught:
+    with pytest.warns(RuntimeWarning, match=os.strerror(code)) as caught:  # by whichever call comes after it
+        for i in range(20):
+            cache.write(cache.key(f"more{i}"), b"x" * 1000)
         assert not cache.flush(30)
         assert not cache.write(cache.key("late"), b"x")
     assert len(caught) == 1 and cache.counters["cache.failures"] == 1
@@ -1364,7 +1364,6 @@ def test_any_order_of_calls_and_damage(tmp_path: Path, examples: int) -> None:
         settings=settings(
             max_examples=examples,
             stateful_step_count=25,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -178,6 +178,7 @@ def killed_at(path: Path, moment: str, twin: bool = False) -> None:
         if twin:
             writer_module.Writer._append = index_first  # type: ignore[method-assign]
         die_at(moment)
+        writer_module.LINGER = PATIENCE  # all ten are one batch, which `flush` ends
         for i in range(10):
             name = f"{moment}-{i}"
             cache.write(cache.key(name), payload_of(name))

@@ -22,6 +22,7 @@ from fastload.errors import WorkerError
 from tests.patience import PATIENCE, wait_until
 
 IMAGES = 160
+ROUND_TRIP = 0.02  # seconds
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -183,7 +184,7 @@ class Blind(Cache):
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     root = tmp_path_factory.mktemp("s3")
     make_dataset(root / "photos", IMAGES, classes=4)
-    with serve_s3(root) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
+    with serve_s3(root) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
         yield Bucket(root / "photos", proxy, server)
 
 
@@ -203,13 +204,17 @@ def test_two_runs_read_each_object_once(bucket: Bucket, tmp_path: Path, shuffle:
     for seen in both(*loaders):
         assert sorted(seen) == bucket.digests
     gets = bucket.proxy.counts().object_gets - before
-    assert IMAGES <= gets <= 1.1 * IMAGES
+    assert IMAGES <= gets <= 1.25 * IMAGES
 
 
 def test_without_claims_they_read_more(bucket: Bucket, tmp_path: Path) -> None:
     before = bucket.proxy.counts().object_gets
-    for seen in both(bucket.run(Blind(tmp_path)), bucket.run(Blind(tmp_path))):
-        assert sorted(seen) == bucket.digests
+    bucket.proxy.set_round_trip(0.2)  # far away, so that what one reads is not in the cache before the other
+    try:
+        for seen in both(bucket.run(Blind(tmp_path)), bucket.run(Blind(tmp_path))):
+            assert sorted(seen) == bucket.digests
+    finally:
+        bucket.proxy.set_round_trip(ROUND_TRIP)
     assert bucket.proxy.counts().object_gets - before > 1.3 * IMAGES
 
 

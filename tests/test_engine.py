@@ -30,7 +30,8 @@ EXPECTED: dict[str, tuple[str | None, range]] = {
     "clean": (None, range(1, 2)),
     "503": (None, range(3, 4)),
     "500 for ever": ("StoreError", range(2, 200)),
-    "stalls for ever": ("StoreError", range(2, 10)),
+    "stall": (None, range(2, 10)),  # what a loaded machine delays counts as one too
+    "stalls for ever": ("StoreError", range(2, 40)),
     "XML in a 200 for ever": ("ShortReadError", range(2, 200)),
     "403": ("AccessDeniedError", range(1, 2)),
     "404": ("NotFoundError", range(1, 2)),
@@ -62,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str
     try:
         results = {}
         for client, process in processes.items():
-            code = process.wait(PATIENCE)
+            code = process.wait(2 * PATIENCE)  # for forty cases, of which some take long on purpose
             said = (folder / f"{client}.err").read_text()
             assert code == 0, said[-3000:]
             results[client] = dict(

@@ -81,7 +81,6 @@ def samples(records: list[Record]) -> list[tuple[str, dict[str, bytes]]]:
 # --- Pieces -----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=20), max_size=12), st.data())
 def test_pieces_are_one_sequence(parts: list[bytes], data: st.DataObject) -> None:
     pieces, whole, at, fed = Pieces(5), b"".join(parts), 0, 0
@@ -182,7 +181,6 @@ def test_without_the_crc_check_damage_would_pass(monkeypatch: pytest.MonkeyPatch
     assert split(TFRecordSplitter, bytes(data))[0].error is None
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=300), st.integers(1, 64), st.booleans())
 def test_arbitrary_bytes_are_no_shard(data: bytes, piece: int, known: bool) -> None:
     for make in (TFRecordSplitter, TarSplitter):
@@ -207,7 +205,6 @@ def test_a_gzip_file_is_recognised() -> None:
 SPEC = {"b": bytes, "s": str, "i": int, "f": float, "bb": [bytes], "ss": [str], "ii": [int], "ff": [float]}
 
 
-@settings(deadline=None)
 @given(
     st.binary(max_size=50),
     st.text(max_size=20),
@@ -263,7 +260,6 @@ def test_what_is_wrong_with_an_example_is_said(record: bytes, spec: dict[str, An
         parse_example(memoryview(record), spec)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_no_example(data: bytes) -> None:
     for record in (data, encode_example({"x": 1}) + data, example(data[:100])):
@@ -396,7 +392,7 @@ def test_sizes_are_believed_only_as_far_as_the_shard_goes() -> None:
     assert "the most" in str(split(TarSplitter, tar_file(huge, form=tarfile.GNU_FORMAT))[0].error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_tars_never_crash_or_grow(data: st.DataObject) -> None:
     valid = bytearray(
@@ -501,7 +497,6 @@ def test_a_wds_index_that_does_not_fit_is_refused(text: bytes) -> None:
         parse_wds_index(text, 10_240)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=100))
 def test_arbitrary_bytes_are_no_index(data: bytes) -> None:
     readers: list[Callable[[], Any]] = [

@@ -47,7 +47,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(samples)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_round_trip(sample: Any) -> None:
     assert same(load(dump(sample)), sample)
     assert same(load(bytearray(dump(sample))), sample)
@@ -84,7 +84,7 @@ def test_refuses_in_words() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_damage_is_an_error_or_another_value_but_never_more(data: st.DataObject) -> None:
     """The cache's checksum finds damage; this is the second line: no crash, no huge allocation."""
     image = np.arange(60, dtype=np.int32).reshape(3, 20)

@@ -348,7 +348,7 @@ def test_the_listing_leaves_this_process_fork_safe(client: str, tree: Path, tmp_
 def test_threads_beside_the_fork_are_no_warning() -> None:
     """Python 3.12 and later warn of a fork beside threads; the script turns warnings into errors."""
     with FaultServer({"a": b"1"}) as server:
-        said = _run("threading.Thread(target=time.sleep, args=(3,), daemon=True).start()\nrun()\n", server)
+        said = _run("threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\nrun()\n", server)
     assert said == ["listed 1 a", "clean True True 2"]
 
 

@@ -102,7 +102,7 @@ def test_a_cache_of_half_the_data_hits_half() -> None:
 
 
 @given(data=datas, mode=modes, node=nodes, demand=demands)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_predictions_are_possible(data: Data, mode: Mode, node: Node, demand: Demand) -> None:
     found = predict(data, mode, node, demand)
     assert 0 < found.hit_rate <= 1
@@ -117,7 +117,7 @@ def test_predictions_are_possible(data: Data, mode: Mode, node: Node, demand: De
 
 
 @given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_more_is_never_slower(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
     before = predict(data, mode, node, demand)
     more = [
@@ -134,7 +134,7 @@ def test_more_is_never_slower(data: Data, mode: Mode, node: Node, demand: Demand
 
 
 @given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_larger_cache_reads_less(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
     before = predict(data, mode, node, demand)
     after = predict(data, mode, replace(node, cache_bytes=node.cache_bytes * factor), demand)
@@ -147,7 +147,7 @@ def test_a_larger_cache_reads_less(data: Data, mode: Mode, node: Node, demand: D
 
 
 @given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_farther_store_is_never_faster(
     data: Data, mode: Mode, node: Node, demand: Demand, factor: float
 ) -> None:

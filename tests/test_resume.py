@@ -7,7 +7,6 @@ import itertools
 import json
 import pickle
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from fastload import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.state import Progress
 from fastload.workers import WorkerPool
+from tests.patience import wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -386,26 +386,31 @@ def test_prefetched_batches_are_not_seen(workers: int, monkeypatch: pytest.Monke
     assert (seen_in_both() == Counter(range(N))) == (workers == 0)
 
 
-class Sleeper(Ids):
-    """Sample 0 comes late."""
+class Late(Ids):
+    """Sample 0 comes once there is the file `gate`."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
 
     def __getitem__(self, index: int) -> int:
         if index == 0:
-            time.sleep(0.3)
+            wait_until(self.gate.exists, "sample 0 is let through")
         return index
 
 
 @pytest.mark.parametrize("followed", [False, True])
 @pytest.mark.parametrize("then", [2, 0])
-def test_out_of_order(then: int, followed: bool) -> None:
+def test_out_of_order(then: int, followed: bool, tmp_path: Path) -> None:
     def make(workers: int) -> fastload.DataLoader[Any]:
         sampler = DistributedSampler(range(N), 1, 0, shuffle=False) if followed else None
-        return loader(Sleeper(), in_order=False, num_workers=workers, sampler=sampler)
+        return loader(Late(tmp_path / "gate"), in_order=False, num_workers=workers, sampler=sampler)
 
     run = make(2)
     iterator = iter(run)
     seen = list(itertools.islice(iterator, 4))
     state = through_json(run.state_dict())
+    (tmp_path / "gate").touch()
     del iterator
     assert (state["batches"], state["ahead"]) == (0, sorted(batch[0] // 5 for batch in seen))
     for count in (1, 2, None) if then else (2, 1, None):

@@ -72,7 +72,7 @@ def test_order_is_torchs(shuffle: bool, drop_last: bool) -> None:
 
 
 @given(length=st.integers(0, 200), world=st.integers(1, 9), shuffle=st.booleans(), seed=st.integers(0, 99))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_eval_covers_exactly(length: int, world: int, shuffle: bool, seed: int) -> None:
     samplers = ranks(length, world, shuffle=shuffle, seed=seed, mode="eval")
     parts = [list(sampler) for sampler in samplers]
@@ -83,7 +83,7 @@ def test_eval_covers_exactly(length: int, world: int, shuffle: bool, seed: int) 
 
 
 @given(length=st.integers(1, 200), world=st.integers(1, 9), drop_last=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_train_gives_equal_steps(length: int, world: int, drop_last: bool) -> None:
     parts = [list(sampler) for sampler in ranks(length, world, drop_last=drop_last)]
     counts = Counter(itertools.chain(*parts))
@@ -288,7 +288,7 @@ class Run(RuleBasedStateMachine):
         self.iterators = None
 
 
-Run.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+Run.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestRun = Run.TestCase
 
 
@@ -414,7 +414,7 @@ def draw(samplers: list[list[DistributedSampler]]) -> list[Counter[int]]:
 
 
 @given(shape=nodes_and_ranks, length=lengths, mode=st.sampled_from(["train", "eval"]), seed=st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_node_keeps_its_share(shape: tuple[int, int], length: int, mode: str, seed: int) -> None:
     nodes, per_node = shape
     samplers = by_node(nodes, per_node, length, mode=mode, seed=seed)
@@ -458,7 +458,7 @@ def test_shares_are_alike_in_a_listing_with_structure() -> None:
 
 
 @given(shape=nodes_and_ranks, length=lengths, exchange=st.floats(0, 1), seed=st.integers(0, 9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_exchange_moves_a_fraction(shape: tuple[int, int], length: int, exchange: float, seed: int) -> None:
     nodes, per_node = shape
     home = [set(node) for node in draw(by_node(nodes, per_node, length, mode="eval"))]
@@ -482,7 +482,7 @@ def test_exchange_moves_a_fraction(shape: tuple[int, int], length: int, exchange
     steps=st.integers(0, 12),
     exchange=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_another_number_of_nodes_goes_on(
     before: tuple[int, int], after: tuple[int, int], steps: int, exchange: float
 ) -> None:

@@ -96,7 +96,8 @@ RECOVERED = {
     "500": [Fault(status=500)],
     "503": [Fault(status=503, code="SlowDown")] * 2,
     "an answer lost": [Fault(lost=True)],
-    "no answer": [Fault(delay=4)],
+    # An error in the end: the start of an upload in parts, carried out so late, would undo that of the retry.
+    "no answer": [Fault(delay=4, status=500)],
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.patience import PATIENCE
 from tests.trainer import RESNET50
 
 
@@ -17,7 +18,7 @@ def test_two_ranks_learn_shapes_from_a_bucket(tmp_path: Path) -> None:
     """Eight classes, so guessing is right in an eighth of all cases; the full demo reaches 99 %."""
     command = [sys.executable, str(RESNET50 / "demo.py"), "--dir", str(tmp_path)]
     command += ["--images", "640", "--epochs", "5", "--target", "0.5", "--batch-size", "16"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
     lines = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 6))
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -32,5 +33,7 @@ def test_two_ranks_learn_shapes_from_a_bucket(tmp_path: Path) -> None:
 def test_a_target_that_is_not_reached_is_a_failure(tmp_path: Path) -> None:
     command = [sys.executable, str(RESNET50 / "demo.py"), "--dir", str(tmp_path), "--ranks", "1"]
     command += ["--images", "64", "--epochs", "1", "--target", "1.01"]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 1 and "below the target" in done.stderr

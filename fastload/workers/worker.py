@@ -151,8 +151,9 @@ class _Worker:
         between_epochs = self._last_known and not self._work
         received = self._channel.receive(wait=wait)
         if wait and not between_epochs:
+            waited = time.perf_counter() - start
             for stage in ("idle", "slot")[: 1 + full]:
-                self._counters.add(f"{stage}.seconds", time.perf_counter() - start)
+                self._counters.add(f"{stage}.seconds", waited)
         while received is not None:
             self._obey(received[0])
             received = self._channel.receive(wait=False)
