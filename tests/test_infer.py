@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,17 @@ def make_colours(directory: Path, count: int) -> None:
             (directory / name / f"{number}.jpg").write_bytes(simplejpeg.encode_jpeg(pixels))
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for each other slow so small a network down several times."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-def test_the_table(tmp_path: Path) -> None:
+def test_the_table(tmp_path: Path, one_thread: None) -> None:
     """A small network, trained for some seconds, through all rows."""
     for part, count in (("train", 48), ("val", 25)):
         make_colours(tmp_path / part, count)
@@ -137,7 +147,7 @@ def test_the_table(tmp_path: Path) -> None:
 
     done = subprocess.run(
         [sys.executable, str(trainer.RESNET50 / "infer.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
