@@ -112,6 +112,22 @@ def test_subset_is_read_ahead_too(bucket: Bucket) -> None:
     assert labels.tolist() == dataset.targets[10:30]
 
 
+@pytest.mark.parametrize("guarded", [True, False])
+def test_indices_that_are_tensors_are_read_ahead_too(
+    bucket: Bucket, guarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As samplers of masks and permutations give them: a tensor's hash is its address."""
+    if not guarded:
+        monkeypatch.setattr("operator.index", lambda index: index)
+    dataset = ObjectDataset(bucket.url, transform=digest, storage_options=bucket.options)
+    order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(dataset, 8, sampler=torch.utils.data.SubsetRandomSampler(order), collate_fn=keep)
+    assert sorted(seen(loader)) == sorted(bucket.digests.values())
+    assert (dataset._open_window()._reads == {}) is guarded
+    assert (loader.stats()["counters"]["get.requests"] == IMAGES) is guarded
+    dataset.close()
+
+
 @pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
 def test_cache_modes_give_one_distribution(bucket: Bucket, tmp_path: Path, mode: Any) -> None:
     """The first epoch's samples come from the same pixels as later ones."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from pathlib import PurePath
 from typing import Any
@@ -62,6 +63,7 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
+        index = operator.index(index)
         n = len(self)
         if not -n <= index < n:
             raise IndexError(f"index {index} is out of range for {n} samples")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -256,6 +257,7 @@ class ObjectDataset(Dataset[Any]):
         return bytes(value) if isinstance(value, memoryview) and self._fused is None else value
 
     def _checked(self, index: int) -> int:
+        index = operator.index(index)  # two tensors of one number are not one key
         n = len(self._manifest)
         if not -n <= index < n:
             raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")

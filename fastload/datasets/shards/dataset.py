@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -229,6 +230,7 @@ class ShardDataset(Dataset[Any]):
     def _record(self, index: int) -> int:
         """Number of a sample, or id that a stream has handed out -> shard << 32 | ordinal."""
         self._notice_fork()
+        index = operator.index(index)  # two tensors of one number are not one key
         if index in self._held:
             return index
         shard, ordinal = index >> _SHARD_BITS, index & 0xFFFF_FFFF
