@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gzip
 import io
+import lzma
+import random
 import struct
 import tarfile
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +23,7 @@ from hypothesis import strategies as st
 from fastload.errors import DecodeError
 from fastload.formats import tfrecord
 from fastload.formats.example import encode_example, parse_example
+from fastload.formats.head import is_compressed, kind_of
 from fastload.formats.index import parse_tfrecord_index, parse_wds_index, parse_wids
 from fastload.formats.pieces import Pieces, Record, Splitter
 from fastload.formats.tar import TarSplitter, read_sample, sample_name
@@ -195,9 +201,54 @@ def test_unframe_refuses_what_is_not_one_record() -> None:
             unframe(wrong)
 
 
-def test_a_gzip_file_is_recognised() -> None:
-    error = split(TFRecordSplitter, b"\x1f\x8b" + b"z" * 40)[0].error
-    assert 'compression="gzip"' in str(error)
+def _tar_of(name: str) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        info = tarfile.TarInfo(name)
+        info.size = 3
+        tar.addfile(info, io.BytesIO(b"abc"))
+    return file.getvalue()
+
+
+ZLIB_LIKE = frame(b"x" * 0x0178)[0] + b"x" * 0x0178 + frame(b"x" * 0x0178)[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (gzip.compress(b"x" * 99), "gzip"),
+        (gzip.compress(b"x" * 9999, 0), "gzip"),
+        *((zlib.compress(b"x" * 99, level), "zlib") for level in (0, 1, 5, 6, 9)),
+        (bz2.compress(b"x" * 99), "bzip2"),
+        (lzma.compress(b"x" * 99), "xz"),
+        (tfrecord_file([b"one", b"two"]), "tfrecord"),
+        (ZLIB_LIKE, "tfrecord"),  # whose length begins as zlib data do
+        (_tar_of("a.txt"), "tar"),
+        (_tar_of("x^.txt"), "tar"),  # whose name does
+        (_tar_of("\x1f\udc8b\x08.txt"), "tar"),
+        (b"", ""),
+        (b"\x1f\x8b", ""),
+        (bytes(2000), ""),
+        (b"\xff\xd8\xff" + b"z" * 600, ""),
+    ],
+)
+def test_first_bytes_say_what_a_file_is(data: bytes, kind: str) -> None:
+    assert kind_of(memoryview(data)) == kind
+    assert is_compressed(memoryview(data)) == (kind in ("gzip", "zlib"))
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "says"),
+    [
+        (TFRecordSplitter, _tar_of("a.txt"), "it is a tar: read it with fastload.TarDataset"),
+        (TarSplitter, tfrecord_file([b"x" * 600]), "a TFRecord file: read it with fastload.TFRecordDataset"),
+        (TFRecordSplitter, bz2.compress(bytes(99)), "compressed by bzip2, which is not read"),
+        (TarSplitter, lzma.compress(random.randbytes(999)), "compressed by xz, which is not read"),
+        (TFRecordSplitter, gzip.compress(b"z" * 40), "these are gzip data: leave out compression="),
+    ],
+)
+def test_a_file_of_another_kind_is_named(make: Any, data: bytes, says: str) -> None:
+    assert says in str(split(make, data)[0].error)
 
 
 # --- Example ----------------------------------------------------------------------------------------------

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 from fastload.errors import DecodeError, StoreError
+from fastload.formats.head import is_compressed
+from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
 from fastload.formats.tar import TarSplitter
-from fastload.formats.tfrecord import TFRecordSplitter, masked_crc
+from fastload.formats.tfrecord import TFRecordSplitter
 from fastload.store import ObjectInfo, Store
 
 __all__ = ["PieceReader"]
@@ -62,12 +64,17 @@ class PieceReader:
         """
         pieces = self.pieces(info, seen)
         first = next(pieces, memoryview(b""))
-        packed = _is_packed(first, kind)
+        packed = is_compressed(first)
         end = None if packed else info.size
         splitter: Splitter = TarSplitter(0, end) if kind == "tar" else TFRecordSplitter(0, end)
-        for piece in _chained(first, pieces) if not packed else _inflated(first, pieces, info.key):
-            splitter.feed(piece)
-            yield from _checked(splitter, info.key)
+        rest = chain([first], pieces)
+        try:
+            for piece in iter(Inflater(lambda: next(rest, None)), None) if packed else rest:
+                splitter.feed(piece)
+                yield from _checked(splitter, info.key)
+        except DecodeError as error:
+            error.key = error.key or info.key
+            raise
         splitter.close()
         yield from _checked(splitter, info.key)
 
@@ -85,41 +92,3 @@ def _checked(splitter: Splitter, shard: str) -> Iterator[Record]:
             record.error.key = f"{shard} at byte {record.offset:,}"
             raise record.error
         yield record
-
-
-def _chained(first: memoryview, rest: Iterator[memoryview]) -> Iterator[memoryview]:
-    yield first
-    yield from rest
-
-
-def _is_packed(head: memoryview, kind: str) -> bool:
-    """Whether a shard is compressed. The first length of a plain TFRecord file has its checksum beside it."""
-    plain = kind == "tfrecord" and len(head) >= 12
-    if plain and masked_crc(head[:8]) == int.from_bytes(head[8:12], "little"):
-        return False
-    if bytes(head[:2]) == b"\x1f\x8b":
-        return True
-    return plain and head[0] == 0x78 and (head[0] << 8 | head[1]) % 31 == 0
-
-
-def _inflated(first: memoryview, rest: Iterator[memoryview], shard: str) -> Iterator[memoryview]:
-    """What gzip members, or one zlib stream, hold, in pieces of bounded size."""
-    inflate = zlib.decompressobj(47)  # 47: gzip or zlib, as the header says
-    try:
-        for piece in _chained(first, rest):
-            data: Any = piece
-            while data:
-                if inflate.eof:
-                    data = bytes(data).lstrip(b"\0")  # zeros after the last member are padding
-                    if not data:
-                        break
-                    inflate = zlib.decompressobj(47)
-                out = inflate.decompress(data, PIECE)
-                if out:
-                    yield memoryview(out)
-                data = inflate.unused_data if inflate.eof else inflate.unconsumed_tail
-        yield memoryview(inflate.flush())
-    except zlib.error as error:
-        raise DecodeError(f"bad compressed data: {error}", key=shard) from None
-    if not inflate.eof:
-        raise DecodeError("the compressed shard was cut", key=shard)

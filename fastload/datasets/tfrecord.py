@@ -63,7 +63,7 @@ class TFRecordDataset(ShardDataset):
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         index: where index files of tfrecord2idx are: a URL; None: beside the files, if there are any; False:
             not at all.
-        compression: "gzip", "zlib" or "" for all files; None: by their names.
+        compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
 

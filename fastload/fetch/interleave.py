@@ -32,10 +32,17 @@ class Span(NamedTuple):
 
 
 class AnyLane(Protocol):
-    """An open span. `ready`: payloads are as the cache keeps them; `requested`: no more will be asked for."""
+    """An open span.
+
+    `ready`: payloads are as the cache keeps them; `compressed`: their shard has to be inflated up to them;
+    `requested`: no more will be asked for.
+    """
 
     @property
     def ready(self) -> bool: ...
+
+    @property
+    def compressed(self) -> bool: ...
 
     @property
     def requested(self) -> bool: ...
@@ -56,6 +63,7 @@ class Found(NamedTuple):
     ordinal: int
     record: Record
     ready: bool
+    compressed: bool
 
 
 class _Open:
@@ -74,7 +82,7 @@ class _Open:
         record = self.lane.next()
         if record is None:
             return None
-        found = Found(self.span.shard, self.ordinal, record, self.lane.ready)
+        found = Found(self.span.shard, self.ordinal, record, self.lane.ready, self.lane.compressed)
         self.ordinal += 1
         self.offset = record.offset + record.size
         return found

@@ -2,6 +2,8 @@
 
 store ─ ranged reads, side by side, by threads ─▶ pieces in order ─▶ splitter ─▶ next()
 store ─ ranged reads, one by one ─▶ inflated, by the same thread ─┘     (a compressed shard)
+
+Which of the two it is, the first piece says; the others are asked for by the thread that has read it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from fastload.errors import DecodeError, FastloadError
-from fastload.fetch.inflate import Inflater
 from fastload.fetch.pool import ReadPool
+from fastload.formats.head import HEAD, is_compressed
+from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
 from fastload.stats import Counters
 from fastload.store import Store
@@ -28,12 +31,12 @@ _USUAL_PIECE = 8 << 20
 
 
 class Shard(NamedTuple):
-    """An object of many records, as it was listed."""
+    """An object of many records, as it was listed. `compressed` None: its first bytes say it."""
 
     key: str
     size: int
     version: str
-    compressed: bool
+    compressed: bool | None
 
 
 class Reach(NamedTuple):
@@ -59,11 +62,14 @@ class Lane:
     Args:
         store, shard: what to read.
         offset: where the next record begins; in a compressed shard, in what it inflates to.
-        stop: where to end; None: at the end of the shard. Only the latter for a compressed shard.
-        splitter: cuts it, from that offset on.
+        stop: where to end; None: at the end of the shard. Only the latter where the shard may be compressed.
+        splitter: (offset, end or None where that is not known) -> what cuts the bytes from that offset on.
         reach: how far to read ahead.
         pool: reads.
         counters: get.* are added here.
+
+    Attributes:
+        compressed: whether the shard is; False as long as that is not known.
     """
 
     ready = False  # payloads are as the store has them
@@ -74,7 +80,7 @@ class Lane:
         shard: Shard,
         offset: int,
         stop: int | None,
-        splitter: Splitter,
+        splitter: Callable[[int, int | None], Splitter],
         *,
         reach: Reach,
         pool: ReadPool,
@@ -82,29 +88,27 @@ class Lane:
     ) -> None:
         self._store = store
         self._shard = shard
-        self._splitter = splitter
+        self._stop = shard.size if stop is None else stop
+        self._make_splitter = splitter
+        self._splitter: Splitter | None = None  # None: its first bytes are not here yet
         self._pool = pool
         self._counters = counters
-        self._ahead = reach.ahead
+        self._reach = reach
         self._pieces: deque[Future[Any]] = deque()
         self._at = offset  # of what comes next, for an error that has no record
         self._over = False
-        start = 0 if shard.compressed else offset
-        ranges = _ranges(start, shard.size if stop is None else stop, reach.piece)
-        self._works: deque[Callable[[], Any]] = deque()
+        self._left: deque[tuple[int, int]] = deque()  # ranges that nobody has asked for
         self._inflate: Inflater | None = None
-        if shard.compressed:
-            self._inflate = Inflater(ranges, self._read, skip=offset)
+        self.compressed = False
+        if shard.compressed is None and shard.size:
+            self._pieces.append(pool.submit(self._look))
         else:
-            self._works.extend(functools.partial(self._read, *one) for one in ranges)
-        self._request()
+            self._begin(bool(shard.compressed))
 
     @property
     def requested(self) -> bool:
         """Whether all of it was asked for."""
-        if self._inflate is not None:
-            return self._over or self._inflate.requested
-        return self._over or not self._works
+        return self._over or (self._splitter is not None and not self._left)
 
     def next(self) -> Record | None:
         """The next record, or None at the end. Blocks until its bytes are here.
@@ -113,11 +117,11 @@ class Lane:
             StoreError: they cannot be read.
         """
         while not self._over:
-            record = self._splitter.next()
+            record = None if self._splitter is None else self._splitter.next()
             if record is not None:
                 self._at = record.offset + record.size
                 return record
-            if self._splitter.over or not self._pieces:
+            if not self._pieces or (self._splitter is not None and self._splitter.over):
                 self.close()
                 return None
             try:
@@ -125,6 +129,7 @@ class Lane:
             except DecodeError as error:  # of the decompression: nothing that follows can be read
                 self.close()
                 return Record(self._at, 0, None, DecodeError(error.message))
+            assert self._splitter is not None
             if piece is not None:
                 self._splitter.feed(piece)
                 self._request()
@@ -135,16 +140,46 @@ class Lane:
     def close(self) -> None:
         """Give up what was asked for and not taken."""
         self._over = True
-        for piece in self._pieces:
-            piece.cancel()
-        self._pieces.clear()
+        while self._pieces:  # to which `_look` may still add
+            self._pieces.popleft().cancel()
+
+    def _look(self) -> Any:
+        """The first piece. A thread of the pool does this, so that a lane reads ahead before its turn."""
+        first = not self._at
+        piece = _ranges(0, self._stop, self._reach.piece)[0] if first else (0, min(HEAD, self._shard.size))
+        head = self._read(*piece)
+        self._begin(is_compressed(head), head if first else None)
+        return head if first and not self.compressed else memoryview(b"")
+
+    def _begin(self, compressed: bool, first: Any = None) -> None:
+        """Ask for the shard's bytes; `first` are those of the first range, where they are here."""
+        ranges = _ranges(0 if compressed else self._at, self._stop, self._reach.piece)
+        self._left.extend(ranges if first is None else ranges[1:])
+        self.compressed = compressed
+        if compressed:
+            self._inflate = Inflater(self._chain(first), skip=self._at)
+        self._splitter = self._make_splitter(self._at, None if compressed else self._stop)
+        self._request()
+
+    def _chain(self, first: Any) -> Callable[[], Any]:
+        """The compressed bytes, range by range."""
+        given = [] if first is None else [first]
+
+        def more() -> Any:
+            if given:
+                return given.pop()
+            return self._read(*self._left.popleft()) if self._left else None
+
+        return more
 
     def _request(self) -> None:
         """Ask for what may be asked for."""
         if self._inflate is not None:  # in order: the next bytes begin where the last ones ended
-            self._pieces.append(self._pool.submit(self._inflate))
-        while self._works and len(self._pieces) < self._ahead:
-            self._pieces.append(self._pool.submit(self._works.popleft()))
+            if not self._pieces:
+                self._pieces.append(self._pool.submit(self._inflate))
+            return
+        while self._left and not self._over and len(self._pieces) < self._reach.ahead:
+            self._pieces.append(self._pool.submit(functools.partial(self._read, *self._left.popleft())))
 
     def _read(self, start: int, stop: int) -> Any:
         """A range of the shard, of the version that was listed. Called by the pool's threads."""

@@ -20,12 +20,15 @@ class Record(NamedTuple):
     """One record of a shard: the bytes [offset, offset + size), framing included.
 
     `payload` is what the record carries, a view of the piece it came in; None where `error` says why not.
+    `lasting`: the error is what headers with sound checksums say, so reading again finds the same. Any other
+    may have come about on the way.
     """
 
     offset: int
     size: int
     payload: memoryview | None
     error: DecodeError | None = None
+    lasting: bool = False
 
 
 class Pieces:

@@ -18,6 +18,7 @@ import re
 from typing import NamedTuple
 
 from fastload.errors import DecodeError
+from fastload.formats.head import hint
 from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
 __all__ = ["BLOCK", "TarSplitter", "read_sample", "sample_name"]
@@ -141,7 +142,7 @@ class TarSplitter(Splitter):
         pieces.skip(size)
         self._begin()
         if error:
-            return Record(offset, size, None, DecodeError(error))
+            return Record(offset, size, None, DecodeError(error), lasting=True)
         return Record(offset, size, view)
 
 
@@ -233,11 +234,11 @@ def _finish(raw_name: bytes, kind: int, size: int, at: int, sparse: bool) -> _Me
 
 def _check_sum(block: bytes) -> None:
     """Raise `DecodeError` unless the header's checksum is right: the sum of its bytes, its own as spaces."""
-    wanted = _number(block[148:156])
-    found = sum(block) - sum(block[148:156]) + 256
-    if found != wanted:
-        hint = '; it looks like a gzip file: pass compression="gzip"' if block[:2] == b"\x1f\x8b" else ""
-        raise DecodeError(f"bad checksum of a tar header, so it is not known where the next one begins{hint}")
+    field = block[148:156]
+    if _OCTAL.fullmatch(field) is None or sum(block) - sum(field) + 256 != _number(field):
+        raise DecodeError(
+            f"bad checksum of a tar header, so it is not known where the next one begins{hint(block)}"
+        )
 
 
 def _number(field: bytes) -> int:

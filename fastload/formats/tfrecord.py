@@ -15,9 +15,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from crc32c import crc32c
-
 from fastload.errors import DecodeError
+from fastload.formats.head import HEAD, hint, masked_crc
 from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
 __all__ = ["FOOTER", "HEADER", "TFRecordSplitter", "frame", "masked_crc", "unframe"]
@@ -26,13 +25,6 @@ HEADER = 12
 FOOTER = 4
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
-_GZIP = b"\x1f\x8b"
-
-
-def masked_crc(data: Any) -> int:
-    """The masked CRC32C of anything with the buffer protocol."""
-    crc = crc32c(data)
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def frame(data: Any) -> tuple[bytes, bytes]:
@@ -76,7 +68,8 @@ class TFRecordSplitter(Splitter):
             try:
                 self._size = self._fitting(_checked_length(header)) + HEADER + FOOTER
             except DecodeError as error:
-                return self._last(error)
+                head = pieces.peek(min(HEAD, pieces.available)) if not pieces.offset else None
+                return self._last(DecodeError(error.message + hint(head)) if head is not None else error)
         size = self._size
         record = pieces.peek(size)
         if record is None:
@@ -112,12 +105,7 @@ class TFRecordSplitter(Splitter):
 def _checked_length(header: memoryview) -> int:
     length, crc = _HEADER.unpack(header)
     if masked_crc(header[:8]) != crc:
-        hint = ""
-        if header[:2] == _GZIP:
-            hint = '; it looks like a gzip file: pass compression="gzip"'
-        raise DecodeError(
-            f"bad CRC of a record's length, so it is not known where the next record begins{hint}"
-        )
+        raise DecodeError("bad CRC of a record's length, so it is not known where the next record begins")
     return int(length)
 
 

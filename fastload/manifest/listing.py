@@ -50,11 +50,13 @@ class Selection(NamedTuple):
     pattern: a regular expression; keys that match it as a whole are taken.
     required: keys that are taken and must be there, by name.
     heads: ask for the required ones one by one, where a store cannot list (http).
+    wanted: the kind of these, and what to use for others, for the error where there is none.
     """
 
     pattern: str
     required: tuple[str, ...] = ()
     heads: bool = False
+    wanted: str = "of the kind that is read here"
 
 
 def write_listing(
@@ -104,6 +106,8 @@ class _Rows:
         self._pattern = None if selection is None else re.compile(selection.pattern, re.DOTALL)
         self._required = frozenset(() if selection is None else selection.required)
         self._missing = set(self._required)
+        self._wanted = "" if selection is None else selection.wanted
+        self._example = ""  # the first key listed
         self.listed = 0
         self.keys, self.versions = bytearray(), bytearray()
         self.key_lengths, self.version_lengths = array("Q"), array("Q")
@@ -116,6 +120,7 @@ class _Rows:
     def add(self, page: Page) -> None:
         """Take over a page, as far as it is selected."""
         self.listed += len(page)
+        self._example = self._example or next((info.key for info in page), "")
         if self._labels:
             page = [info for info in page if "/" in info.key]
             self._directories.update(info.key.partition("/")[0] for info in page)
@@ -156,7 +161,9 @@ class _Rows:
             names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
             why = f"{len(some):,} of the objects named are not there: {names}"
         elif not self.sizes and self._pattern is not None:
-            why = f"{self.listed:,} objects there, but none is of the kind that is read here"
+            why = (
+                f"{self.listed:,} objects there (the first is {self._example!r}), but none is {self._wanted}"
+            )
         elif not self.sizes:
             why = f"{self.listed:,} objects there, but none is an image. Supported extensions: {known}"
         else:

@@ -61,8 +61,9 @@ def put_value(column: Any, row: int, value: Any, path: str) -> None:
         DecodeError: it is not like the one that the column was made for; `path` names it.
     """
     if isinstance(column, dict):
-        if not isinstance(value, Mapping) or not column.keys() <= value.keys():
-            raise DecodeError(f"{path} is {_kind(value)}, others in the batch have {sorted(column)}")
+        if not isinstance(value, Mapping) or column.keys() != value.keys():
+            found = sorted(map(str, value)) if isinstance(value, Mapping) else _kind(value)
+            raise DecodeError(f"{path} is {found}, others in the batch have {sorted(map(str, column))}")
         for name, part in column.items():
             put_value(part, row, value[name], f"{path}[{name!r}]")
     elif isinstance(column, _Columns):

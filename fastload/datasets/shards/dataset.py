@@ -261,7 +261,7 @@ class ShardDataset(Dataset[Any]):
         count = len(self._book)
         if count == 0:
             return True
-        compressed = self._shards.compressed
+        compressed = self._book.compressed()
         if self.cache is not None:
             some = random.Random(0).sample(range(count), min(_PROBE, count))
             records = [self._book.record_id(index) for index in some]
@@ -275,8 +275,8 @@ class ShardDataset(Dataset[Any]):
         return not compressed and self._book.total_bytes() >= _SMALL_RECORD * count
 
     def _identity(self, shard: int) -> str:
-        key, size, version, compressed = self._shards[shard]
-        return repr((self._shards.store.identity, key, size, version, compressed, self._form.name))
+        key, size, version, _ = self._shards[shard]
+        return repr((self._shards.store.identity, key, size, version, self._form.name))
 
     def _cache_key(self, shard: int, offset: int) -> bytes:
         assert self.cache is not None
@@ -303,7 +303,7 @@ class ShardDataset(Dataset[Any]):
 
     def _keep(self, found: Found, payload: Any) -> None:
         if self.cache is not None:
-            wait = _COMPRESSED_PATIENCE if self._shards[found.shard].compressed else 0.0
+            wait = _COMPRESSED_PATIENCE if found.compressed else 0.0
             self.cache.write(self._cache_key(found.shard, found.record.offset), payload, wait)
 
     # --- what the steps are made of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fastload.cache import Cache
-from fastload.datasets.shards.places import PlaceBook, Table
+from fastload.datasets.shards.places import Fault, PlaceBook, Table
 from fastload.errors import DecodeError
 from fastload.fetch.interleave import AnyLane
 from fastload.formats.pieces import Record
@@ -23,10 +23,11 @@ class CachedLane:
         table: of the shard.
         first, stop: which of its records.
         cache, key: offset -> cache key.
-        read: ordinal -> payload, for a record that turns out to be damaged in the cache.
+        read: ordinal -> payload, for a record that the cache lost, or that was damaged in its shard.
     """
 
     ready = True
+    compressed = False
     requested = True
 
     def __init__(
@@ -59,9 +60,8 @@ class CachedLane:
         ordinal = self._at
         self._at += 1
         offset, size = self._table.places[ordinal].tolist()
-        if ordinal in self._table.bad:
-            return Record(offset, size, None, DecodeError(self._table.bad[ordinal]))
-        payload = self._cache.read(self._key_of(ordinal))
+        bad = ordinal in self._table.bad
+        payload = None if bad else self._cache.read(self._key_of(ordinal))
         if payload is None:
             try:
                 payload = self._read(ordinal)
@@ -91,8 +91,12 @@ class LearningLane:
         self._shard = shard
         self._book = book
         self._places = array("Q")
-        self._bad: dict[int, str] = {}
+        self._bad: dict[int, Fault] = {}
         self._learned = False
+
+    @property
+    def compressed(self) -> bool:
+        return self._lane.compressed
 
     @property
     def requested(self) -> bool:
@@ -102,13 +106,13 @@ class LearningLane:
         record = self._lane.next()
         if record is not None:
             if record.error is not None:
-                self._bad[len(self._places) // 2] = record.error.message
+                self._bad[len(self._places) // 2] = Fault(record.error.message, record.lasting)
             self._places.append(record.offset)
             self._places.append(record.size)
         elif not self._learned:
             self._learned = True
             places = np.frombuffer(self._places, np.uint64) if self._places else np.empty(0, np.uint64)
-            self._book.learn(self._shard, Table(places.reshape(-1, 2), self._bad))
+            self._book.learn(self._shard, Table(places.reshape(-1, 2), self._bad, self._lane.compressed))
         return record
 
     def close(self) -> None:

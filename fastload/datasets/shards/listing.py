@@ -21,6 +21,7 @@ from fastload.datasets.shards.places import Table
 from fastload.datasets.shards.urls import Named, is_index, resolve
 from fastload.errors import ArgumentError, DecodeError
 from fastload.fetch.lane import Shard
+from fastload.formats.head import HEAD, is_compressed
 from fastload.formats.index import Places, parse_wids
 from fastload.manifest import Manifest, Selection, run_in_child
 from fastload.store import Store, native_client_used, open_store
@@ -29,9 +30,8 @@ __all__ = ["ShardList"]
 
 _log = logging.getLogger("fastload")
 
-_READS = 32  # of index files, at once
+_READS = 64  # of index files and of shards' first bytes, at once
 _LENGTH = struct.Struct("<Q")
-_COMPRESSED = {".gz": "gzip", ".tgz": "gzip", ".zlib": "zlib", ".zz": "zlib"}
 _COMPRESSIONS = ("gzip", "zlib", "")
 
 
@@ -41,7 +41,7 @@ class ShardList:
     Args:
         urls: see `shard_urls`.
         shards: a regular expression of shards' keys, for a prefix.
-        compression: "gzip", "zlib", "" (none) for all; None: by the name.
+        compression: "gzip", "zlib", "" (none) for all; None: by the first bytes of each.
         directory: where listings are kept; None: nowhere.
         refresh: list again where a listing is kept.
         storage_options: for `open_store`.
@@ -66,9 +66,10 @@ class ShardList:
     ) -> None:
         if compression is not None and compression not in _COMPRESSIONS:
             raise ArgumentError(
-                f"compression must be one of {_COMPRESSIONS} or None (by the name), found {compression!r}"
+                f"compression must be one of {_COMPRESSIONS} or None (by their first bytes), "
+                f"found {compression!r}"
             )
-        self._compression = compression
+        self._compressed = None if compression is None else bool(compression)
         self._directory = directory
         self._refresh = refresh
         self._options = storage_options
@@ -93,22 +94,14 @@ class ShardList:
     def __getitem__(self, shard: int) -> Shard:
         row = self._rows[shard]
         key = self._manifest.key(row)
-        compression = self._compression
-        if compression is None:
-            compression = next((kind for end, kind in _COMPRESSED.items() if key.endswith(end)), "")
-        return Shard(key, self._manifest.size(row), self._manifest.version(row), bool(compression))
-
-    @functools.cached_property
-    def compressed(self) -> bool:
-        """Whether any shard is."""
-        return any(self[shard].compressed for shard in range(len(self)))
+        return Shard(key, self._manifest.size(row), self._manifest.version(row), self._compressed)
 
     @functools.cached_property
     def digest(self) -> str:
         """Names the shards and their versions."""
         digest = hashlib.blake2b(digest_size=8)
         for shard in range(len(self)):
-            digest.update(repr(tuple(self[shard])).encode("utf-8", "surrogatepass"))
+            digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     def weights(self) -> list[int]:
@@ -120,7 +113,7 @@ class ShardList:
     def indexes(
         self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Places]
     ) -> dict[int, Table]:
-        """Shard -> what its index file says; shards without one are left out.
+        """Shard -> what its index file says; shards without one, and compressed ones, are left out.
 
         Args:
             index: a URL below which the index files are; None: beside the shards, if there are any; False:
@@ -142,14 +135,15 @@ class ShardList:
         for shard in range(len(self)):
             candidates = _index_names(self[shard].key, beside)
             found[shard] = next((rows[name] for name in candidates if name in rows), -1)
-        found = {shard: row for shard, row in found.items() if row >= 0 and not self[shard].compressed}
+        plain = self._plain([shard for shard, row in found.items() if row >= 0])
+        found = {shard: found[shard] for shard in plain}
         bodies = _read_all(
             store, [(manifest.key(row), manifest.version(row), manifest.size(row)) for row in found.values()]
         )
         tables = {}
         for (shard, row), body in zip(found.items(), bodies, strict=True):
             try:
-                tables[shard] = Table(parse(body, self[shard].size), {})
+                tables[shard] = Table(parse(body, self[shard].size), {}, compressed=False)
             except DecodeError as error:
                 text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {error.message}"
                 if index is not None:
@@ -158,6 +152,14 @@ class ShardList:
         if index not in (None, True) and not tables:
             raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
         return tables
+
+    def _plain(self, shards: list[int]) -> list[int]:
+        """Those that are not compressed: what an index file says is of the file as it lies there."""
+        if self._compressed is not None:
+            return [] if self._compressed else shards
+        heads = [(self[shard].key, self[shard].version, self[shard].size) for shard in shards]
+        bodies = _read_all(self.store, heads, most=HEAD)
+        return [shard for shard, head in zip(shards, bodies, strict=True) if not is_compressed(head)]
 
     def _list(self, store: Store, named: Named) -> Manifest:
         return Manifest.open(
@@ -190,11 +192,16 @@ def _index_names(key: str, beside: bool) -> list[str]:
     return [f"{base}.idx", f"{stem}.idx", f"{base}.index", f"{stem}.index"]
 
 
-def _read_all(store: Store, objects: Sequence[tuple[str, str | None, int | None]]) -> list[bytes]:
-    """The bytes of some small objects (key, version, size)."""
+def _read_all(
+    store: Store, objects: Sequence[tuple[str, str | None, int | None]], most: int | None = None
+) -> list[bytes]:
+    """The bytes of some small objects (key, version, size); `most`: of each so many, the first ones."""
 
     def read(one: tuple[str, str | None, int | None]) -> bytes:
-        return bytes(store.read(*one))
+        key, version, size = one
+        if most is None or size is None or size <= most:
+            return bytes(store.read(key, version, size))
+        return bytes(store.read_range(key, 0, most, version))
 
     if not store.native or native_client_used() or not objects:
         with ThreadPoolExecutor(_READS) as pool:

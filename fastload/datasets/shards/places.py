@@ -17,6 +17,7 @@ import logging
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ import xxhash
 
 from fastload.formats.index import Places
 
-__all__ = ["PlaceBook", "Table"]
+__all__ = ["Fault", "PlaceBook", "Table"]
 
 _log = logging.getLogger("fastload")
 
@@ -35,19 +36,32 @@ _HEAD = struct.Struct("<8sQQ")
 _SHARD_BITS = 32
 
 
+class Fault(NamedTuple):
+    """What is wrong with a record. Unless `lasting`, it may have come about on the way: see `Record`."""
+
+    why: str
+    lasting: bool
+
+
 class Table(NamedTuple):
     """The records of one shard.
 
     places: (offset, size) of each, framing included; in a compressed shard, of what it inflates to.
-    bad: ordinal -> what is wrong with it, of records that cannot be read.
+    bad: ordinal -> what is wrong with it, of records that could not be read.
+    compressed: whether the shard is.
+    doubted: when it was found that the shard has other records; 0: never.
     """
 
     places: Places
-    bad: Mapping[int, str]
+    bad: Mapping[int, Fault]
+    compressed: bool
+    doubted: float = 0.0
 
     def dump(self, shard: str) -> bytes:
         """As bytes; `shard` names the shard, its version and its format."""
-        facts = json.dumps({"shard": shard, "bad": {str(k): v for k, v in self.bad.items()}}).encode()
+        bad = {str(ordinal): fault for ordinal, fault in self.bad.items()}
+        told = {"shard": shard, "bad": bad, "compressed": self.compressed, "doubted": self.doubted}
+        facts = json.dumps(told).encode()
         facts += b" " * (-len(facts) % 8)
         body = struct.pack("<Q", len(facts)) + facts + np.ascontiguousarray(self.places, "<u8").tobytes()
         return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body), len(body)) + body
@@ -66,7 +80,8 @@ class Table(NamedTuple):
         if facts["shard"] != shard:
             return None
         places = np.frombuffer(body, "<u8", offset=8 + facts_size).reshape(-1, 2)
-        return cls(places, {int(k): v for k, v in facts["bad"].items()})
+        bad = {int(ordinal): Fault(*fault) for ordinal, fault in facts["bad"].items()}
+        return cls(places, bad, facts["compressed"], facts["doubted"])
 
 
 class PlaceBook:
@@ -83,6 +98,8 @@ class PlaceBook:
         self._directory = directory
         self._tables: dict[int, Table] = {}
         self._count = count
+        self._settled: set[int] = set()  # records
+        self._begun = time.time()  # also of the copies in other processes
         self._stops: list[int] | None = None  # of each shard, in the numbering of all records
 
     @property
@@ -132,9 +149,33 @@ class PlaceBook:
         places, ordinal = self._tables[record >> _SHARD_BITS].places, record & 0xFFFF_FFFF
         return places.item(ordinal, 0), places.item(ordinal, 1)
 
-    def fault(self, record: int) -> str | None:
-        """What is wrong with a record, where that is known."""
-        return self._tables[record >> _SHARD_BITS].bad.get(record & 0xFFFF_FFFF)
+    def fault(self, record: int) -> Fault | None:
+        """What was wrong with a record when its shard was read."""
+        fault = self._tables[record >> _SHARD_BITS].bad.get(record & 0xFFFF_FFFF)
+        return fault._replace(lasting=True) if fault is not None and record in self._settled else fault
+
+    def settle(self, record: int, *, shard: bool = False) -> None:
+        """The fault of a record need not be looked for again by this process; nor others of its `shard`."""
+        number = record >> _SHARD_BITS
+        found = self._tables[number].bad if shard else [record & 0xFFFF_FFFF]
+        self._settled.update(number << _SHARD_BITS | ordinal for ordinal in found)
+
+    def compressed(self, shard: int | None = None) -> bool:
+        """Whether a shard whose table is known is compressed; None: whether any of these is."""
+        if shard is not None:
+            return self._tables[shard].compressed
+        return any(table.compressed for table in self._tables.values())
+
+    def doubt(self, shard: int) -> None:
+        """The shard has other records than its table says: it was damaged only on the way, when it was read.
+
+        This dataset keeps its numbers, which are those of all its processes. One that is made from now on
+        reads the shard again.
+        """
+        table = self._tables[shard]
+        if not table.doubted:
+            self._tables[shard] = table = table._replace(doubted=time.time())
+            self._write(shard, table.dump(self._identity(shard)))
 
     def give(self, shard: int, table: Table) -> None:
         """From an index file."""
@@ -174,6 +215,8 @@ class PlaceBook:
             table = Table.load(data, self._identity(shard))
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
             table = None
+        if table is not None and 0 < table.doubted < self._begun:
+            return None  # until it is learned again
         if table is None:
             _log.warning("table %s is damaged: its shard will be read again", path)
             with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,15 @@ from fastload.images.transforms import Crop
 from fastload.rows import Allocate
 
 __all__ = ["SampleMaker"]
+
+_log = logging.getLogger("fastload")
+
+_ADVICE = (
+    "Give transform= a function of the whole sample that makes all alike, or write the shards anew with the same "
+    "members in each sample (fastload convert --to tfrecord calls every sample's first image 'image')"
+)
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
 
 Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
@@ -47,6 +57,7 @@ class SampleMaker:
         self._fields = None if decoded else fields
         self._transform = transform
         self._making: _Making | None = None
+        self._warned = False  # of masks
         self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
         parts = self._parts()
         for part in parts:
@@ -113,8 +124,8 @@ class SampleMaker:
                     batch[name] = new_column(rest[name], made.rows, made.allocate)
                     if (view := number_view(batch[name], rest[name])) is not None:
                         made.numbers[name] = view
-        if crops.keys() != made.crops.keys() or not batch.keys() <= fields.keys():
-            raise DecodeError(f"the sample has {', '.join(fields)}, others in the batch {', '.join(batch)}")
+        if crops.keys() != made.crops.keys() or batch.keys() != fields.keys():
+            raise DecodeError(_differs(fields, batch))
         for name, column in batch.items():
             if name not in crops:
                 self._put(column, row, name, rest[name])
@@ -136,7 +147,8 @@ class SampleMaker:
     ) -> list[tuple[int, DecodeError]]:
         """Decode images into their rows; (position in `rows`, error) of those that failed.
 
-        All images of a sample are drawn with the same seed: an image and its mask are cut alike.
+        All images of a sample are drawn with the same seed: two views of one size are cut alike. A mask is no such
+        view: its class numbers would be interpolated, and made RGB. `_warn_of_masks` says so.
         """
         bad: dict[int, DecodeError] = {}
         for name, encoded in images.items():
@@ -177,19 +189,39 @@ class SampleMaker:
         if isinstance(transform, Mapping):
             missing = sorted(transform.keys() - fields.keys())
             if missing:
-                raise DecodeError(f"the sample has no {missing[0]!r}; it has {', '.join(fields)}")
+                raise DecodeError(
+                    f"{_name(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {_ADVICE}"
+                )
             parts = {name: current_transform(part) for name, part in transform.items()}
-            return {name: part for name, part in parts.items() if isinstance(part, Crop)}
+            crops = {name: part for name, part in parts.items() if isinstance(part, Crop)}
+            self._warn_of_masks(fields, crops)
+            return crops
         if not isinstance(transform, Crop):
             return {}
         assert self._fields is not None
         images = self._fields.images(fields)
         if len(images) != 1:
             raise DecodeError(
-                f"the transform takes one image, and the sample has {', '.join(images) or 'none'} among "
+                f"the transform takes one image, and {_name(fields)} has {', '.join(images) or 'none'} among "
                 f"{', '.join(fields)}: name it, as in transform={{'jpg': RandomResizedCrop(224)}}"
             )
         return {images[0]: transform}
+
+    def _warn_of_masks(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> None:
+        """Not an error: a PNG with a palette or in grey may well be a photo. Class numbers would come out blended."""
+        assert self._fields is not None
+        if self._warned or len(self._fields.images(fields)) < 2:
+            return
+        masks = [name for name in crops if _may_be_mask(fields[name])]
+        if masks:
+            self._warned = True
+            _log.warning(
+                "%r of %s is a PNG in grey or with a palette. If it is a mask: a fused transform interpolates its "
+                "values and makes them RGB; use decode={%r: function of bytes} and a function of the sample",
+                masks[0],
+                _name(fields),
+                masks[0],
+            )
 
     def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:
         """The fields that no fused transform takes, as a sample has them."""
@@ -204,3 +236,23 @@ class SampleMaker:
         if isinstance(transform, Mapping):
             rest |= {name: part(rest[name]) for name, part in transform.items() if name not in crops}
         return rest
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    """A sample in error messages; where it has no key of its own, the record's name beside them says which."""
+    return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
+
+
+def _differs(fields: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
+    lacks = [name for name in batch if name not in fields]
+    what = f"lacks {', '.join(lacks)}, which others in the batch have" if lacks else ""
+    more = [name for name in fields if name not in batch]
+    if more:
+        what += f"{' and ' if what else ''}has {', '.join(more)}, which others in the batch lack"
+    return f"{_name(fields)} {what or 'has other images than others in the batch'}. {_ADVICE}"
+
+
+def _may_be_mask(value: Any) -> bool:
+    if not isinstance(value, bytes | memoryview) or value[: len(_PNG)] != _PNG or len(value) <= _PNG_COLOUR:
+        return False
+    return value[_PNG_COLOUR] in (0, 3)

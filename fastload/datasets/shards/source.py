@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from fastload.datasets.shards.listing import ShardList
 from fastload.datasets.shards.places import PlaceBook
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
-from fastload.fetch.inflate import Inflater
 from fastload.fetch.ranges import plan_ranges
 from fastload.formats.index import Places
-from fastload.formats.pieces import Splitter
+from fastload.formats.inflate import Inflater
+from fastload.formats.pieces import Record, Splitter
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
 __all__ = ["RecordSource", "ShardFormat", "record_name"]
 
+_log = logging.getLogger("fastload")
+
 _PIECE = 8 << 20
+_LOOK = 1 << 20  # asked for at once, of a record whose length is not to be trusted
 
 
 class ShardFormat(Protocol):
@@ -77,9 +81,12 @@ class RecordSource:
     def read(self, index: int, wait: Wait) -> Buffer:
         fault = self._book.fault(index)
         try:
-            if fault is not None:
-                raise DecodeError(fault)
-            return self._form.unwrap(self._record(self._where(index), wait))
+            if fault is None:
+                return self._form.unwrap(self._record(self._where(index), wait))
+            payload = None if fault.lasting else self._read_again(index, wait)
+            if payload is None:
+                raise DecodeError(fault.why)
+            return payload
         except FastloadError as error:
             error.key = self.name(index)
             raise
@@ -93,17 +100,49 @@ class RecordSource:
     def _where(self, index: int) -> _Where:
         return _Where(index >> 32, *self._book.place(index))
 
-    def _record(self, where: _Where, wait: Wait) -> memoryview:
+    def _read_again(self, index: int, wait: Wait) -> memoryview | None:
+        """A record that was damaged when its shard was read, maybe only on the way; None: it still is.
+
+        Once per process: what it finds then holds for the run. So it does where the store gives nothing.
+        """
+        where = self._where(index)
+        end = None if self._book.compressed(where.shard) else self._shards[where.shard].size
+        splitter, more = self._form.splitter(where.offset, end), self._bytes_from(where, _LOOK, wait)
+        try:
+            record = _first(splitter, more)
+        except FastloadError as error:
+            self._book.settle(index, shard=not isinstance(error, DecodeError))
+            return None
+        if record is not None and record.payload is not None and record.size == where.size:
+            return record.payload
+        self._book.settle(index)
+        if record is None or record.error is None:
+            key = self._shards[where.shard].key
+            _log.warning("shard %r was damaged when it was read, and is not: the next run reads it anew", key)
+            self._book.doubt(where.shard)
+        return None
+
+    def _bytes_from(self, where: _Where, piece: int, wait: Wait) -> Callable[[], Any]:
+        """Gives the shard's bytes from a record on, inflated if need be: a piece a call, None at the end."""
         shard = self._shards[where.shard]
+        compressed = self._book.compressed(where.shard)
+        start = 0 if compressed else where.offset
+        ranges = iter(plan_ranges(shard.size - start, piece) if start < shard.size else [])
 
-        def read(start: int, stop: int) -> Any:
-            return self.store.read_range(shard.key, start, stop, shard.version, wait=wait)
+        def more() -> Any:
+            for first, stop in ranges:
+                return self.store.read_range(shard.key, start + first, start + stop, shard.version, wait=wait)
+            return None
 
-        stop = where.offset + where.size
-        if not shard.compressed:
-            return memoryview(read(where.offset, stop))
         # Nothing leads into the middle of a compressed shard. The cache is there to make this rare.
-        inflate = Inflater(plan_ranges(shard.size, _PIECE), read, skip=where.offset)
+        return Inflater(more, skip=where.offset) if compressed else more
+
+    def _record(self, where: _Where, wait: Wait) -> memoryview:
+        if not self._book.compressed(where.shard):
+            shard, stop = self._shards[where.shard], where.offset + where.size
+            body = self.store.read_range(shard.key, where.offset, stop, shard.version, wait=wait)
+            return memoryview(body)
+        inflate = self._bytes_from(where, _PIECE, wait)
         parts, missing = [], where.size
         while missing and (part := inflate()) is not None:
             parts.append(part[:missing])
@@ -111,6 +150,18 @@ class RecordSource:
         if missing:
             raise DecodeError("the compressed shard ends before this record")
         return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
+    """The first record of what `more` gives, piece by piece; None where there is none."""
+    record = None
+    while record is None and not splitter.over and (piece := more()) is not None:
+        splitter.feed(memoryview(piece))
+        record = splitter.next()
+    if record is None and not splitter.over:
+        splitter.close()
+        record = splitter.next()
+    return record
 
 
 def record_name(key: str, offset: int) -> str:

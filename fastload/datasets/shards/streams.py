@@ -112,14 +112,15 @@ class StreamOpener:
     ) -> list[dict[str, Any]]:
         """See `StreamDataset.plan_streams`."""
         shards, streams = self._shards, count * ranks
-        split = self._book.complete() and not shards.compressed
+        compressed = self._book.compressed()
+        split = self._book.complete() and not compressed
         if streams > len(shards) and not split and rank == 0:
             _log.warning(
                 "%d shards for %d readers: %d of these have nothing to read, for %s",
                 len(shards),
                 streams,
                 streams - len(shards),
-                "a compressed shard cannot be shared" if shards.compressed else NO_NUMBERS,
+                "a compressed shard cannot be shared" if compressed else NO_NUMBERS,
             )
         plans = [
             StreamPlan(seed, epoch, shuffle, stream, streams, count, split, shards.digest)
@@ -180,18 +181,17 @@ class StreamOpener:
                 )
                 if cached.complete():
                     return cached
+            shard = shard._replace(compressed=table.compressed)
             if ordinal < count and offset is None:
                 offset = int(table.places[ordinal, 0])
             if span.stop is not None:
                 stop = int(table.places[span.stop - 1].sum())
-        begin = offset or 0
-        end = None if shard.compressed else (shard.size if stop is None else stop)
         lane = Lane(
             self._shards.store,
             shard,
-            begin,
+            offset or 0,
             stop,
-            self._form.splitter(begin, end),
+            self._form.splitter,
             reach=reach,
             pool=pool,
             counters=self._counters,

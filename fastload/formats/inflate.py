@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from fastload.errors import DecodeError
-from fastload.store.base import Buffer
 
 __all__ = ["Inflater"]
 
@@ -18,40 +18,33 @@ class Inflater:
     """Called by one thread at a time.
 
     Args:
-        ranges: of the compressed shard, in order and to its end.
-        read: (start, stop) -> those bytes.
+        more: the next bytes of the compressed shard, in order; None at its end.
         skip: inflated bytes at the start that nobody wants.
     """
 
-    def __init__(
-        self, ranges: list[tuple[int, int]], read: Callable[[int, int], Buffer], skip: int = 0
-    ) -> None:
-        self._ranges = ranges[::-1]
-        self._read = read
+    def __init__(self, more: Callable[[], Any], skip: int = 0) -> None:
+        self._more = more
         self._skip = skip
         self._zlib = zlib.decompressobj(_AUTOMATIC)
         self._rest: bytes | memoryview = b""  # compressed bytes that were read and not inflated
         self._begun = False  # whether the current member has had any bytes
         self._ended = False  # whether a member has come to its end, and no other one has begun
 
-    @property
-    def requested(self) -> bool:
-        """Whether the last range was asked for."""
-        return not self._ranges
-
     def __call__(self) -> memoryview | None:
         """The next inflated bytes, 16 MiB at most; None at the end.
 
         Raises:
-            DecodeError: the shard is not what a compressor writes, or was cut. StoreError: as `read`.
+            DecodeError: the shard is not what a compressor writes, or was cut. And what `more` raises.
         """
         while True:
-            if not len(self._rest) and self._ranges:
-                self._rest = memoryview(self._read(*self._ranges.pop()))
             if not len(self._rest):
-                if self._begun:
+                piece = self._more()
+                if piece is None and self._begun:
                     raise DecodeError("the compressed shard was cut: it ends before its own end mark")
-                return None
+                if piece is None:
+                    return None
+                self._rest = memoryview(piece)
+                continue
             data = self._step()
             wanted = memoryview(data)[min(self._skip, len(data)) :]
             self._skip -= len(data) - len(wanted)

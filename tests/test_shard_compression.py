@@ -1,0 +1,148 @@
+"""Whether a shard is compressed is found out from its bytes; its name does not count."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sharddata import COUNTS, LABEL, TOTAL, at_random, batches, dataset, labels, read, shard, shards, write
+from typer.testing import CliRunner
+
+from fastload import RandomResizedCrop
+from fastload.cli._app import app
+from fastload.errors import ArgumentError, DecodeError
+from fastload.fetch import lane as lane_module
+
+KINDS = ["tar", "tfrecord"]
+CROP = RandomResizedCrop(24)
+WRITERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zlib": zlib.compress}
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def opened(no_leaks: None) -> Iterator[Callable[..., Any]]:
+    """Datasets that are closed when the test ends."""
+    found: list[Any] = []
+
+    def make(kind: str, url: Any, **arguments: Any) -> Any:
+        found.append(dataset(kind, url, transform=CROP, **arguments))
+        return found[-1]
+
+    yield make
+    while found:  # what a fixture has returned is kept until after the look for leaks
+        found.pop().close()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of a few kilobytes arrive in many ranges."""
+    for name, size in (("_FIRST_PIECE", 700), ("_LEAST_PIECE", 1500), ("_USUAL_PIECE", 3000)):
+        monkeypatch.setattr(lane_module, name, size)
+
+
+def misnamed(kind: str) -> dict[str, bytes]:
+    """Shards, of which every second is compressed, under names that say the contrary."""
+    objects = {}
+    for number, (key, body) in enumerate(sorted(shards(kind).items())):
+        writer = [gzip.compress, None, zlib.compress, None][number % 4]
+        objects[f"{key}.gz" if writer is None else key] = body if writer is None else writer(body)
+    return objects
+
+
+def test_streams_of_misnamed_shards_give_every_record_once(
+    kind: str, tmp_path: Path, opened: Any, small_pieces: None
+) -> None:
+    url = write(tmp_path, misnamed(kind))
+    data = opened(kind, url, cycle_length=3, shuffle_buffer=50)
+    for workers, ranks in ((1, 1), (2, 2)):
+        assert sorted(labels(read(data, workers=workers, ranks=ranks), LABEL[kind])) == list(range(TOTAL))
+
+
+def test_stream_of_misnamed_shards_resumes_with_the_next_record(
+    kind: str, tmp_path: Path, opened: Any, small_pieces: None
+) -> None:
+    """In the middle of plain and of compressed ones, whose first bytes the new stream has not read."""
+    url = write(tmp_path, misnamed(kind))
+    data = opened(kind, url, cycle_length=3, shuffle_buffer=30)
+    (start,) = data.plan_streams(1, seed=7, epoch=0, shuffle=True, rank=0, ranks=1)
+    whole = labels(list(batches(data, data.open_stream(start))), LABEL[kind])
+    for head in (3, 6, 9):
+        stream, first = data.open_stream(start), []
+        for _, batch in batches(data, stream):
+            first += batch[LABEL[kind]].tolist()
+            if len(first) == 16 * head:
+                break
+        state = json.loads(json.dumps(stream.state()))
+        again = opened(kind, url, cycle_length=3, shuffle_buffer=30)
+        rest = labels(list(batches(again, again.open_stream(state))), LABEL[kind])
+        assert [int(one) for one in first] + rest == whole
+
+
+def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(
+    kind: str, tmp_path: Path, opened: Any
+) -> None:
+    url = write(tmp_path / "shards", misnamed(kind))
+    data = opened(kind, url, cache=str(tmp_path / "cache"))
+    read(data)
+    data.flush_cache()
+    assert not data.must_stream()
+    assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
+    data.close()
+    data.cache.clear()  # the tables too; they are in memory
+    for number in (0, COUNTS[0], TOTAL - 1):
+        assert int(data[number][LABEL[kind]]) == number
+
+
+def test_index_beside_a_compressed_shard_is_not_used(kind: str, tmp_path: Path, opened: Any) -> None:
+    """Stored without compression, the shard is larger than it was: every place in the index lies within it."""
+    objects = shards(kind, index=True)
+    key = f"part-000.{kind}"
+    objects[key] = gzip.compress(objects[key], 0)
+    data = opened(kind, write(tmp_path, objects))
+    with pytest.raises(TypeError, match="no length yet"):
+        len(data)
+    assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
+
+
+def test_index_beside_a_plain_shard_called_gz_is_used(kind: str, tmp_path: Path, opened: Any) -> None:
+    data, places = shard(kind, range(9))
+    url = write(tmp_path, {f"x.{kind}.gz": data, f"x.{kind}.gz.idx": places})
+    assert at_random(opened(kind, url))[LABEL[kind]].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("compression", ["gzip", ""])
+def test_compression_that_is_given_holds_against_the_bytes(
+    kind: str, compression: str, tmp_path: Path, opened: Any
+) -> None:
+    data, _ = shard(kind, range(9))
+    url = write(tmp_path, {f"x.{kind}": data if compression else gzip.compress(data)})
+    says = "cannot be decompressed" if compression else "these are gzip data: leave out compression="
+    with pytest.raises(DecodeError, match=says):
+        read(opened(kind, url, compression=compression))
+    with pytest.raises(ArgumentError, match="by their first bytes"):
+        opened(kind, url, compression="xz")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_convert_reads_misnamed_shards_of_either_kind(kind: str, writer: str, tmp_path: Path) -> None:
+    """As the datasets do, with the same rule."""
+    data, _ = shard(kind, range(20))
+    more, _ = shard(kind, range(20, 30))
+    url = write(tmp_path / "in", {f"a.{kind}": WRITERS[writer](data), f"b.{kind}.gz": more})
+    arguments = ["convert", url, str(tmp_path / "out"), "--to", kind, "--from", kind, "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["samples"] == 30
+    converted = dataset(kind, str(tmp_path / "out"), transform=CROP)
+    assert at_random(converted)[LABEL[kind]].tolist() == list(range(30))
+    converted.close()

@@ -1,0 +1,141 @@
+"""Damage that came about on the way is not believed for ever; damage of the shard itself is, for its version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faultserver import Fault, FaultServer
+from sharddata import COUNTS, LABEL, TOTAL, dataset, labels, ordinary, read, shards
+
+from fastload import RandomResizedCrop
+from fastload.errors import DecodeError
+
+KINDS = ["tar", "tfrecord"]
+CROP = RandomResizedCrop(24)
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def opened(no_leaks: None) -> Iterator[Callable[..., Any]]:
+    found: list[Any] = []
+
+    def make(kind: str, server: FaultServer, cache: Path, **arguments: Any) -> Any:
+        options = {"storage_options": server.options, "cache": str(cache), "transform": CROP}
+        found.append(dataset(kind, "s3://bucket", **options, **arguments))
+        return found[-1]
+
+    yield make
+    while found:  # what a fixture has returned is kept until after the look for leaks
+        found.pop().close()
+
+
+def epoch(data: Any) -> tuple[list[int], list[str]]:
+    """(labels, errors) of a streamed epoch, under what `on_error` does."""
+    good, bad = [], []
+    for state in data.plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1):
+        stream = data.open_stream(state)
+        while ids := stream.take(16):
+            found, errors = filled(data, ids)
+            good, bad = good + found, bad + errors
+        stream.close()
+    data.flush_cache()
+    return sorted(good), bad
+
+
+def filled(data: Any, ids: list[int]) -> tuple[list[int], list[str]]:
+    name = "cls" if type(data).__name__ == "TarDataset" else "label"
+    batch = data.new_batch(len(ids), ordinary)
+    failed = dict(data.fill(batch, list(enumerate(ids)), 0, 0))
+    assert all(isinstance(error, DecodeError) for error in failed.values())
+    numbers = batch[name].tolist() if name in batch else []
+    good = [int(one) for row, one in enumerate(numbers) if row not in failed]
+    return good, [str(error) for error in failed.values()]
+
+
+def test_record_damaged_on_the_way_is_read_again(tmp_path: Path, opened: Any) -> None:
+    """Its place is sure, so its number stays: only the error goes."""
+    with FaultServer(shards("tfrecord")) as server:
+        data = opened("tfrecord", server, tmp_path)
+        server.script("part-002.tfrecord", Fault(flip=len(server.objects["part-002.tfrecord"]) // 2))
+        good, bad = epoch(data)
+        assert len(good) == TOTAL - 1 and len(bad) == 1 and "bad CRC of a record's" in bad[0]
+        for one in (data, opened("tfrecord", server, tmp_path)):
+            assert len(one) == TOTAL
+            found, errors = filled(one, list(range(TOTAL)))
+            assert (sorted(found), errors) == (list(range(TOTAL)), [])
+        streamed = opened("tfrecord", server, tmp_path)
+        assert epoch(streamed) == (list(range(TOTAL)), [])
+
+
+@pytest.mark.parametrize("way", ["streamed", "at random"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_shard_cut_off_on_the_way_is_read_anew_by_the_next_run(
+    kind: str, way: str, tmp_path: Path, opened: Any
+) -> None:
+    """Where a header was damaged, nobody knew what followed. This run keeps its numbers, and says so."""
+    with FaultServer(shards(kind)) as server:
+        data = opened(kind, server, tmp_path)
+        key, body = f"part-002.{kind}", server.objects[f"part-002.{kind}"]
+        at = body.index(b"d/00050") if kind == "tar" else _third_header(body)
+        server.script(key, Fault(flip=at))
+        good, bad = epoch(data)
+        lost = TOTAL - len(good)
+        assert lost > 1 and len(bad) == 1
+        assert len(data) == len(good) + 1
+        for _ in range(2):
+            again = epoch(data) if way == "streamed" else filled(data, list(range(len(data))))
+            assert (sorted(again[0]), again[1]) == (sorted(good), bad)
+        assert len(data) == len(good) + 1
+        following = opened(kind, server, tmp_path)
+        assert following.must_stream()
+        assert epoch(following) == (list(range(TOTAL)), [])
+        assert len(following) == TOTAL and len(opened(kind, server, tmp_path)) == TOTAL
+
+
+def _third_header(body: bytes) -> int:
+    at = 0
+    for _ in range(2):
+        at += 16 + int.from_bytes(body[at : at + 8], "little")
+    return at
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_of_the_shard_itself_stays_and_is_looked_at_once_a_run(
+    kind: str, tmp_path: Path, opened: Any
+) -> None:
+    objects = shards(kind)
+    key = f"part-002.{kind}"
+    body = bytearray(objects[key])
+    body[body.index(b"d/00050") if kind == "tar" else _third_header(body)] ^= 0xFF
+    with FaultServer(objects | {key: bytes(body)}) as server:
+        data = opened(kind, server, tmp_path)
+        good, bad = epoch(data)
+        assert len(bad) == 1
+        following = opened(kind, server, tmp_path)
+        assert not following.must_stream() and len(following) == len(good) + 1
+        before = server.count(key)
+        for _ in range(3):
+            found, errors = filled(following, list(range(len(following))))
+            assert (sorted(found), errors) == (sorted(good), bad)
+        assert server.count(key) == before + 1
+        server.script(key, Fault(status=403, code="AccessDenied"), repeat=True)
+        offline = opened(kind, server, tmp_path)
+        assert filled(offline, list(range(len(offline))))[1] == bad, "who cannot look believes the table"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shard_that_was_replaced_is_sound(kind: str, tmp_path: Path, opened: Any) -> None:
+    """What was wrong with a version says nothing of the next one."""
+    objects = shards(kind)
+    key = f"part-002.{kind}"
+    with FaultServer(objects | {key: objects[key][:-4000]}) as server:
+        damaged = opened(kind, server, tmp_path)
+        assert len(epoch(damaged)[1]) == 1
+        server.objects[key] = objects[key]
+        data = opened(kind, server, tmp_path, refresh=True)
+        assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
+        data.flush_cache()
+        assert len(data) == sum(COUNTS)
