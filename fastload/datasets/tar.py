@@ -9,12 +9,18 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.datasets.shards.dataset import ShardDataset
 from fastload.datasets.shards.fields import MemberFields
+from fastload.datasets.shards.urls import Wanted
 from fastload.formats.index import Places, parse_wds_index
 from fastload.formats.tar import TarSplitter
 
 __all__ = ["TarDataset"]
 
-_NAMES = r".*\.(?:tar|tgz|tar\.gz)"
+# What a prefix is searched for.
+_NAMES = Wanted(
+    r".*\.(?:tar|tgz|tar\.gz)",
+    "named as a tar (.tar, .tar.gz, .tgz). TFRecord files are read by fastload.TFRecordDataset; one "
+    "sample an object by fastload.ImageFolder (class/file.jpg) and fastload.ObjectDataset",
+)
 
 
 class _Tar:

@@ -9,6 +9,7 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.datasets.shards.dataset import ShardDataset
 from fastload.datasets.shards.fields import ExampleFields
+from fastload.datasets.shards.urls import Wanted
 from fastload.formats.example import Spec
 from fastload.formats.index import Places, parse_tfrecord_index
 from fastload.formats.tfrecord import TFRecordSplitter, unframe
@@ -18,7 +19,11 @@ from fastload.images.transforms import Crop
 __all__ = ["TFRecordDataset"]
 
 # What a prefix is searched for: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
-_NAMES = r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)"
+_NAMES = Wanted(
+    r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
+    "named as a TFRecord file (.tfrecord, -00000-of-00128). A tar is read by fastload.TarDataset; one "
+    "sample an object by fastload.ImageFolder (class/file.jpg) and fastload.ObjectDataset",
+)
 
 
 class _TFRecord:

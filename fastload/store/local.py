@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,10 @@ class LocalStore(Store):
 
     def _head(self, key: str) -> ObjectInfo:
         with self._place.errors("get", key):
-            return _info(key, os.stat(self._path(key)))  # noqa: PTH116
+            status = os.stat(self._path(key))  # noqa: PTH116
+            if not stat.S_ISREG(status.st_mode):  # as `list` has it: a directory is no object
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
+            return _info(key, status)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
         with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123

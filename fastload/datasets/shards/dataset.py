@@ -21,6 +21,7 @@ from fastload.datasets.shards.prefix import RecordPrefix
 from fastload.datasets.shards.samples import SampleMaker
 from fastload.datasets.shards.source import RecordSource, ShardFormat, record_name
 from fastload.datasets.shards.streams import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
+from fastload.datasets.shards.urls import Wanted
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.fetch.interleave import Found
@@ -50,7 +51,7 @@ class ShardDataset(Dataset[Any]):
         form: ShardFormat,
         fields: Fields | None,
         *,
-        names: str,
+        names: Wanted,
         decode: Callable[[Any], Any] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         cycle_length: int,
@@ -112,6 +113,12 @@ class ShardDataset(Dataset[Any]):
         if not self._book.complete():
             raise TypeError(f"this dataset has no length yet: {NO_NUMBERS}")
         return len(self._book)
+
+    def __repr__(self) -> str:
+        samples = f"{len(self._book):,} samples" if self._book.complete() else "samples not counted yet"
+        cache = "" if self.cache is None else f", cache={self.cache!r}"
+        where = f"{self._shards.store.url!r}, {len(self._shards):,} shards"
+        return f"{type(self).__name__}({where}, {samples}{cache})"
 
     def __getitem__(self, index: int) -> Any:
         self._offsets.clear()

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fastload.datasets.shards.places import Table
-from fastload.datasets.shards.urls import Named, is_index, resolve
-from fastload.errors import ArgumentError, DecodeError
+from fastload.datasets.shards.urls import Named, Wanted, is_index, resolve
+from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.fetch.lane import Shard
 from fastload.formats.head import HEAD, is_compressed
 from fastload.formats.index import Places, parse_wids
@@ -40,7 +40,7 @@ class ShardList:
 
     Args:
         urls: see `shard_urls`.
-        shards: a regular expression of shards' keys, for a prefix.
+        shards: what to look for below a prefix.
         compression: "gzip", "zlib", "" (none) for all; None: by the first bytes of each.
         directory: where listings are kept; None: nowhere.
         refresh: list again where a listing is kept.
@@ -57,7 +57,7 @@ class ShardList:
     def __init__(
         self,
         urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        shards: str,
+        shards: Wanted,
         *,
         compression: str | None,
         directory: Path | None,
@@ -75,13 +75,12 @@ class ShardList:
         self._options = storage_options
         names, counts = _through_index(urls, storage_options)
         named = resolve(names, shards)
-        self.store = open_store(named.root, **storage_options)
-        self._manifest = self._list(self.store, named)
+        self.store, self._manifest = self._find(named)
         keys = [self._manifest.key(number) for number in range(len(self._manifest))]
         self._rows = [number for number, key in enumerate(keys) if not is_index(key)]
         self._indexes = {key: number for number, key in enumerate(keys) if is_index(key)}
         if not self._rows:
-            raise ArgumentError(f"{named.root!r}: only index files there, and no shards")
+            raise ArgumentError(f"{named.root!r}: only index files there, and none is {shards.words}")
         prefix = f"{named.root}/"
         by_key = {name.removeprefix(prefix): count for name, count in counts.items() if count is not None}
         self.counts = {
@@ -152,6 +151,21 @@ class ShardList:
         if index not in (None, True) and not tables:
             raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
         return tables
+
+    def _find(self, named: Named) -> tuple[Store, Manifest]:
+        """What is below a prefix; or, where that is none, the one file of that name."""
+        store = open_store(named.root, **self._options)
+        try:
+            return store, self._list(store, named)
+        except NotFoundError:
+            if named.alone is None:
+                raise
+            try:
+                store = open_store(named.alone.root, **self._options)
+                return store, self._list(store, named.alone)
+            except (ArgumentError, StoreError):
+                pass
+            raise
 
     def _plain(self, shards: list[int]) -> list[int]:
         """Those that are not compressed: what an index file says is of the file as it lies there."""

@@ -21,8 +21,8 @@ __all__ = ["SampleMaker"]
 _log = logging.getLogger("fastload")
 
 _ADVICE = (
-    "Give transform= a function of the whole sample that makes all alike, or write the shards anew with the same "
-    "members in each sample (fastload convert --to tfrecord calls every sample's first image 'image')"
+    "Give transform= a function of the whole sample that makes all alike, or write the shards anew with the "
+    "same members in each sample (fastload convert --to tfrecord calls the first image of each 'image')"
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
@@ -147,8 +147,8 @@ class SampleMaker:
     ) -> list[tuple[int, DecodeError]]:
         """Decode images into their rows; (position in `rows`, error) of those that failed.
 
-        All images of a sample are drawn with the same seed: two views of one size are cut alike. A mask is no such
-        view: its class numbers would be interpolated, and made RGB. `_warn_of_masks` says so.
+        All images of a sample are drawn with the same seed: two views of one size are cut alike. A mask is no
+        such view, for its class numbers would be interpolated, and made RGB: see `_warn_of_masks`.
         """
         bad: dict[int, DecodeError] = {}
         for name, encoded in images.items():
@@ -208,7 +208,7 @@ class SampleMaker:
         return {images[0]: transform}
 
     def _warn_of_masks(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> None:
-        """Not an error: a PNG with a palette or in grey may well be a photo. Class numbers would come out blended."""
+        """Not an error, for a PNG with a palette or in grey may well be a photo."""
         assert self._fields is not None
         if self._warned or len(self._fields.images(fields)) < 2:
             return
@@ -216,8 +216,9 @@ class SampleMaker:
         if masks:
             self._warned = True
             _log.warning(
-                "%r of %s is a PNG in grey or with a palette. If it is a mask: a fused transform interpolates its "
-                "values and makes them RGB; use decode={%r: function of bytes} and a function of the sample",
+                "%r of %s is a PNG in grey or with a palette. If it is a mask: fused transforms interpolate "
+                "its values and make them RGB; use decode={%r: function of its bytes}, and transform= a "
+                "function of the sample",
                 masks[0],
                 _name(fields),
                 masks[0],
@@ -239,7 +240,7 @@ class SampleMaker:
 
 
 def _name(fields: Mapping[str, Any]) -> str:
-    """A sample in error messages; where it has no key of its own, the record's name beside them says which."""
+    """A sample in error messages, beside the record's name there."""
     return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fastload.errors import ArgumentError
 from fastload.manifest import Selection
 
-__all__ = ["Named", "expand_braces", "glob_pattern", "is_index", "resolve"]
+__all__ = ["Named", "Wanted", "expand_braces", "glob_pattern", "is_index", "resolve"]
 
 _MOST_SHARDS = 1_000_000
 _SPECIAL = re.compile(r"[*?\[]")
@@ -26,22 +26,40 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _INDEX_FILES = r".*\.(?:idx|index)"
 
 
+# What only one kind of shard is called, and who reads it.
+_KINDS = (
+    (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
+    (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
+)
+
+
+class Wanted(NamedTuple):
+    """The shards below a prefix: a regular expression of their keys, and what they are in words."""
+
+    pattern: str
+    words: str
+
+
 class Named(NamedTuple):
-    """Where shards are: the URL that holds all of them, and which of its objects they are."""
+    """Where shards are: the URL that holds all of them, and which of its objects they are.
+
+    `alone`: the same name as that of one file, where it may be a prefix or a file without a known ending.
+    """
 
     root: str
     selection: Selection
+    alone: Named | None = None
 
 
-def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], shards: str) -> Named:
+def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wanted: Wanted) -> Named:
     """What `urls` names.
 
     Args:
         urls: as above.
-        shards: a regular expression of shards' keys, for a prefix.
+        wanted: what to look for below a prefix.
 
     Raises:
-        ArgumentError: nothing is named, or shards of two places.
+        ArgumentError: nothing is named, shards of two places, or a file of another kind.
     """
     given = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
     names = [name for url in given for name in expand_braces(_text(url))]
@@ -51,10 +69,10 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], sha
     if times > 1:
         raise ArgumentError(f"url names a shard twice: {name!r}; each is read once per epoch")
     heads = names[0].lower().startswith(("http://", "https://"))
-    if len(names) == 1 and not _SPECIAL.search(names[0]):
+    if len(names) == 1 and not heads and not _SPECIAL.search(names[0]):
         base = names[0].rpartition("/")[2]
-        if not base or not re.fullmatch(shards, base):
-            return Named(names[0], Selection(f"(?:{shards})|{_INDEX_FILES}"))
+        if not base or not re.fullmatch(wanted.pattern, base):
+            return _prefix(names[0], wanted)
     split = [_split(name) for name in names]
     root = _common([directory for directory, _ in split])
     if not root and "://" in names[0]:
@@ -66,6 +84,20 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], sha
     if patterns and heads:
         raise ArgumentError("a glob needs a store that can list: over http, use braces or a list")
     return Named(root or ".", Selection("|".join([*patterns, _INDEX_FILES]), required, heads))
+
+
+def _prefix(name: str, wanted: Wanted) -> Named:
+    """The shards below a name; or what it names, where that is one file."""
+    directory, _, base = name.rpartition("/")
+    for ending, words, reader in _KINDS:
+        if ending.fullmatch(base):
+            raise ArgumentError(f"url {name!r} is named as {words}: read it with fastload.{reader}")
+    pattern = f"(?:{wanted.pattern})|{_INDEX_FILES}"
+    alone = None
+    if base and not directory.endswith(":/"):
+        root = directory or ("/" if name.startswith("/") else ".")
+        alone = Named(root, Selection("(?!)", (base,), heads=True))
+    return Named(name, Selection(pattern, wanted=wanted.words), alone)
 
 
 def is_index(key: str) -> bool:
