@@ -104,7 +104,7 @@ def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(
 
 
 def test_index_beside_a_compressed_shard_is_not_used(kind: str, tmp_path: Path, opened: Any) -> None:
-    """Stored without compression, the shard is larger than it was: every place in the index lies within it."""
+    """Compressed at level 0, the shard is larger than it was: every place in the index lies within it."""
     objects = shards(kind, index=True)
     key = f"part-000.{kind}"
     objects[key] = gzip.compress(objects[key], 0)

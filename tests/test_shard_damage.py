@@ -1,4 +1,4 @@
-"""Damage that came about on the way is not believed for ever; damage of the shard itself is, for its version."""
+"""Damage that came about on the way is not believed for ever; damage of the shard itself is."""
 
 from __future__ import annotations
 

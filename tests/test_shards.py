@@ -472,7 +472,7 @@ def test_damaged_compression_ends_its_shard(kind: str, harm: str, tmp_path: Path
 def test_zeros_behind_a_compressed_shard_are_padding(
     kind: str, split_at: int, tmp_path: Path, small_pieces: None
 ) -> None:
-    """Also where a piece begins with them. A shard of nothing but zeros is a tar without samples, or damaged."""
+    """Also where a piece begins with them. Nothing but zeros is a tar without samples, or a damaged shard."""
     objects = shards(kind, end=".gz")
     padded = {name: body + bytes(100_000 + split_at) for name, body in objects.items()}
     data = closing(dataset(kind, write(tmp_path, padded), transform=CROP))
@@ -774,7 +774,7 @@ def test_transforms_by_field(tmp_path: Path) -> None:
     ((_, batch), *_) = read(data, workers=1, shuffle=False)
     assert batch["cls"].tolist() == list(range(100, 116))
     assert torch.equal(batch["jpg"], batch["seg.png"]), "drawn with the same seed: a mask is cut as its image"
-    with pytest.raises(DecodeError, match="takes one image, and the sample has jpg"):
+    with pytest.raises(DecodeError, match="takes one image, and sample '000' has jpg"):
         read(closing(fastload.TarDataset(str(tmp_path), transform=CROP)), workers=1)
     with pytest.raises(DecodeError, match="has no 'png'"):
         read(closing(fastload.TarDataset(str(tmp_path), transform={"png": CROP})), workers=1)
@@ -986,3 +986,111 @@ def test_bad_records_under_on_error(kind: str, workers: int, tmp_path: Path) -> 
         "part-003",
     ]
     assert set(range(6, 40)) | set(range(128, TOTAL)) <= found and 5 not in found
+
+
+# --- What is said -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reader", "name", "error", "says"),
+    [
+        ("tar", "photos", NotFoundError, r"'cat/0\.jpg'.*\.tar.*ImageFolder.*ObjectDataset"),
+        ("tfrecord", "photos", NotFoundError, r"TFRecord file .*ImageFolder.*ObjectDataset"),
+        ("tfrecord", "tar/part-000.tar", ArgumentError, r"named as a tar: read it with fastload\.TarDataset"),
+        ("tar", "tfrecord/part-000.tfrecord", ArgumentError, r"read it with fastload\.TFRecordDataset"),
+        (
+            "tfrecord",
+            "tar",
+            ArgumentError,
+            r"only index files there, .* A tar is read by fastload\.TarDataset",
+        ),
+        ("tar", "tfrecord", ArgumentError, r"TFRecord files are read by fastload\.TFRecordDataset"),
+        ("tar", "odd/nothing", NotFoundError, "check the"),
+    ],
+)
+@pytest.mark.parametrize("remote", [False, True])
+def test_dataset_of_files_of_another_kind_names_its_reader(
+    reader: str, name: str, error: type[Exception], says: str, remote: bool, tmp_path: Path
+) -> None:
+    objects = {f"{one}/{key}": body for one in KINDS for key, body in shards(one, index=True).items()}
+    objects |= {"photos/cat/0.jpg": jpeg(0), "odd/file": shard("tar", range(3))[0]}
+    with FaultServer(objects) as server:
+        url = "s3://bucket" if remote else write(tmp_path, objects)
+        with pytest.raises(error, match=says):
+            dataset(reader, f"{url}/{name}", storage_options=server.options if remote else None)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_single_file_without_its_ending_is_read_for_what_it_is(
+    kind: str, remote: bool, tmp_path: Path
+) -> None:
+    other = KINDS[1 - KINDS.index(kind)]
+    objects = {"odd/file": shard(kind, range(9))[0]}
+    with FaultServer(objects) as server:
+        url = "s3://bucket" if remote else write(tmp_path, objects)
+        options = {"storage_options": server.options if remote else None, "transform": CROP}
+        data = closing(dataset(kind, f"{url}/odd/file", **options))
+        assert labels(read(data, workers=1), LABEL[kind]) and len(data._shards) == 1
+        wrong = closing(dataset(other, f"{url}/odd/file", **options))
+        with pytest.raises(DecodeError, match=f"read it with fastload.{type(data).__name__}"):
+            read(wrong, workers=1)
+
+
+def test_repr_names_the_shards_and_what_is_known_of_them(kind: str, tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards(kind, index=True))
+    name = type(closing(dataset(kind, url))).__name__
+    assert repr(closing(dataset(kind, url, index=False))) == (
+        f"{name}({url!r}, 6 shards, samples not counted yet)"
+    )
+    assert repr(closing(dataset(kind, f"{url}/part-00[1-3]*"))) == f"{name}({url!r}, 3 shards, 88 samples)"
+    cached = closing(dataset(kind, url, cache=str(tmp_path / "cache")))
+    assert repr(cached) == f"{name}({url!r}, 6 shards, 173 samples, cache={cached.cache!r})"
+
+
+def failures_of(url: str, transform: Any) -> list[str]:
+    data = closing(fastload.TarDataset(url, transform=transform))
+    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
+    ids = stream.take(9)
+    stream.close()
+    return [str(error) for _, error in data.fill(data.new_batch(9, ordinary), list(enumerate(ids)), 0, 0)]
+
+
+@pytest.mark.parametrize("transform", [CROP, {"jpg": CROP}])
+def test_other_extension_in_the_middle_of_a_shard_is_said_with_the_sample(
+    transform: Any, tmp_path: Path
+) -> None:
+    url = write(tmp_path, {"x.tar": tar_of({"jpg": jpeg(0)}, {"jpeg": jpeg(1)}, {"jpg": jpeg(2)})})
+    (error,) = failures_of(url, transform)
+    for part in ("x.tar @ ", "sample '001'", "jpeg", "'jpg'" if isinstance(transform, dict) else "lacks jpg"):
+        assert part in error
+    assert "function of the whole sample" in error
+
+
+@pytest.mark.parametrize("first", [{"jpg": jpeg(0)}, {"jpg": jpeg(0), "txt": b"t"}])
+def test_member_that_only_some_samples_have_is_an_error_whichever_comes_first(
+    first: dict[str, bytes], tmp_path: Path
+) -> None:
+    second = {"jpg": jpeg(1), "txt": b"t"} if len(first) == 1 else {"jpg": jpeg(1)}
+    (error,) = failures_of(write(tmp_path, {"x.tar": tar_of(first, second)}), CROP)
+    assert f"sample '001' {'has' if len(first) == 1 else 'lacks'} txt, which others in the batch" in error
+    with pytest.raises(DecodeError, match=r"'a', 'b'.*others in the batch have.*'a'"):
+        put_value(new_column({"a": 1}, 2, ordinary), 0, {"a": 1, "b": 2}, "json")
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("P", True), ("L", True), ("RGB", False)])
+def test_png_that_may_be_a_mask_under_a_fused_transform_is_warned_of(
+    mode: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new(mode, (48, 36)).save(file, "png")
+    sample = {"jpg": jpeg(0), "png": file.getvalue()}
+    url = write(tmp_path, {"x.tar": tar_of(sample, sample)})
+    assert failures_of(url, {"jpg": CROP, "png": CROP}) == []
+    said = [text for text in caplog.messages if "If it is a mask" in text]
+    assert len(said) == warned and all("decode={'png': function of its bytes}" in text for text in said)
+    assert failures_of(url, {"jpg": CROP, "png": lambda image: image.size[0]}) == []
+    assert len([text for text in caplog.messages if "If it is a mask" in text]) == warned
