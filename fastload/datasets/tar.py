@@ -42,9 +42,14 @@ class TarDataset(ShardDataset):
     """The samples of tar files in WebDataset's layout: members that differ only in their extension.
 
     A sample is a dict: "__key__", the members' path up to the first dot of its last component, and each
-    extension in lower case with what its content means: jpg, jpeg, png, webp, ... a `PIL.Image`; cls, index,
-    id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle, .pth,
-    .pt) are refused. No name in a tar ever becomes a path on this machine.
+    extension in lower case with what its content means: jpg, jpeg, png, webp, ... a `PIL.Image` in RGB; cls,
+    index, id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle,
+    .pth, .pt) are refused. No name in a tar ever becomes a path on this machine.
+
+    Masks are images like any other, so their class numbers do not survive: RGB is made of a palette, fused
+    transforms interpolate, and so do the cache modes "shrunk" and "decoded". For a mask, write
+    `decode={"png": function of bytes}`, which hands it on as the function returns it, and cut it together
+    with its image in `transform`, a function of the sample.
 
     Its samples have numbers, and it is a map-style dataset with random access and an exact shuffle, once
     their places are known: from index files (DALI's wds2idx), or learned in the first epoch and kept in the
