@@ -95,6 +95,21 @@ def test_shard_cut_off_on_the_way_is_read_anew_by_the_next_run(
         assert len(following) == TOTAL and len(opened(kind, server, tmp_path)) == TOTAL
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressed_shard_whose_first_byte_was_damaged_on_the_way_is_read_anew(
+    kind: str, tmp_path: Path, opened: Any
+) -> None:
+    """It did not look compressed then."""
+    with FaultServer(shards(kind, end=".gz")) as server:
+        data = opened(kind, server, tmp_path)
+        server.script(f"part-002.{kind}.gz", Fault(flip=0))
+        good, bad = epoch(data)
+        assert len(good) == TOTAL - COUNTS[2] and len(bad) == 1
+        assert filled(data, list(range(len(data))))[1] == bad
+        following = opened(kind, server, tmp_path)
+        assert following.must_stream() and epoch(following) == (list(range(TOTAL)), [])
+
+
 def _third_header(body: bytes) -> int:
     at = 0
     for _ in range(2):

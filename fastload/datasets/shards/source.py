@@ -10,6 +10,7 @@ from fastload.datasets.shards.listing import ShardList
 from fastload.datasets.shards.places import PlaceBook
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
 from fastload.fetch.ranges import plan_ranges
+from fastload.formats.head import HEAD, is_compressed
 from fastload.formats.index import Places
 from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
@@ -105,11 +106,15 @@ class RecordSource:
 
         Once per process: what it finds then holds for the run. So it does where the store gives nothing.
         """
-        where = self._where(index)
-        end = None if self._book.compressed(where.shard) else self._shards[where.shard].size
-        splitter, more = self._form.splitter(where.offset, end), self._bytes_from(where, _LOOK, wait)
+        where, shard = self._where(index), self._shards[index >> 32]
+        compressed = self._book.compressed(where.shard)
+        splitter = self._form.splitter(where.offset, None if compressed else shard.size)
+        other = False  # whether the damage was in the bytes that say how to read the shard
         try:
-            record = _first(splitter, more)
+            if not where.offset and shard.compressed is None:
+                head = self.store.read_range(shard.key, 0, min(HEAD, shard.size), shard.version, wait=wait)
+                other = is_compressed(head) != compressed
+            record = None if other else _first(splitter, self._bytes_from(where, _LOOK, wait))
         except FastloadError as error:
             self._book.settle(index, shard=not isinstance(error, DecodeError))
             return None
@@ -117,8 +122,9 @@ class RecordSource:
             return record.payload
         self._book.settle(index)
         if record is None or record.error is None:
-            key = self._shards[where.shard].key
-            _log.warning("shard %r was damaged when it was read, and is not: the next run reads it anew", key)
+            _log.warning(
+                "shard %r was damaged when it was read, and is not: the next run reads it anew", shard.key
+            )
             self._book.doubt(where.shard)
         return None
 
