@@ -31,7 +31,9 @@ from fastload.store.base import (
     check_range,
     check_version,
     is_error_document,
+    is_time_version,
     note_native_client,
+    time_version,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +77,6 @@ _FIRST_WRITE = timedelta(seconds=4)  # a store that never took anything is wrong
 _PART = 8 << 20  # bytes of one request of a large write
 _PARTS = 4  # on their way at a time
 _READER = {"client": _PATIENT, "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
-_FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
 # A prefix that no object has; listing it answers at once where the real listing may take its time.
 _CONTACT_PREFIX = ".fastload-contact"
 
@@ -341,7 +342,11 @@ def _version(meta: ObjectMeta) -> str:
     etag = meta["e_tag"]
     if etag:
         return etag.strip('"') if etag.startswith('"') else etag
-    return f"{meta['size']}-{int(meta['last_modified'].timestamp() * 1e9)}"
+    return time_version(meta["size"], meta["last_modified"])
+
+
+def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
+    check_version(key, _version(meta), wanted, time_version(meta["size"], meta["last_modified"]))
 
 
 def _pages(client: Any) -> Iterator[Any]:
@@ -377,7 +382,7 @@ def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size:
     """A checked answer to a read of the whole object."""
     if not result.meta["e_tag"] and is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
-    check_version(key, _version(result.meta), version)
+    _check(key, result.meta, version)
     check_length(key, body, result.meta["size"] if size is None else size)
     return body
 
@@ -385,7 +390,7 @@ def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size:
 def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
     """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
     conditions: dict[str, Any] = {}
-    if version is not None and not version.startswith("W/") and not _FALLBACK_VERSION.fullmatch(version):
+    if version and not version.startswith("W/") and not is_time_version(version):
         conditions["if_match"] = f'"{version}"'
     if span is not None:
         conditions["range"] = span
@@ -411,7 +416,7 @@ def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
     """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
-    check_version(key, _version(result.meta), version)
+    _check(key, result.meta, version)
     first, last = result.range
     if first < start or last > stop:
         body = memoryview(body)[start - first : stop - first]

@@ -27,7 +27,9 @@ from fastload.store.base import (
     check_length,
     check_version,
     is_error_document,
+    is_time_version,
     note_native_client,
+    time_version,
 )
 
 __all__ = ["S3fsStore"]
@@ -102,10 +104,12 @@ class S3fsStore(Store):
                 raise ShortReadError(
                     "the store answered 200 with an XML error in place of the object", key=key
                 )
-            check_version(key, self._info(key, len(body), answer).version, version)
+            whole = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
+            timed = time_version(whole, answer.get("LastModified"))
+            check_version(key, self._info(key, whole, answer).version, version, timed)
             if "ContentRange" in answer and size is not None and len(body) < size:
                 stop = int(request["Range"].rpartition("-")[2]) + 1
-                check_end(key, stop, int(answer["ContentRange"].rpartition("/")[2]))
+                check_end(key, stop, whole)
             check_length(key, body, answer["ContentLength"] if size is None else size)
             return body
 
@@ -133,8 +137,8 @@ class S3fsStore(Store):
 
     def _object(self, key: str, version: str | None) -> dict[str, Any]:
         request = {"Bucket": self._bucket, "Key": self._prefix + key}
-        # One that is weak, or missing from a listing, cannot be a condition; the answer's is compared anyway.
-        if not version or version.startswith("W/"):
+        # One that is weak, or made of size and time, cannot be a condition; the answer's is compared anyway.
+        if not version or version.startswith("W/") or is_time_version(version):
             return request
         return {**request, "IfMatch": f'"{version}"'}
 
@@ -144,7 +148,8 @@ class S3fsStore(Store):
         return answer
 
     def _info(self, key: str, size: int, entry: Mapping[str, Any]) -> ObjectInfo:
-        return ObjectInfo(key, size, str(entry.get("ETag", "")).strip('"'))
+        etag = str(entry.get("ETag", "")).strip('"')
+        return ObjectInfo(key, size, etag or time_version(size, entry.get("LastModified")))
 
     def _build(self) -> Any:
         note_native_client(obstore=False)
