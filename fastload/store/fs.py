@@ -34,8 +34,8 @@ __all__ = ["FsspecStore"]
 
 _PAGE = 1000
 _COPY = 8 << 20
-# What file systems call the version of an object (GCS, Azure, WebDAV, OCI: ETags; Hugging Face: blob_id; GitHub:
-# sha; Git: hex; DVC: md5; lakeFS: checksum; Dropbox: content_hash; zip: CRC) ...
+# What file systems call the version of an object (Azure, WebDAV, OCI: ETags; Hugging Face: blob_id; GitHub: sha;
+# Git: hex; DVC: md5; lakeFS: checksum; Dropbox: content_hash; zip: CRC) ...
 _VERSION_FIELDS = (
     *("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum", "blob_id", "oid", "sha"),
     *("sha256", "hex", "md5", "md5Checksum", "content_hash", "Content-MD5", "CRC"),

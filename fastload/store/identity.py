@@ -2,11 +2,11 @@
 
 A repository, an account, an endpoint, a branch or a port may each be an option, under names that only their
 file system knows. So every option counts, but those that are known to say nothing of the place (a timeout), and
-those that are secret. Options that nobody knows make another place at worst: its data is read once more.
+those that are secret. An option that nobody knows makes another place at worst: its data is read once more.
 
-Secrets are left out, not hashed: who reads a cache directory could try passwords against a digest. Where nothing
-but a token says whose account it is (Dropbox, Google Drive), two accounts are one place here, and need a
-cache directory each.
+Secrets are left out, not hashed: who reads a cache directory could try passwords against a digest. Where only
+a token says whose account it is (Dropbox, Google Drive), two accounts are one place here, and need a cache
+directory each.
 """
 
 from __future__ import annotations

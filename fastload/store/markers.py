@@ -4,11 +4,12 @@ obstore lists "name/" as "name", and has no way to ask for it. Empty ones are di
 samples; one with content is refused by name. What is listed as "name" is
 
 * another key, "name/", where "name" was listed before: keys come in their order, and "name" stands before it;
-* in doubt where it is empty, where keys "name/..." are listed too, or where it is one of few without an extension;
+* in doubt where it is empty, where keys "name/..." are listed too, or where few keys have no extension and it
+  is one of them;
 * the object "name" else. A "name/" with content among many keys without extensions is found when it is read.
 
-What is in doubt is asked for: by a HEAD, or, where a directory has many of them, by listing that directory with a
-delimiter, 1,000 names a request. A HEAD for each would make a million empty objects a million requests.
+What is in doubt is asked for: by a HEAD, or, where a directory has many of them, by listing that directory with
+a delimiter, 1,000 names a request. A HEAD for each would make a million empty objects a million requests.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class SlashKeys:
         self._open: list[ObjectInfo] = []  # what was listed last, each key a beginning of the next one's
         self._empty: dict[str, ObjectInfo] = {}
         self._in_doubt: set[str] = set()  # with content
-        self._bare: set[str] = set()  # with content and without extension; emptied once there are many
+        self._bare: set[str] | None = set()  # with content and without extension; None: there are many
 
     def without(self, page: Page) -> Page:
         """The objects of a page that are certain.
@@ -58,10 +59,11 @@ class SlashKeys:
         Raises:
             StoreError: as `without`.
         """
-        doubtful = self._in_doubt | self._bare
+        doubtful = self._in_doubt | (self._bare or set())
         sizes = self._ask({*self._empty, *doubtful})
         for key in sorted(doubtful - sizes.keys()):
-            raise _refused(f"{key}/")
+            if self._is_there(key):  # else it was deleted meanwhile
+                raise _refused(f"{key}/")
         return [info for key, info in self._empty.items() if sizes.get(key) == 0]
 
     def _certain(self, info: ObjectInfo) -> bool:
@@ -69,7 +71,7 @@ class SlashKeys:
         opened = self._open
         while opened and not key.startswith(opened[-1].key):
             opened.pop()
-        again = key == "" or bool(opened) and opened[-1].key == key  # "" is the prefix itself, with its slash
+        again = not key or (bool(opened) and opened[-1].key == key)  # "" is the prefix with its slash
         if again and size:
             raise _refused(f"{key}/")
         if again:
@@ -78,10 +80,10 @@ class SlashKeys:
         opened.append(info)
         if not size:
             self._empty.setdefault(key, info)
-        elif len(self._bare) <= _FEW and "." not in key.rpartition("/")[2]:
+        elif self._bare is not None and "." not in key.rpartition("/")[2]:
             self._bare.add(key)
             if len(self._bare) > _FEW:
-                self._bare = _Many()
+                self._bare = None
         return size > 0
 
     def _ask(self, keys: Iterable[str]) -> dict[str, int]:
@@ -92,7 +94,7 @@ class SlashKeys:
         heads: list[str] = []
         found: dict[str, int] = {}
         for parent, inside in by_parent.items():
-            # A directory has no more pages than the whole listing had. Sixteen HEADs go at once, pages do not.
+            # A directory has no more pages than the listing had. Sixteen HEADs go at once, pages do not.
             if len(inside) <= max(_FEW, _THREADS * self._listed // _PAGE):
                 heads += inside
             else:
@@ -108,6 +110,14 @@ class SlashKeys:
             return int(obstore.head(self._client(), key)["size"])
         except FileNotFoundError:
             return None
+
+    def _is_there(self, key: str) -> bool:
+        """Whether there is the object "key/": the first one below that prefix."""
+        import obstore
+
+        for page in obstore.list(self._client(), prefix=key, chunk_size=1):
+            return any(entry["path"] == key for entry in page)
+        return False
 
     def _directory(self, path: str) -> dict[str, int]:
         import obstore

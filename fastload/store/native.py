@@ -5,11 +5,9 @@ obstore's fsspec adapter is not used: it costs three times the CPU per object.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,6 +33,7 @@ from fastload.store.base import (
     note_native_client,
     time_version,
 )
+from fastload.store.markers import SlashKeys
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -97,7 +96,8 @@ class NativeStore(Store):
     """A prefix of a bucket, or an http(s) base URL, read by obstore.
 
     obstore's paths have no empty, "." or ".." segments, no slash at the ends and no control characters. A
-    listing that meets such a key fails and names it; a read of one is refused. `client="s3fs"` takes them.
+    listing that meets such a key fails and names it (of a slash at the end, see `markers`); a read of one is
+    refused. `client="s3fs"` takes them.
     """
 
     native = True
@@ -143,13 +143,13 @@ class NativeStore(Store):
             for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
                 pass
             pages = _pages(self._lister())
-        while True:
+        slashes, over = SlashKeys(self._lister), False
+        while not over:
             with self._place.errors("list"):
                 page = next(pages, None)
-                if page is None:
-                    return
-                infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page if m["path"]]
-                found = self._without_markers(infos)
+                over = page is None
+                infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
+                found = slashes.rest() if page is None else slashes.without(infos)
             yield found
 
     def _head(self, key: str) -> ObjectInfo:
@@ -241,28 +241,6 @@ class NativeStore(Store):
         check_key(key, why=why)
         return self._place.errors(stage, key)
 
-    def _without_markers(self, page: Page) -> Page:
-        """Leave out directory markers: empty objects "name/", which obstore lists as "name".
-
-        Asking for "name" tells them from an empty object of that name, which is kept.
-        """
-        import obstore
-
-        empty = [info.key for info in page if info.size == 0]
-        if not empty:
-            return page
-
-        def exists(key: str) -> bool:
-            try:
-                obstore.head(self._lister(), key)
-            except FileNotFoundError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(16) as pool:
-            markers = {key for key, found in zip(empty, pool.map(exists, empty), strict=True) if not found}
-        return [info for info in page if info.key not in markers]
-
     def _client(self, patience: Mapping[str, Any]) -> Any:
         note_native_client(obstore=True)
         from obstore import store as stores
@@ -274,7 +252,7 @@ class NativeStore(Store):
             "retry_config": patience["retry"],
         }
         if self._address.kind == "http":
-            return stores.HTTPStore(self._url, **common)
+            return stores.HTTPStore(public_url(self._url), **common)
         if self._address.prefix:
             common["prefix"] = self._address.prefix
         if self._address.kind == "gs":
@@ -299,11 +277,13 @@ def _address(url: str) -> _Address:
         return _Address(kind, url, "", "")
     bucket, _, prefix = rest.partition("/")
     account = ""
+    if kind != "az" or ":" in bucket:
+        known_options.refuse_user("url", url, "that hold credentials")
     if kind == "az" and "@" in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
     if not bucket:
-        raise ArgumentError(f"url {url!r} names no bucket: write {scheme}://bucket/prefix")
+        raise ArgumentError(f"url {public_url(url)!r} names no bucket: write {scheme}://bucket/prefix")
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may take it")
@@ -355,7 +335,7 @@ def _pages(client: Any) -> Iterator[Any]:
 
     offset: str | None = None  # a key that was yielded; where the listing goes on after a failure
     seen: set[str] = set()  # the keys yielded at and after it
-    failures = 0
+    failures, again = 0, False  # again: what was yielded may come once more
     pages = iter(obstore.list(client, chunk_size=_PAGE))
     while True:
         try:
@@ -364,12 +344,13 @@ def _pages(client: Any) -> Iterator[Any]:
             failures += 1
             if failures > _LIST_FAILURES or "response body" not in str(error):
                 raise
-            pages = iter(obstore.list(client, offset=offset, chunk_size=_PAGE))
+            pages, again = iter(obstore.list(client, offset=offset, chunk_size=_PAGE)), True
             continue
         if page is None:
             return
         failures = 0
-        fresh = [meta for meta in page if meta["path"] not in seen]
+        # Else two entries of one path are two keys, "name" and "name/".
+        fresh = [meta for meta in page if meta["path"] not in seen] if again else page
         # The path of an empty object may be that of a directory marker without its slash: it sorts elsewhere.
         sized = [meta["path"] for meta in page if meta["size"]]
         if sized:

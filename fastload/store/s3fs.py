@@ -48,15 +48,16 @@ class S3fsStore(Store):
         self._url, self._options = url, dict(options)
         bucket, _, prefix = url.partition("://")[2].partition("/")
         if not bucket:
-            raise ArgumentError(f"url {url!r} names no bucket: write s3://bucket/prefix")
+            raise ArgumentError(f"url {public_url(url)!r} names no bucket: write s3://bucket/prefix")
+        known_options.refuse_user("url", url, "key and secret")
         self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
-        self._arguments, endpoint = known_options.s3fs(options)
+        self._arguments, endpoint, secrets = known_options.s3fs(options)
         self._place = Place(
             public_url(url),
             f"bucket {bucket!r}",
             endpoint,
             "what s3fs found: options key, secret, token, profile; AWS_* variables; ~/.aws; machine roles",
-            known_options.secret_values(options),
+            secrets,
         )
         super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
         self._fs = PerProcess(self._build)
