@@ -42,8 +42,8 @@ class ObjectDataset(Dataset[Any]):
         decode: bytes -> object; deterministic. Default: the bytes as they are, or whatever `transform` needs.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on what `decode` returns; or a `ByEpoch` of these.
-        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. A store that names no
-            versions of its objects is not cached: a warning says so.
+        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. A store that names
+            no versions of its objects is not cached: a warning says so.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
         on_change: what to do with an object that is no longer the one that was listed: "error", or "refresh",
@@ -123,8 +123,8 @@ class ObjectDataset(Dataset[Any]):
         """
         if self.cache is None:
             raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (none is kept where a warning said that "
-                "nothing of this url is cached)"
+                "warm() fills a cache: give the dataset one with cache= (none is kept where a warning said "
+                "that nothing is cached)"
             )
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
         window = Window(source, None, prepare=self._prefix.prepare, counters=self.counters)

@@ -111,8 +111,8 @@ class Manifest:
     ) -> Manifest:
         """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
 
-        A listing that cannot tell an old object from a new one, or the place from another one, is not saved,
-        and a warning says so.
+        A listing that cannot tell an old object from a new one, or its place from another, is not saved, and
+        a warning says so.
 
         A listing that would start a native client runs in a short-lived child, so that this process can
         still fork its workers. After 2 s it shows its progress on stderr, or logs it.
@@ -186,7 +186,7 @@ class Manifest:
         """Why nothing of this store may be cached, in words; "" where it may."""
         if self.unversioned:
             return (
-                f"the file system tells no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
+                f"the store names no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
                 "checksum or time of change), so that no change of them can be noticed: nothing is cached"
             )
         return f"{store.unidentified}: nothing is cached" if store.unidentified else ""

@@ -34,21 +34,21 @@ __all__ = ["FsspecStore"]
 
 _PAGE = 1000
 _COPY = 8 << 20
-# What file systems call the version of an object (Azure, WebDAV, OCI: ETags; Hugging Face: blob_id; GitHub: sha;
-# Git: hex; DVC: md5; lakeFS: checksum; Dropbox: content_hash; zip: CRC) ...
+# What file systems call the version of an object (Azure, WebDAV, OCI: ETags; Hugging Face: blob_id; GitHub:
+# sha; Git: hex; DVC: md5; lakeFS: checksum; Dropbox: content_hash; zip: CRC) ...
 _VERSION_FIELDS = (
     *("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum", "blob_id", "oid", "sha"),
     *("sha256", "hex", "md5", "md5Checksum", "content_hash", "Content-MD5", "CRC"),
 )
 # ... and its time where they have no version (SFTP, SMB, tar, HDFS: mtime; OSS: LastModified; Jupyter:
-# last_modified; WebDAV: modified; webhdfs: modificationTime; Google Drive: modifiedTime; Box: modified_at; FTP:
-# modify). A time of creation is the last resort: objects are written as a whole, files are not.
+# last_modified; WebDAV: modified; webhdfs: modificationTime; Google Drive: modifiedTime; Box: modified_at;
+# FTP: modify). A time of creation is the last resort: objects are written as a whole, files are not.
 _TIME_FIELDS = (
     *("mtime", "LastModified", "last_modified", "Last-Modified", "modified", "updated", "modificationTime"),
     *("modification_time", "modifiedTime", "modified_at", "timeModified", "server_modified", "modify"),
     *("created", "timeCreated"),
 )
-# FTP servers without MLSD give "Nov 21 10:30" or, half a year later, "Nov 21 2025": too coarse to be a version.
+# FTP servers without MLSD give "Nov 21 10:30" or, half a year later, "Nov 21 2025": too coarse for a version.
 _FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
 
 

@@ -1,8 +1,9 @@
 """Which place an fsspec store is: its URL and the options of its file system, without what is secret in them.
 
-A repository, an account, an endpoint, a branch or a port may each be an option, under names that only their
-file system knows. So every option counts, but those that are known to say nothing of the place (a timeout), and
-those that are secret. An option that nobody knows makes another place at worst: its data is read once more.
+A repository, an account, an endpoint, a branch or a port may each be an option, under a name that only its
+file system knows. So every option counts, except those that are known to say nothing of the place (a timeout)
+and those that are secret. An option that nobody knows makes another place at worst: its data is read once
+more.
 
 Secrets are left out, not hashed: who reads a cache directory could try passwords against a digest. Where only
 a token says whose account it is (Dropbox, Google Drive), two accounts are one place here, and need a cache

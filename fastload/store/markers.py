@@ -8,8 +8,8 @@ samples; one with content is refused by name. What is listed as "name" is
   is one of them;
 * the object "name" else. A "name/" with content among many keys without extensions is found when it is read.
 
-What is in doubt is asked for: by a HEAD, or, where a directory has many of them, by listing that directory with
-a delimiter, 1,000 names a request. A HEAD for each would make a million empty objects a million requests.
+What is in doubt is asked for: by a HEAD, or, where a directory has many of them, by a listing of it with a
+delimiter, 1,000 names a request. A HEAD for each would make a million empty objects a million requests.
 """
 
 from __future__ import annotations

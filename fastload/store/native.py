@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
 from fastload.store import retry
-from fastload.store._translate import Place, public_url
+from fastload.store._translate import Place, as_bucket, public_url
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
@@ -137,7 +137,9 @@ class NativeStore(Store):
 
         if self._address.kind == "http":
             raise ArgumentError(
-                f"{self.url!r}: http servers have no listing; name the keys yourself, or open the bucket as s3://"
+                f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. Shards need no listing: "
+                "TarDataset and TFRecordDataset take a list of URLs, or "
+                f"'{self.url.rstrip('/')}/{{000..099}}.tar'"
             )
         with self._place.errors("list"):
             for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
@@ -278,7 +280,7 @@ def _address(url: str) -> _Address:
     bucket, _, prefix = rest.partition("/")
     account = ""
     if kind != "az" or ":" in bucket:
-        known_options.refuse_user("url", url, "that hold credentials")
+        known_options.refuse_user("url", url, "for credentials (key and secret for s3://)")
     if kind == "az" and "@" in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]

@@ -289,7 +289,8 @@ def _s3_credentials(
         key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
         token = profile.get("aws_session_token")
     if not key or not secret:
-        return None, tried + "; web identity, container and machine roles; for a public bucket give anon=True"
+        tried += "; web identity, container and machine roles (for a public bucket give anon=True)"
+        return None, tried
     found = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
     return found, tried.rsplit("; ", 1)[-1]
 
@@ -297,8 +298,8 @@ def _s3_credentials(
 def _profile(name: str | None, *, strict: bool = True) -> tuple[dict[str, str], str]:
     """The settings of an AWS profile, and its name and files in words.
 
-    The endpoint of its services section, if it has one for S3, is its `endpoint_url`. A profile that boto3 must
-    resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
+    The endpoint of its services section, if it has one for S3, is its `endpoint_url`. A profile that boto3
+    must resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
 
     Args:
         strict: whether it must exist.
@@ -322,7 +323,7 @@ def _profile(name: str | None, *, strict: bool = True) -> tuple[dict[str, str], 
             if parser.has_section(section):
                 settings.update(parser.items(section))
         services.update(
-            {name: parser.get(name, "s3") for name in parser.sections() if parser.has_option(name, "s3")}
+            (name, parser.get(name, "s3")) for name in parser.sections() if parser.has_option(name, "s3")
         )
     words = f"profile {chosen!r} in {files[0]} and {files[1]}"
     for line in services.get(f"services {settings.get('services', '')}", "").splitlines():

@@ -56,7 +56,8 @@ class S3fsStore(Store):
             public_url(url),
             f"bucket {bucket!r}",
             endpoint,
-            "what s3fs found: options key, secret, token, profile; AWS_* variables; ~/.aws; machine roles",
+            "options key, secret, token, profile; AWS_* variables; ~/.aws; machine roles (for a public "
+            "bucket give anon=True)",
             secrets,
         )
         super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
