@@ -48,8 +48,8 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     if not isinstance(url, str | os.PathLike) or isinstance(os.fspath(url), bytes):
         raise ArgumentError(
             f"url must be one URL or path, a str or pathlib.Path, found {_shown(reprlib.repr(url))}. "
-            "Several are several datasets, which torch.utils.data.ConcatDataset joins; datasets of shards take "
-            "a list"
+            "Several are several datasets, which torch.utils.data.ConcatDataset joins; datasets of shards "
+            "take a list"
         )
     reading = _reading(storage_options)
     store = _open(os.fspath(url), storage_options)
