@@ -1,4 +1,4 @@
-"""Keys that end in a slash, which obstore lists without it: each object once, or an error with its name.
+"""Keys that end in a slash, which obstore lists without it: each object once, or an error with its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from faultserver import LIST, FaultServer
 
-from fastload.errors import StoreError
+from fastload.errors import NotFoundError, StoreError
 from fastload.store import Store, open_store
 from fastload.store.base import ObjectInfo
 from fastload.store.markers import SlashKeys
@@ -102,6 +102,16 @@ def test_many_objects_without_extensions_cost_no_request_beside_the_pages() -> N
     with FaultServer({f"{i:04d}": b"x" for i in range(1500)}) as server:
         assert len(sizes(open_store("s3://bucket", **server.options))) == 1500
         assert len(server.requests) == server.count(LIST) == 3
+
+
+def test_a_key_with_a_slash_among_many_without_extensions_is_named_when_it_is_read() -> None:
+    with FaultServer({f"{i:04d}": b"x" for i in range(99)} | {"9999/": b"abc"}) as server:
+        store = open_store("s3://bucket", **server.options)
+        assert sizes(store)["9999"] == 3
+        with pytest.raises(
+            NotFoundError, match=r"'9999'.*its key ends in a slash, which client='s3fs' can read"
+        ):
+            store.read("9999")
 
 
 def test_an_object_deleted_while_it_was_listed_is_no_key_with_a_slash(

@@ -7,8 +7,11 @@ import pickle
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
+from base64 import b64decode
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -306,6 +309,28 @@ def test_a_zip_archive_has_checksums_for_versions(tmp_path: Path) -> None:
     assert open_store("zip://in", fo=str(tmp_path / "b.zip")).identity != store.identity
 
 
+def test_an_http_server_that_names_no_version_is_read_and_not_cached() -> None:
+    class Bare(BaseHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None: ...
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "3")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(b"abc")
+
+        do_HEAD = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bare) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = open_store(f"http://127.0.0.1:{server.server_port}")
+        info = store.head("a")
+        assert info == ("a", 3, "")
+        assert bytes(store.read("a", info.version, info.size)) == b"abc"
+        server.shutdown()
+
+
 def test_a_manifest_with_one_object_without_version_says_so(hub: type[Hub]) -> None:
     hub.repositories = {"": {"x": b"1", "y": b"2", "z": b"3"}}
     hub.fields = {"x": {"etag": "1"}, "z": {"etag": "3"}}
@@ -405,6 +430,24 @@ def test_an_endpoint_of_a_profile_is_part_of_the_identity(
         assert bytes(open_store("s3://bucket", profile="dev", **client).read("x")) == b"there"
 
 
+@pytest.mark.parametrize(
+    ("name", "url", "options"),
+    [
+        ("GOOGLE_BASE_URL", "gs://bucket", {"token": "anon"}),
+        ("AZURE_STORAGE_ENDPOINT", "az://bucket", {"anon": True}),
+        ("AZURE_ENDPOINT", "az://bucket", {"anon": True}),
+    ],
+)
+def test_an_endpoint_of_the_environment_is_part_of_the_identity(
+    name: str, url: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultServer({"x": b"there"}) as server:
+        monkeypatch.setenv(name, server.endpoint_url)
+        store = open_store(url, **options)
+        assert server.endpoint_url in store.identity
+        assert bytes(store.read("x")) == b"there"
+
+
 def test_an_endpoint_that_boto_is_told_to_ignore_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +482,7 @@ WITH_USER = f"http://someuser:{CANARY}@127.0.0.1:9"
         (f"s3://someuser:{CANARY}@b/p", {"client": "s3fs"}),
         (f"az://someuser:{CANARY}@b/p", {"account_name": "a"}),
     ],
+    ids=lambda value: value.partition(":")[0] if isinstance(value, str) else "-".join(value),
 )
 def test_a_user_that_no_request_would_carry_is_refused(url: str, options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=r"user or password|no scheme") as caught:
@@ -476,9 +520,7 @@ def test_a_user_in_an_http_url_is_sent_and_shown_nowhere() -> None:
         base = server.endpoint_url.replace("http://", f"http://some%40user:{CANARY}@")
         store = open_store(f"{base}/bucket")
         assert bytes(store.read("x")) == b"there"
-        import base64
-
-        sent = base64.b64decode(server.requests[-1].headers["authorization"].removeprefix("Basic "))
+        sent = b64decode(server.requests[-1].headers["authorization"].removeprefix("Basic "))
         assert sent.decode() == f"some@user:{CANARY}"
         assert store.identity == open_store(f"{server.endpoint_url}/bucket").identity
         assert CANARY not in repr(vars(store)["_place"]) + store.url + repr(store)

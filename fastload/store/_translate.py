@@ -117,6 +117,7 @@ class Place:
         endpoint: the server, or "" where there is none.
         tried: where credentials were looked for, in words.
         secrets: values that must not appear in any message.
+        unread: what else an object may be that was listed and is not there, in words.
     """
 
     url: str
@@ -124,6 +125,7 @@ class Place:
     endpoint: str = ""
     tried: str = ""
     secrets: tuple[str, ...] = field(default=(), repr=False)
+    unread: str = ""
 
     @contextmanager
     def errors(self, stage: str, key: str | None = None) -> Iterator[None]:
@@ -219,7 +221,8 @@ class Place:
     def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
         if stage != "put" and key is not None and "NoSuchBucket" not in text:
             return NotFoundError(
-                f"no such object in {self.url!r}; if it was listed, it was deleted since: list again",
+                f"no such object in {self.url!r}; if it was listed, it was deleted since: list again"
+                f"{self.unread}",
                 stage=stage,
                 key=key,
             )

@@ -51,6 +51,7 @@ NATIVE_PROTOCOLS = {
     "http": "http",
     "https": "http",
 }
+_UNREAD = "; or its key ends in a slash, which client='s3fs' can read"
 _PAGE = 1000
 _LIST_FAILURES = 5  # in a row
 # A first contact must fail within 10 s: at most 4 s of attempts begin, each ends in 4 s.
@@ -130,6 +131,7 @@ class NativeStore(Store):
             endpoint=connection.endpoint,
             tried=connection.tried,
             secrets=connection.secrets,
+            unread=_UNREAD if self._address.kind == "s3" else "",
         )
 
     def list(self) -> Iterator[Page]:

@@ -156,7 +156,7 @@ def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
         given["application_credentials"] = os.fspath(token)
     elif token is not None:
         raise ArgumentError("storage option token must be 'anon' or the path of a credentials file for gs://")
-    endpoint = given.pop("endpoint_url", None) or given.get("base_url", "")
+    endpoint = given.pop("endpoint_url", None) or given.get("base_url") or _environment("GOOGLE_BASE_URL")
     refuse_user("endpoint_url", endpoint, "token")
     if endpoint:
         given["base_url"] = endpoint
@@ -179,7 +179,8 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
         given["sas_key"] = given.pop("sas_token")
     if account := account or _environment("AZURE_STORAGE_ACCOUNT_NAME"):
         given.setdefault("account_name", account)
-    endpoint = given.pop("endpoint_url", None) or given.get("endpoint", "")
+    endpoint = given.pop("endpoint_url", None) or given.get("endpoint")
+    endpoint = endpoint or _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     refuse_user("endpoint_url", endpoint, "account_key or sas_token")
     if endpoint:
         given["endpoint"] = endpoint
