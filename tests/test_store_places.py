@@ -434,8 +434,8 @@ def test_an_endpoint_of_a_profile_is_part_of_the_identity(
     ("name", "url", "options"),
     [
         ("GOOGLE_BASE_URL", "gs://bucket", {"token": "anon"}),
-        ("AZURE_STORAGE_ENDPOINT", "az://bucket", {"anon": True}),
-        ("AZURE_ENDPOINT", "az://bucket", {"anon": True}),
+        ("AZURE_STORAGE_ENDPOINT", "az://bucket", {"anon": True, "account_name": "a"}),
+        ("AZURE_ENDPOINT", "az://bucket", {"anon": True, "account_name": "a"}),
     ],
 )
 def test_an_endpoint_of_the_environment_is_part_of_the_identity(
