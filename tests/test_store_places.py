@@ -524,3 +524,9 @@ def test_a_user_in_an_http_url_is_sent_and_shown_nowhere() -> None:
         assert sent.decode() == f"some@user:{CANARY}"
         assert store.identity == open_store(f"{server.endpoint_url}/bucket").identity
         assert CANARY not in repr(vars(store)["_place"]) + store.url + repr(store)
+
+
+def test_a_secret_in_nested_options_is_in_no_message() -> None:
+    nested = {"aws_access_key_id": "k" * 8, "aws_secret_access_key": CANARY}
+    store = open_store("s3://b", client="s3fs", client_kwargs=nested)
+    assert CANARY not in vars(store)["_place"].redact(f"signed with {CANARY}")
