@@ -20,6 +20,8 @@ import urllib.parse
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from email.utils import formatdate
 from types import TracebackType
 from xml.sax.saxutils import escape
 
@@ -83,6 +85,8 @@ class FaultServer:
         requests: every request in order.
         page_size: keys per listing page.
         honours_if_match: a server that does not is allowed to exist.
+        lists_etags, answers_etags: so are those that name ETags in listings only, or in answers only.
+        modified: key -> when it was written, in seconds since 1970. Listings tell it to the millisecond.
         checksums: send x-amz-checksum-crc32 to clients that ask for it.
         token: refuse requests whose session token is another one, as expired; None: take all.
     """
@@ -92,6 +96,8 @@ class FaultServer:
         self.parts: dict[str, dict[int, bytes]] = {}
         self.page_size = page_size
         self.honours_if_match = True
+        self.lists_etags = self.answers_etags = True
+        self.modified: dict[str, float] = {}
         self.checksums = False
         self.token: str | None = None
         self.requests: list[Request] = []
@@ -205,10 +211,11 @@ class FaultServer:
         if wanted is not None and self.honours_if_match and wanted.strip('"') != etag:
             return _error(412, "PreconditionFailed")
         headers = {
-            "ETag": f'"{etag}"',
-            "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT",
+            "Last-Modified": formatdate(int(self._written(request.key)), usegmt=True),
             "Accept-Ranges": "bytes",
         }
+        if self.answers_etags:
+            headers["ETag"] = f'"{etag}"'
         span = request.headers.get("range")
         if self.checksums and span is None and "x-amz-checksum-mode" in request.headers:
             headers["x-amz-checksum-crc32"] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
@@ -241,18 +248,35 @@ class FaultServer:
             self.objects[key] = request.body
         return 200, {"ETag": f'"{etag}"'}, answer.encode()
 
+    def _written(self, key: str) -> float:
+        return self.modified.get(key, 1735689600.0)  # 1 January 2025
+
+    def _row(self, key: str, name: str) -> str:
+        written = datetime.fromtimestamp(self._written(key), timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[
+            :-3
+        ]
+        etag = f"<ETag>&quot;{self.etag(key)}&quot;</ETag>" if self.lists_etags else ""
+        return (
+            f"<Contents><Key>{name}</Key><LastModified>{written}Z</LastModified>{etag}"
+            f"<Size>{len(self.objects[key])}</Size></Contents>"
+        )
+
     def _listing(self, query: Mapping[str, str]) -> tuple[int, dict[str, str], bytes]:
         prefix, after = query.get("prefix", ""), bytes.fromhex(query.get("continuation-token", ""))
         after = after or query.get("start-after", "").encode()
         size = min(self.page_size, int(query.get("max-keys", "1000")))
         order = lambda key: key.encode("utf-8", "surrogateescape")  # noqa: E731
         keys = sorted((k for k in self.objects if k.startswith(prefix)), key=order)
+        if delimiter := query.get("delimiter", ""):  # a directory's name stands for all that is in it
+            ends = ((key, key.find(delimiter, len(prefix))) for key in keys)
+            keys = list(dict.fromkeys(key if end < 0 else key[: end + 1] for key, end in ends))
         keys = [key for key in keys if order(key) > after]
         page, more = keys[:size], len(keys) > size
         quote = urllib.parse.quote if query.get("encoding-type") == "url" else escape
         rows = "".join(
-            f"<Contents><Key>{quote(key)}</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified>"
-            f"<ETag>&quot;{self.etag(key)}&quot;</ETag><Size>{len(self.objects[key])}</Size></Contents>"
+            f"<CommonPrefixes><Prefix>{quote(key)}</Prefix></CommonPrefixes>"
+            if delimiter and key.endswith(delimiter) and key != prefix
+            else self._row(key, quote(key))
             for key in page
         )
         token = f"<NextContinuationToken>{order(page[-1]).hex()}</NextContinuationToken>" if more else ""

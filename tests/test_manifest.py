@@ -156,6 +156,12 @@ def test_nothing_to_read_is_an_error_in_words(keys: list[str], arguments: dict[s
     assert "listed://x" in str(caught.value) and caught.value.stage == "list"
 
 
+def test_an_empty_directory_is_said_in_the_words_of_directories(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"this directory holds no files: check the path$") as caught:
+        Manifest.build(open_store(tmp_path))
+    assert "prefix" not in str(caught.value) and "upload" not in str(caught.value)
+
+
 # --- Kept and shared ----------------------------------------------------------------------------------------
 
 

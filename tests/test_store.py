@@ -475,10 +475,26 @@ def test_no_credentials_and_no_metadata_service(s3: S3Server) -> None:
         metadata = f"http://127.0.0.1:{listener.getsockname()[1]}"
         store = open_store("s3://bucket", endpoint_url=s3.endpoint_url, metadata_endpoint=metadata)
         start = time.monotonic()
-        with pytest.raises(StoreError, match=r"AWS_ACCESS_KEY_ID.*profile 'default'.*anon=True") as caught:
+        words = r"^\[list\] no credentials found.*AWS_ACCESS_KEY_ID.*profile 'default'.*anon=True"
+        with pytest.raises(StoreError, match=words) as caught:
             everything(store)
         assert time.monotonic() - start < 10
         assert type(caught.value) is AccessDeniedError
+
+
+def test_no_credentials_for_s3fs(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    store = open_store("s3://bucket", endpoint_url=s3.endpoint_url, client="s3fs")
+    with pytest.raises(AccessDeniedError, match=r"^\[list\] no credentials found.*anon=True"):
+        everything(store)
+
+
+@clients
+def test_the_stores_refusal_is_its_code_and_message(client: dict[str, Any], s3: S3Server) -> None:
+    store = open_store("s3://bucket", **{**s3.options, "secret": CANARY}, **client)
+    with pytest.raises(AccessDeniedError, match="The request signature we calculated does not") as caught:
+        everything(store)
+    assert "<" not in str(caught.value).replace("<query>", "")
 
 
 @pytest.mark.parametrize(
@@ -490,7 +506,13 @@ def test_no_credentials_and_no_metadata_service(s3: S3Server) -> None:
         ("s3://", {}, "names no bucket"),
         ("https://", {}, "names no host"),
         ("https://host/x?signature=" + CANARY, {}, "takes no query"),
-        ("simplecache::s3://bucket", {}, "inner url"),
+        ("simplecache::s3://bucket", {}, "give 's3://bucket' alone.*cache=DIRECTORY"),
+        ("filecache::zip://x::s3://b/a.zip", {}, "unpack the archive"),
+        (f"zip://*.jpg::s3://key:{CANARY}@bucket/a.zip", {}, "unpack the archive"),
+        ("zip://x::a.zip", {}, "unpack the archive"),
+        (["s3://a", f"http://user:{CANARY}@b"], {}, "one URL or path.*ConcatDataset.*shards take a list"),
+        (None, {}, "one URL or path"),
+        (b"/data", {}, "one URL or path"),
         ("az://container", {}, "account_name"),
         ("s3://bucket", {"secrt": "x"}, "'secrt'.*did you mean 'secret'"),
         ("s3://bucket", {"key": CANARY}, "belong together"),
@@ -502,7 +524,7 @@ def test_no_credentials_and_no_metadata_service(s3: S3Server) -> None:
         ("file:///tmp", {"endpoint_url": "http://x"}, "takes none"),
     ],
 )
-def test_wrong_arguments_are_found_at_once(url: str, given: dict[str, Any], words: str) -> None:
+def test_wrong_arguments_are_found_at_once(url: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as caught:
         open_store(url, **given)
     assert CANARY not in str(caught.value)
@@ -517,6 +539,45 @@ def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
         store.read("nope")
     with pytest.raises(ArgumentError, match="no listing"):
         everything(store)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("https://bucket.s3.eu-west-1.amazonaws.com/train", "open 's3://bucket/train'"),
+        ("https://my.bucket.s3.amazonaws.com", "open 's3://my.bucket'"),
+        ("https://s3-eu-west-1.amazonaws.com/bucket/train/", "open 's3://bucket/train'"),
+        ("https://storage.googleapis.com/bucket/train", "open 'gs://bucket/train'"),
+        ("https://minio:9000/bucket/x", "open 's3://bucket/x' with .*'endpoint_url': 'https://minio:9000'"),
+        ("https://example.com", "open 's3://BUCKET/PREFIX' with"),
+    ],
+)
+def test_http_without_a_listing_says_what_to_open(url: str, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words) as caught:
+        everything(open_store(url))
+    assert f"TarDataset and TFRecordDataset take a list of URLs, or '{url.rstrip('/')}/{{" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("bucket/train", r"does not exist; check the url \(is it s3://bucket/train\?\)$"),
+        (Path("s3://bucket/train"), r"\(is it s3://bucket/train\?\)$"),
+        ("gs:bucket", r"\(is it gs://bucket\?\)$"),
+        ("train", "check the url$"),
+        ("/data/train", "check the url$"),
+        ("./data/train", "check the url$"),
+        ("~/no-such-data/train", "check the url$"),
+    ],
+)
+def test_a_directory_that_is_not_there_may_be_meant_as_a_bucket(
+    path: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFoundError, match=words):
+        everything(open_store(path))
 
 
 def test_google_by_endpoint(faults: FaultServer) -> None:

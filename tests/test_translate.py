@@ -84,6 +84,18 @@ def test_a_status_in_the_words_of_other_clients() -> None:
     assert found(GenericError("HttpError: backend is tired, 503")) == (StoreError, "slower")
 
 
+def test_an_answer_in_xml_is_cut_to_its_code_and_message() -> None:
+    text = str(
+        PLACE.translate(
+            answer("403 Forbidden", body="<RequestId>1</RequestId><HostId>h</HostId>"), "get", "a"
+        )
+    )
+    assert text.endswith("403 Forbidden: X: m")
+    cut = GenericError("status code: 403: <Error><Code>AccessDenied</Code><Message>not you</Mess")
+    assert str(PLACE.translate(cut, "get", "a")).endswith("403: AccessDenied: not you")
+    assert str(PLACE.translate(GenericError("400: <Error></Error> x"), "get", "a")).endswith("400:  x")
+
+
 @pytest.mark.parametrize("guard", ["_NUMBER", "_ELEMENT", "_AMOUNT"])
 def test_twins_without_a_guard_a_number_or_a_name_is_a_status(
     guard: str, monkeypatch: pytest.MonkeyPatch

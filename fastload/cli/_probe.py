@@ -64,6 +64,8 @@ def probe_store(
         raw = fastload.Cache(Path(folder) / "cache")
         manifest = Manifest.open(store, directory=raw.manifests, images_only=True, labels=True)
         dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)  # with that listing
+        if dataset.cache is None:
+            raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         deadline = time.monotonic() + SECONDS
         chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
         alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)

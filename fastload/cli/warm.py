@@ -85,6 +85,8 @@ def warm(
         kind = fastload.ObjectDataset if objects else fastload.ImageFolder
         start = time.perf_counter()
         dataset = kind(url, cache=kept, storage_options=options, refresh=refresh)
+        if dataset.cache is None:
+            raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         listing_seconds = round(time.perf_counter() - start, 3)
         document = _fill(dataset, wanted, num_workers, output)
         document["listing_seconds"] = listing_seconds

@@ -42,7 +42,8 @@ class ObjectDataset(Dataset[Any]):
         decode: bytes -> object; deterministic. Default: the bytes as they are, or whatever `transform` needs.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on what `decode` returns; or a `ByEpoch` of these.
-        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
+        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. A store that names
+            no versions of its objects is not cached: a warning says so.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
         on_change: what to do with an object that is no longer the one that was listed: "error", or "refresh",
@@ -91,6 +92,8 @@ class ObjectDataset(Dataset[Any]):
             images_only=self._images_only,
             labels=self._labels,
         )
+        if self._manifest.why_not_cached(self._store):  # a warning has said why
+            self.cache = None
         self._window: tuple[int, Window] | None = None  # (process id, window)
 
     def __len__(self) -> int:
@@ -119,7 +122,10 @@ class ObjectDataset(Dataset[Any]):
             CacheError: the cache cannot be written.
         """
         if self.cache is None:
-            raise ArgumentError("warm() fills a cache: give the dataset one with cache=")
+            raise ArgumentError(
+                "warm() fills a cache: give the dataset one with cache= (none is kept where a warning said "
+                "that nothing is cached)"
+            )
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
         window = Window(source, None, prepare=self._prefix.prepare, counters=self.counters)
         indices = (self._checked(index) for index in indices)

@@ -92,7 +92,10 @@ class ObjectSource:
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
         if self._on_change != "refresh":
             raise error
-        self._fresh[index] = self.store.head(self.name(index), wait=wait)
+        fresh = self.store.head(self.name(index), wait=wait)
+        if not fresh.version:  # it could be cached under no name of its own
+            raise error
+        self._fresh[index] = fresh
 
     def _version(self, index: int) -> str:
         fresh = self._fresh.get(index)

@@ -26,11 +26,12 @@ import xxhash
 
 from fastload.errors import NotFoundError
 from fastload.store.base import ObjectInfo, Page, Store
+from fastload.store.local import LocalStore
 
 __all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "TABLE", "Selection", "write_listing"]
 
 MAGIC = b"fastload"
-FORMAT = 1
+FORMAT = 2
 SECTIONS = ("key_offsets", "sizes", "labels", "version_offsets", "keys", "versions", "facts")
 # magic, format, size of both headers, checksum of all that follows
 HEADER = struct.Struct("<8sIIQ")
@@ -87,7 +88,7 @@ def write_listing(
     for page in _heads(store, selection.required) if selection and selection.heads else store.list():
         rows.add(page)
         progress(rows.listed)
-    rows.check(store.url)
+    rows.check(store.url, local=isinstance(store, LocalStore))
     rows.arrange()
     facts = {
         "identity": store.identity,
@@ -143,11 +144,13 @@ class _Rows:
             self._ordered = self._ordered and self._last <= rank
             self._last = rank
 
-    def check(self, url: str) -> None:
+    def check(self, url: str, *, local: bool = False) -> None:
         """Raise `NotFoundError` where torchvision, or common sense, would."""
         known = ", ".join(IMAGE_EXTENSIONS)
         empty = sorted(self._directories - set(self._class_of))
-        if not self.listed:
+        if not self.listed and local:
+            why = "this directory holds no files: check the path"
+        elif not self.listed:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
         elif self._labels and not self._directories:
             why = (

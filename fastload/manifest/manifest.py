@@ -47,6 +47,7 @@ class Manifest:
         identity: the `identity` of the store that was listed.
         listed_at: when, as an ISO 8601 UTC time.
         total_bytes: the sum of `sizes`.
+        unversioned: how many objects have no version. No change of these is ever noticed.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -69,6 +70,7 @@ class Manifest:
         if self.classes is not None:
             self.labels = np.frombuffer(part["labels"], dtype="<i8")
         self.total_bytes = int(self.sizes.sum())
+        self.unversioned = int(np.count_nonzero(self._version_offsets[1:] == self._version_offsets[:-1]))
         self._count = int(count)
 
     def __len__(self) -> int:
@@ -109,6 +111,9 @@ class Manifest:
     ) -> Manifest:
         """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
 
+        A listing that cannot tell an old object from a new one, or its place from another, is not saved, and
+        a warning says so.
+
         A listing that would start a native client runs in a short-lived child, so that this process can
         still fork its workers. After 2 s it shows its progress on stderr, or logs it.
 
@@ -124,7 +129,7 @@ class Manifest:
         """
         name = _file_name(store.identity, images_only, labels, selection)
         path = None if directory is None else Path(directory) / name
-        if path is not None and not refresh:
+        if path is not None and not refresh and not store.unidentified:
             saved = cls._load(path, store.identity)
             if saved is not None:
                 _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
@@ -133,7 +138,10 @@ class Manifest:
             manifest = cls.build(
                 store, images_only=images_only, labels=labels, selection=selection, progress=progress
             )
-        if path is not None:
+        why = manifest.why_not_cached(store)
+        if why:
+            warnings.warn(f"{store.url!r}: {why}", stacklevel=2)
+        elif path is not None:
             try:
                 manifest.save(path)
             except OSError as error:
@@ -173,6 +181,15 @@ class Manifest:
             raise
         store.reached = True
         return cls(descriptor)
+
+    def why_not_cached(self, store: Store) -> str:
+        """Why nothing of this store may be cached, in words; "" where it may."""
+        if self.unversioned:
+            return (
+                f"the store names no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
+                "checksum or time of change), so that no change of them can be noticed: nothing is cached"
+            )
+        return f"{store.unidentified}: nothing is cached" if store.unidentified else ""
 
     def save(self, path: Path) -> None:
         """Write the manifest to `path`, whole or not at all.

@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
+import reprlib
 from typing import Any
 
 from fastload.errors import ArgumentError
+from fastload.store._translate import Place
 from fastload.store.base import ObjectInfo, Reading, Store, native_client_used
 
 __all__ = ["ObjectInfo", "Reading", "Store", "native_client_used", "open_store"]
+
+# fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
+_CHAIN = re.compile(
+    r"^[a-z0-9_+.-]+::|::[a-z0-9_+.-]+://|^(?:zip|tar|libarchive|reference|dir)://.*::", re.IGNORECASE
+)
+_CACHING = ("simplecache", "filecache", "blockcache", "cached")
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
@@ -36,6 +45,12 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     Raises:
         ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
     """
+    if not isinstance(url, str | os.PathLike) or isinstance(os.fspath(url), bytes):
+        raise ArgumentError(
+            f"url must be one URL or path, a str or pathlib.Path, found {_shown(reprlib.repr(url))}. "
+            "Several are several datasets, which torch.utils.data.ConcatDataset joins; datasets of shards "
+            "take a list"
+        )
     reading = _reading(storage_options)
     store = _open(os.fspath(url), storage_options)
     store.reading = reading
@@ -55,10 +70,8 @@ def _reading(options: dict[str, Any]) -> Reading:
 def _open(url: str, storage_options: dict[str, Any]) -> Store:
     protocol, separator, rest = url.partition("://")
     protocol = protocol.lower()
-    if "::" in url.partition("/")[0]:
-        raise ArgumentError(
-            f"url {url!r} chains file systems, which fastload does not read: give the inner url"
-        )
+    if _CHAIN.search(url):
+        raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
         return _open_local(url, rest if separator else url, storage_options)
     from fastload.store.native import NATIVE_PROTOCOLS, NativeStore
@@ -71,6 +84,25 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
     if protocol in NATIVE_PROTOCOLS:
         return NativeStore(url, storage_options)
     return _open_fsspec(url, protocol, storage_options)
+
+
+def _shown(text: str) -> str:
+    """A text without the secrets of URLs in it, however many."""
+    return Place("").redact(text)
+
+
+def _chained(url: str) -> str:
+    """What to do in place of chaining file systems, which fastload does not read."""
+    first, _, inner = url.partition("::")
+    if first in _CACHING and not _CHAIN.search(inner):
+        return (
+            f"url {_shown(url)!r} chains file systems: give {_shown(inner)!r} alone. In place of {first!r}, "
+            "fastload keeps what it reads with cache=DIRECTORY"
+        )
+    return (
+        f"url {_shown(url)!r} chains file systems, which fastload does not read: unpack the archive into a "
+        "bucket or directory and give the url of that"
+    )
 
 
 def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
@@ -104,7 +136,7 @@ def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
 
     if protocol == "obs":
         raise ArgumentError(
-            f"url {url!r}: Huawei OBS is read as s3://BUCKET/PREFIX, with the storage option "
+            f"url {_shown(url)!r}: Huawei OBS is read as s3://BUCKET/PREFIX, with the storage option "
             "endpoint_url='https://obs.REGION.myhuaweicloud.com'"
         )
     try:

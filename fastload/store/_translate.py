@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from fastload.errors import (
     AccessDeniedError,
@@ -22,7 +23,7 @@ from fastload.errors import (
     StoreTimeoutError,
 )
 
-__all__ = ["Place", "public_url"]
+__all__ = ["Place", "as_bucket", "public_url"]
 
 # Matched against a text without URLs, quoted names, the key, times and sizes: a key may be called "403", and
 # a 503 may have come "in 404.1ms".
@@ -37,6 +38,7 @@ _DENIED = re.compile(
 _METADATA = re.compile(
     r"169\.254\.169\.254|169\.254\.170\.2|metadata\.google|/latest/api/token|metadata/identity"
 )
+_NO_CREDENTIALS = re.compile(r"NoCredentials|Unable to locate credentials", re.IGNORECASE)
 _DENIED_TYPES = ("PermissionError", "PermissionDeniedError", "UnauthenticatedError")
 _CHANGED = re.compile(r"\b412\b|Precondition")
 _MISSING = re.compile(r"\b404\b|NoSuchKey|NoSuchBucket|Not ?Found", re.IGNORECASE)
@@ -67,7 +69,11 @@ _NUMBER = re.compile(r"\d+")
 _AMOUNT = re.compile(r"\d+\.\d+|\b\d+(?=\s?(?:ns|[µu]s|ms|s|of|bytes?)\b)")
 # Of an answer in XML: its parts but these repeat the key, or identify the request.
 _ELEMENT = re.compile(r"<(?!Code\b|Message\b)(\w+)>[^<]*(</\1>|$)")
+# An answer in XML as such, and what it says.
+_XML = re.compile(r"(<\?xml[^>]*\?>\s*)?<Error>.*?(</Error>|$)", re.DOTALL)
+_SAID = re.compile(r"<(Code|Message)>([^<]*)")
 _QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
+_AMAZON = re.compile(r"(?:(.+)\.)?s3(?:[.-][a-z0-9-]+)*\.amazonaws\.com(?:\.cn)?")
 _USER = re.compile(r"://[^/\s@]+@")
 # S3 repeats the session token in its answer that the token has expired.
 _TOKEN = re.compile(
@@ -85,6 +91,22 @@ def public_url(url: str) -> str:
     return f"{scheme}://{host}{slash}{path}".partition("?")[0]
 
 
+def as_bucket(url: str) -> str:
+    """What to open in place of an http(s) URL, in words: a bucket can be listed."""
+    parts = urlsplit(public_url(url))
+    path = parts.path.strip("/")
+    amazon = _AMAZON.fullmatch(parts.hostname or "")
+    if amazon:
+        return f"open 's3://{'/'.join(filter(None, (amazon[1], path)))}'"
+    if parts.hostname == "storage.googleapis.com":
+        return f"open 'gs://{path}'"
+    endpoint = f"{parts.scheme}://{parts.netloc}"
+    return (
+        f"if that server speaks S3, open 's3://{path or 'BUCKET/PREFIX'}' with "
+        f"storage_options={{'endpoint_url': {endpoint!r}}}"
+    )
+
+
 @dataclass(frozen=True)
 class Place:
     """What an error message may say of a store.
@@ -95,6 +117,7 @@ class Place:
         endpoint: the server, or "" where there is none.
         tried: where credentials were looked for, in words.
         secrets: values that must not appear in any message.
+        unread: what else an object may be that was listed and is not there, in words.
     """
 
     url: str
@@ -102,6 +125,7 @@ class Place:
     endpoint: str = ""
     tried: str = ""
     secrets: tuple[str, ...] = field(default=(), repr=False)
+    unread: str = ""
 
     @contextmanager
     def errors(self, stage: str, key: str | None = None) -> Iterator[None]:
@@ -122,7 +146,7 @@ class Place:
         """Return the fastload error for a foreign one."""
         names = {cls.__name__ for cls in type(error).__mro__}
         whole = self._without_secrets(f"{error}".split("\n\nDebug source")[0] or type(error).__name__)
-        said, text = _bounded(whole), _searchable(error, whole, key)
+        said, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
         # Types first: what a text says is the last resort.
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         denied = not missing and not names.isdisjoint(_DENIED_TYPES)
@@ -134,7 +158,9 @@ class Place:
         if denied or (not missing and _METADATA.search(whole)):
             # No answer of the machine that hands credentials out may be a bad moment of it.
             unanswered = not denied and not _MISSING.search(text)
-            return self._denied(said, text, stage, key, unanswered)
+            none = not missing and bool(_METADATA.search(whole) or _NO_CREDENTIALS.search(text))
+            refused = "renewed" if _REFUSED_CREDENTIALS.search(text) else "never"
+            return _retryable(self._denied(said, stage, key, none), "reachable" if unanswered else refused)
         if missing or _MISSING.search(text):
             return self._missing(text, stage, key)
         if isinstance(error, ModuleNotFoundError):
@@ -179,18 +205,24 @@ class Place:
         text = _TOKEN.sub(r"<\1><secret>", text)
         return _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
 
-    def _denied(self, said: str, text: str, stage: str, key: str | None, unanswered: bool) -> StoreError:
-        tried = f" Credentials tried: {self.tried}." if self.tried else ""
-        denied = AccessDeniedError(
-            f"{self.url!r} refused access.{tried} The store said: {said}", stage=stage, key=key
+    def _denied(self, said: str, stage: str, key: str | None, none: bool) -> AccessDeniedError:
+        """`none`: there are no credentials; the last that was asked for some, the machine, has none."""
+        tried, text = self.tried, f"{self.url!r} refused access."
+        if none:
+            text = f"no credentials found for {self.url!r}."
+        if tried:
+            text += f" Looked for: {tried}." if none else f" Credentials tried: {tried}."
+        return AccessDeniedError(
+            f"{text} {'The last of these' if none and tried else 'The store'} said: {said}",
+            stage=stage,
+            key=key,
         )
-        refused = "renewed" if _REFUSED_CREDENTIALS.search(text) else "never"
-        return _retryable(denied, "reachable" if unanswered else refused)
 
     def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
         if stage != "put" and key is not None and "NoSuchBucket" not in text:
             return NotFoundError(
-                f"no such object in {self.url!r}; if it was listed, it was deleted since: list again",
+                f"no such object in {self.url!r}; if it was listed, it was deleted since: list again"
+                f"{self.unread}",
                 stage=stage,
                 key=key,
             )
@@ -200,6 +232,12 @@ class Place:
             stage=stage,
             key=key,
         )
+
+
+def _words(answer: re.Match[str]) -> str:
+    """An error document of a store in one line, "Code: Message"."""
+    said = dict(_SAID.findall(answer[0]))
+    return ": ".join(said[part].strip() for part in ("Code", "Message") if said.get(part, "").strip())
 
 
 def _bounded(text: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Union
 
@@ -28,13 +30,15 @@ T = TypeVar("T")
 # What a read returns: `bytes`, or a client's own read-only buffer (no copy is made of it). Both have
 # `len()` and the buffer protocol. Python 3.10 has no name for the latter.
 Buffer = Union[bytes, memoryview, Any]  # noqa: UP007 - evaluated at run time on Python 3.10
+_TIME_VERSION = re.compile(r"\d+-\d{15,}")
 
 
 class ObjectInfo(NamedTuple):
     """One listed object.
 
     `key` is relative to the opened URL. `version` is the ETag without its quotes; where a store has none it
-    is "size-mtime", the latter in ns.
+    is "size-mtime", the latter in ns; where it has no time either it is "". No change of such an object is
+    ever noticed, so nothing of it is cached.
     """
 
     key: str
@@ -63,6 +67,8 @@ class Store(ABC):
     Attributes:
         url: the URL as it was given, without user information and query.
         identity: names the place (protocol, endpoint, bucket, prefix); equal for equal places, no secrets.
+        unidentified: why `identity` may stand for several places, in words, or "". Nothing of such a store is
+            cached.
         reading: how a loader is to read it.
         reached: whether it ever answered. What never did is wrong, and soon given up; what did is waited for.
 
@@ -75,6 +81,7 @@ class Store(ABC):
     def __init__(self, url: str, identity: str) -> None:
         self.url = url
         self.identity = identity
+        self.unidentified = ""
         self.reading = Reading()
         self.reached = self._written = False
 
@@ -244,14 +251,43 @@ def note_native_client(*, obstore: bool) -> None:
     _native_pid = pid
 
 
-def check_version(key: str, found: str, wanted: str | None) -> None:
-    """Raise `ObjectChangedError` unless the version found is the one wanted (None: any)."""
-    if wanted is not None and found != wanted:
-        raise ObjectChangedError(
-            f"the object changed since it was listed (version {found!r}, listed as {wanted!r}); "
-            "list the prefix again",
+def time_version(size: int, modified: datetime | None) -> str:
+    """The version of an object that has no ETag; "" where it has no time either."""
+    seconds = modified.timestamp() if modified else 0.0
+    return f"{size}-{int(seconds * 1e9)}" if seconds > 0 else ""
+
+
+def is_time_version(version: str) -> bool:
+    """Whether a version is made of size and time: no condition of a request can be made of it."""
+    return _TIME_VERSION.fullmatch(version) is not None
+
+
+def check_version(key: str, found: str, wanted: str | None, timed: str | None = None) -> None:
+    """Raise `ObjectChangedError` unless the version found is the one wanted (None or "": any).
+
+    Args:
+        timed: of an object store's answer, its `time_version`. A listing may name no ETags where the answers
+            to reads do: sizes and times are compared then, in seconds, as a header has no more digits.
+
+    Raises:
+        StoreError: the listing names ETags and the answer none, so that they cannot be compared.
+    """
+    if not wanted or found == wanted:
+        return
+    if timed is not None and is_time_version(wanted):
+        if is_time_version(timed) and timed[:-9] == wanted[:-9]:
+            return
+    elif timed is not None and found == timed:
+        raise StoreError(
+            f"the store lists the ETag {wanted!r} but answers a read without one, so a change could not be "
+            "noticed: look for a proxy that takes the ETag header away",
             key=key,
         )
+    raise ObjectChangedError(
+        f"the object changed since it was listed (version {found!r}, listed as {wanted!r}); "
+        "list the prefix again",
+        key=key,
+    )
 
 
 def check_length(key: str, body: Buffer, wanted: int | None) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +27,36 @@ from fastload.store.base import (
     check_version,
     note_native_client,
 )
+from fastload.store.identity import place_of
 from fastload.store.options import secret_values
 
 __all__ = ["FsspecStore"]
 
 _PAGE = 1000
 _COPY = 8 << 20
-_OF_USER = ("user", "username", "password")
-# What file systems call the version of an object, and its time where they have no version.
-_VERSION_FIELDS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum")
-_TIME_FIELDS = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+# What file systems call the version of an object (Azure, WebDAV, OCI: ETags; Hugging Face: blob_id; GitHub:
+# sha; Git: hex; DVC: md5; lakeFS: checksum; Dropbox: content_hash; zip: CRC) ...
+_VERSION_FIELDS = (
+    *("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum", "blob_id", "oid", "sha"),
+    *("sha256", "hex", "md5", "md5Checksum", "content_hash", "Content-MD5", "CRC"),
+)
+# ... and its time where they have no version (SFTP, SMB, tar, HDFS: mtime; OSS: LastModified; Jupyter:
+# last_modified; WebDAV: modified; webhdfs: modificationTime; Google Drive: modifiedTime; Box: modified_at;
+# FTP: modify). A time of creation is the last resort: objects are written as a whole, files are not.
+_TIME_FIELDS = (
+    *("mtime", "LastModified", "last_modified", "Last-Modified", "modified", "updated", "modificationTime"),
+    *("modification_time", "modifiedTime", "modified_at", "timeModified", "server_modified", "modify"),
+    *("created", "timeCreated"),
+)
+# FTP servers without MLSD give "Nov 21 10:30" or, half a year later, "Nov 21 2025": too coarse for a version.
+_FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
 
 
 class FsspecStore(Store):
     """A directory of an fsspec file system, by its synchronous calls.
 
-    fsspec has no conditional reads: the version is compared before and after the read. Asynchronous file
-    systems serve these calls from fsspec's own loop thread.
+    fsspec has no conditional reads: the version is compared before and after the read, where the file system
+    has one. Asynchronous file systems serve these calls from fsspec's own loop thread.
     """
 
     def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
@@ -52,7 +67,9 @@ class FsspecStore(Store):
         self._asynchronous = bool(cls.async_impl)
         shown = public_url(url)
         self._place = Place(shown, f"directory {self._root!r}", secrets=secret_values(self._arguments))
-        super().__init__(shown, f"{protocol}|{_where(cls, url, options)}|{self._root}")
+        place, why = place_of(cls, self._arguments)
+        super().__init__(shown, f"{protocol}|{place}|{self._root}")
+        self.unidentified = why
         self._fs = PerProcess(self._build)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -91,11 +108,11 @@ class FsspecStore(Store):
     def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
         with self._place.errors("get", key):
-            if version is not None:
-                check_version(key, self._stat(key, path).version, version)
+            if version:
+                self._check(key, path, version)
             body: bytes = self._fs().cat_file(path, **span)
-            if version is not None:
-                check_version(key, self._stat(key, path).version, version)
+            if version:
+                self._check(key, path, version)
             if span and size is not None and len(body) < size:
                 check_end(key, span["end"], self._stat(key, path).size)
             check_length(key, body, size)
@@ -129,9 +146,18 @@ class FsspecStore(Store):
                 raise
 
     def _stat(self, key: str, path: str) -> ObjectInfo:
+        return _info(key, self._details(path))
+
+    def _details(self, path: str) -> Mapping[str, Any]:
         fs = self._fs()
         fs.invalidate_cache()  # a listing kept by the file system would answer with the old version
-        return _info(key, fs.info(path))
+        details: Mapping[str, Any] = fs.info(path)
+        return details
+
+    def _check(self, key: str, path: str, version: str) -> None:
+        """Compare with the field that the listing had: what is asked for one file may name more of them."""
+        found = list(_versions(self._details(path)))
+        check_version(key, version if version in found else (found or [""])[0], version)
 
     def _path(self, key: str) -> str:
         check_key(key, why="keys are paths below the opened url, without '.' and '..' in them")
@@ -144,16 +170,18 @@ class FsspecStore(Store):
 
 
 def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
-    size = int(details["size"] or 0)
+    return ObjectInfo(key, int(details["size"] or 0), next(_versions(details), ""))
+
+
+def _versions(details: Mapping[str, Any]) -> Iterator[str]:
+    """Every name of a file's version in what a file system says of it, the best one first."""
     for name in _VERSION_FIELDS:
-        if details.get(name):
-            return ObjectInfo(key, size, str(details[name]).strip('"'))
-    time = next((details[name] for name in _TIME_FIELDS if details.get(name) is not None), 0)
-    return ObjectInfo(key, size, f"{size}-{time.timestamp() if hasattr(time, 'timestamp') else time}")
-
-
-def _where(cls: Any, url: str, options: Mapping[str, Any]) -> str:
-    """What of the URL (and of a host's options) is not the directory: host and port; GitHub's repository."""
-    named = cls._get_kwargs_from_urls(url)
-    named.update({name: options[name] for name in ("host", "port") if name in options})
-    return ":".join(str(named[name]) for name in sorted(named) if name not in _OF_USER)
+        if details.get(name) not in (None, ""):  # the CRC of an empty file is 0
+            yield str(details[name]).strip('"')
+    for name in _TIME_FIELDS:
+        time = details.get(name)
+        if isinstance(time, datetime):
+            # One without a time zone would be another number on each machine.
+            time = (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+        if time and (name != "modify" or _FTP_TIME.fullmatch(str(time))):
+            yield f"{int(details['size'] or 0)}-{time}"

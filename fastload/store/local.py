@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -27,6 +28,7 @@ from fastload.store.base import (
 
 __all__ = ["LocalStore"]
 
+_BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
 _PAGE = 1000
 _COPY = 8 << 20
 
@@ -51,7 +53,10 @@ class LocalStore(Store):
     def list(self) -> Iterator[Page]:
         with self._place.errors("list"):
             if not Path(self._root).exists():
-                raise NotFoundError(f"directory {self._root!r} does not exist; check the url", stage="list")
+                raise NotFoundError(
+                    f"directory {self._root!r} does not exist; check the url{_bucket_meant(self.url)}",
+                    stage="list",
+                )
             if not Path(self._root).is_dir():
                 raise NotFoundError(f"{self._root!r} is a file; give its directory", stage="list")
             page: Page = []
@@ -130,6 +135,17 @@ class LocalStore(Store):
     def _path(self, key: str) -> str:
         check_key(key, why="keys are paths below the opened directory, without '.' and '..' in them")
         return f"{self._root}/{key}"
+
+
+def _bucket_meant(url: str | os.PathLike[str]) -> str:
+    """A question, where a path that is not there looks like a URL that lost its beginning."""
+    text = os.fspath(url)
+    broken = _BROKEN_SCHEME.match(text)
+    if broken:  # pathlib makes one slash of two
+        return f" (is it {broken[1]}://{text[broken.end() :]}?)"
+    if "://" in text or "/" not in text or text.startswith(("/", ".", "~")):
+        return ""
+    return f" (is it s3://{text}?)"
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

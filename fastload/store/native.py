@@ -5,11 +5,9 @@ obstore's fsspec adapter is not used: it costs three times the CPU per object.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +16,7 @@ from urllib.parse import urlsplit
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
 from fastload.store import retry
-from fastload.store._translate import Place, public_url
+from fastload.store._translate import Place, as_bucket, public_url
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
@@ -31,8 +29,11 @@ from fastload.store.base import (
     check_range,
     check_version,
     is_error_document,
+    is_time_version,
     note_native_client,
+    time_version,
 )
+from fastload.store.markers import SlashKeys
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -50,6 +51,7 @@ NATIVE_PROTOCOLS = {
     "http": "http",
     "https": "http",
 }
+_UNREAD = "; or its key ends in a slash, which client='s3fs' can read"
 _PAGE = 1000
 _LIST_FAILURES = 5  # in a row
 # A first contact must fail within 10 s: at most 4 s of attempts begin, each ends in 4 s.
@@ -75,7 +77,6 @@ _FIRST_WRITE = timedelta(seconds=4)  # a store that never took anything is wrong
 _PART = 8 << 20  # bytes of one request of a large write
 _PARTS = 4  # on their way at a time
 _READER = {"client": _PATIENT, "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
-_FALLBACK_VERSION = re.compile(r"\d+-\d{15,}")
 # A prefix that no object has; listing it answers at once where the real listing may take its time.
 _CONTACT_PREFIX = ".fastload-contact"
 
@@ -96,7 +97,8 @@ class NativeStore(Store):
     """A prefix of a bucket, or an http(s) base URL, read by obstore.
 
     obstore's paths have no empty, "." or ".." segments, no slash at the ends and no control characters. A
-    listing that meets such a key fails and names it; a read of one is refused. `client="s3fs"` takes them.
+    listing that meets such a key fails and names it (of a slash at the end, see `markers`); a read of one is
+    refused. `client="s3fs"` takes them.
     """
 
     native = True
@@ -129,6 +131,7 @@ class NativeStore(Store):
             endpoint=connection.endpoint,
             tried=connection.tried,
             secrets=connection.secrets,
+            unread=_UNREAD if self._address.kind == "s3" else "",
         )
 
     def list(self) -> Iterator[Page]:
@@ -136,19 +139,21 @@ class NativeStore(Store):
 
         if self._address.kind == "http":
             raise ArgumentError(
-                f"{self.url!r}: http servers have no listing; name the keys yourself, or open the bucket as s3://"
+                f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. Shards need no listing: "
+                "TarDataset and TFRecordDataset take a list of URLs, or "
+                f"'{self.url.rstrip('/')}/{{000..099}}.tar'"
             )
         with self._place.errors("list"):
             for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
                 pass
             pages = _pages(self._lister())
-        while True:
+        slashes, over = SlashKeys(self._lister), False
+        while not over:
             with self._place.errors("list"):
                 page = next(pages, None)
-                if page is None:
-                    return
-                infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page if m["path"]]
-                found = self._without_markers(infos)
+                over = page is None
+                infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
+                found = slashes.rest() if page is None else slashes.without(infos)
             yield found
 
     def _head(self, key: str) -> ObjectInfo:
@@ -240,28 +245,6 @@ class NativeStore(Store):
         check_key(key, why=why)
         return self._place.errors(stage, key)
 
-    def _without_markers(self, page: Page) -> Page:
-        """Leave out directory markers: empty objects "name/", which obstore lists as "name".
-
-        Asking for "name" tells them from an empty object of that name, which is kept.
-        """
-        import obstore
-
-        empty = [info.key for info in page if info.size == 0]
-        if not empty:
-            return page
-
-        def exists(key: str) -> bool:
-            try:
-                obstore.head(self._lister(), key)
-            except FileNotFoundError:
-                return False
-            return True
-
-        with ThreadPoolExecutor(16) as pool:
-            markers = {key for key, found in zip(empty, pool.map(exists, empty), strict=True) if not found}
-        return [info for info in page if info.key not in markers]
-
     def _client(self, patience: Mapping[str, Any]) -> Any:
         note_native_client(obstore=True)
         from obstore import store as stores
@@ -273,7 +256,7 @@ class NativeStore(Store):
             "retry_config": patience["retry"],
         }
         if self._address.kind == "http":
-            return stores.HTTPStore(self._url, **common)
+            return stores.HTTPStore(public_url(self._url), **common)
         if self._address.prefix:
             common["prefix"] = self._address.prefix
         if self._address.kind == "gs":
@@ -298,11 +281,13 @@ def _address(url: str) -> _Address:
         return _Address(kind, url, "", "")
     bucket, _, prefix = rest.partition("/")
     account = ""
+    if kind != "az" or ":" in bucket:
+        known_options.refuse_user("url", url, "for credentials (key and secret for s3://)")
     if kind == "az" and "@" in bucket:
         bucket, _, host = bucket.partition("@")
         account = host.partition(".")[0]
     if not bucket:
-        raise ArgumentError(f"url {url!r} names no bucket: write {scheme}://bucket/prefix")
+        raise ArgumentError(f"url {public_url(url)!r} names no bucket: write {scheme}://bucket/prefix")
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may take it")
@@ -341,7 +326,11 @@ def _version(meta: ObjectMeta) -> str:
     etag = meta["e_tag"]
     if etag:
         return etag.strip('"') if etag.startswith('"') else etag
-    return f"{meta['size']}-{int(meta['last_modified'].timestamp() * 1e9)}"
+    return time_version(meta["size"], meta["last_modified"])
+
+
+def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
+    check_version(key, _version(meta), wanted, time_version(meta["size"], meta["last_modified"]))
 
 
 def _pages(client: Any) -> Iterator[Any]:
@@ -350,7 +339,7 @@ def _pages(client: Any) -> Iterator[Any]:
 
     offset: str | None = None  # a key that was yielded; where the listing goes on after a failure
     seen: set[str] = set()  # the keys yielded at and after it
-    failures = 0
+    failures, again = 0, False  # again: what was yielded may come once more
     pages = iter(obstore.list(client, chunk_size=_PAGE))
     while True:
         try:
@@ -359,12 +348,13 @@ def _pages(client: Any) -> Iterator[Any]:
             failures += 1
             if failures > _LIST_FAILURES or "response body" not in str(error):
                 raise
-            pages = iter(obstore.list(client, offset=offset, chunk_size=_PAGE))
+            pages, again = iter(obstore.list(client, offset=offset, chunk_size=_PAGE)), True
             continue
         if page is None:
             return
         failures = 0
-        fresh = [meta for meta in page if meta["path"] not in seen]
+        # Else two entries of one path are two keys, "name" and "name/".
+        fresh = [meta for meta in page if meta["path"] not in seen] if again else page
         # The path of an empty object may be that of a directory marker without its slash: it sorts elsewhere.
         sized = [meta["path"] for meta in page if meta["size"]]
         if sized:
@@ -377,7 +367,7 @@ def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size:
     """A checked answer to a read of the whole object."""
     if not result.meta["e_tag"] and is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
-    check_version(key, _version(result.meta), version)
+    _check(key, result.meta, version)
     check_length(key, body, result.meta["size"] if size is None else size)
     return body
 
@@ -385,7 +375,7 @@ def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size:
 def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
     """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
     conditions: dict[str, Any] = {}
-    if version is not None and not version.startswith("W/") and not _FALLBACK_VERSION.fullmatch(version):
+    if version and not version.startswith("W/") and not is_time_version(version):
         conditions["if_match"] = f'"{version}"'
     if span is not None:
         conditions["range"] = span
@@ -411,7 +401,7 @@ def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
     """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
-    check_version(key, _version(result.meta), version)
+    _check(key, result.meta, version)
     first, last = result.range
     if first < start or last > stop:
         body = memoryview(body)[start - first : stop - first]

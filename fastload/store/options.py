@@ -9,14 +9,16 @@ from __future__ import annotations
 import configparser
 import difflib
 import os
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from fastload.errors import ArgumentError
+from fastload.store._translate import public_url
 
-__all__ = ["Connection", "azure", "gcs", "http", "s3", "s3fs", "secret_values"]
+__all__ = ["Connection", "azure", "gcs", "http", "refuse_user", "s3", "s3fs", "secret_values"]
 
 _S3_OWN = (
     *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),
@@ -43,6 +45,7 @@ _AZURE_NATIVE = (
 )
 # Spellings of other clients. The value is the obstore name.
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
 
 
@@ -54,7 +57,7 @@ class Connection(NamedTuple):
         client_options: obstore's HTTP client options.
         credentials: fixed credentials (S3 only), used instead of everything that obstore would look up.
         profile: the AWS profile that boto3 must resolve (roles, SSO), or "".
-        endpoint: the server's URL, or "" for the provider's own.
+        endpoint: the server's URL as messages may show it, or "" for the provider's own.
         tried: where credentials were looked for, in words, for error messages.
         secrets: values to keep out of messages.
         provider: the user's own source of credentials, which expire (S3 only).
@@ -81,10 +84,9 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
     if provider is not None and not callable(provider):
         raise ArgumentError("storage option credential_provider must be a function without arguments")
     profile, tried_profile = _profile(given.pop("profile", None))
-    endpoint = given.pop("endpoint", None) or _environment(
-        "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
-    )
+    endpoint = given.pop("endpoint", None) or _environment(*_ENDPOINTS, "AWS_ENDPOINT")
     endpoint = endpoint or profile.get("endpoint_url", "")
+    refuse_user("endpoint_url", endpoint, "key and secret")
     region = given.pop("region", None) or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
     anon = bool(given.pop("skip_signature", False))
     credentials, tried = _s3_credentials(given, profile, tried_profile, named="profile" in options)
@@ -101,19 +103,47 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
         credentials, tried = None, "option credential_provider"
     by_boto3 = "" if anon or credentials or provider else profile.get("_needs_boto3", "")
     secrets = secret_values({**options, **(credentials or {})})
-    return Connection(config, client_options, credentials, by_boto3, endpoint, tried, secrets, provider)
+    shown = _shown(endpoint)
+    return Connection(config, client_options, credentials, by_boto3, shown, tried, secrets, provider)
 
 
-def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The arguments of `s3fs.S3FileSystem`, and the endpoint ("": Amazon's). s3fs reads the rest itself."""
+def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """The arguments of `s3fs.S3FileSystem`, the endpoint as messages may show it ("": Amazon's), and the
+    values to keep out of them.
+
+    s3fs reads the environment and the profiles itself; what these say of the endpoint is looked up here too.
+
+    Raises:
+        ArgumentError: an endpoint_url that holds a user and password, with keys to sign requests.
+    """
     arguments = {name: value for name, value in options.items() if name not in ("client", "region")}
     nested = dict(arguments.get("client_kwargs", {}))
     if options.get("region"):
         nested.setdefault("region_name", options["region"])
     if nested:
         arguments["client_kwargs"] = nested
-    endpoint = arguments.get("endpoint_url") or nested.get("endpoint_url")
-    return arguments, endpoint or _environment("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    from fsspec.config import conf
+
+    effective: dict[str, Any] = {**conf.get("s3", {}), **conf.get("s3a", {}), **arguments}
+    endpoint = effective.get("endpoint_url") or dict(effective.get("client_kwargs", {})).get("endpoint_url")
+    endpoint = endpoint or _configured_endpoint(effective)
+    if not effective.get("anon"):  # who signs the requests has no header left for a user
+        refuse_user("endpoint_url", endpoint, "key and secret")
+    return arguments, _shown(endpoint), (*secret_values(effective), *_user_of(endpoint))
+
+
+def _configured_endpoint(arguments: Mapping[str, Any]) -> str:
+    """The endpoint that boto takes from the environment or the profile, in its order."""
+    profile, _ = _profile(
+        arguments.get("profile") or _environment("AWS_DEFAULT_PROFILE", "AWS_PROFILE") or None, strict=False
+    )
+    given = dict(arguments.get("config_kwargs") or {}).get("ignore_configured_endpoint_urls")
+    ignored = _environment("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get(
+        "ignore_configured_endpoint_urls", ""
+    )
+    if given or (given is None and ignored.lower() == "true"):
+        return ""
+    return _environment(*_ENDPOINTS) or profile.get("endpoint_url", "")
 
 
 def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
@@ -126,14 +156,15 @@ def gcs(options: Mapping[str, Any], bucket: str) -> Connection:
         given["application_credentials"] = os.fspath(token)
     elif token is not None:
         raise ArgumentError("storage option token must be 'anon' or the path of a credentials file for gs://")
-    endpoint = given.pop("endpoint_url", None) or given.get("base_url", "")
+    endpoint = given.pop("endpoint_url", None) or given.get("base_url") or _environment("GOOGLE_BASE_URL")
+    refuse_user("endpoint_url", endpoint, "token")
     if endpoint:
         given["base_url"] = endpoint
     tried = "options token, service_account, bearer_token; GOOGLE_APPLICATION_CREDENTIALS; machine identity"
     return Connection(
         {**given, "bucket": bucket},
         _client_options(endpoint, {}),
-        endpoint=endpoint,
+        endpoint=_shown(endpoint),
         tried=tried,
         secrets=secret_values(options),
     )
@@ -148,7 +179,9 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
         given["sas_key"] = given.pop("sas_token")
     if account := account or _environment("AZURE_STORAGE_ACCOUNT_NAME"):
         given.setdefault("account_name", account)
-    endpoint = given.pop("endpoint_url", None) or given.get("endpoint", "")
+    endpoint = given.pop("endpoint_url", None) or given.get("endpoint")
+    endpoint = endpoint or _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+    refuse_user("endpoint_url", endpoint, "account_key or sas_token")
     if endpoint:
         given["endpoint"] = endpoint
     if not given.get("account_name") and not endpoint:
@@ -160,29 +193,36 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
     return Connection(
         {**given, "container_name": container},
         _client_options(endpoint, {}),
-        endpoint=endpoint,
+        endpoint=_shown(endpoint),
         tried=tried,
         secrets=secret_values(options),
     )
 
 
 def http(options: Mapping[str, Any], base: str) -> Connection:
-    """Configuration for an http(s) base URL; there are no options."""
+    """Configuration for an http(s) base URL; there are no options. A user in it is sent with each request."""
     _known(options, "http(s)", (), ())
     parts = urlsplit(base)
-    secrets = tuple(part for part in (parts.password,) if part)
-    return Connection(
-        {}, _client_options(base, {}), endpoint=f"{parts.scheme}://{parts.hostname}", secrets=secrets
-    )
+    client_options = _client_options(base, {})
+    secrets = _user_of(base)
+    if parts.username is not None:
+        user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        basic = b64encode(user.encode()).decode()
+        client_options["default_headers"] = {"Authorization": f"Basic {basic}"}
+        secrets = (*secrets, basic)
+    host = parts.netloc.rpartition("@")[2]
+    return Connection({}, client_options, endpoint=f"{parts.scheme}://{host}", secrets=secrets)
 
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The values of `options` that no message may show."""
-    return tuple(
-        value
-        for name, value in options.items()
-        if isinstance(value, str) and len(value) > 3 and any(word in name for word in _SECRET_WORDS)
-    )
+    """The values of `options`, nested ones too, that no message may show."""
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found += secret_values({str(inner): one for inner, one in value.items()})
+        elif isinstance(value, str) and len(value) > 3 and any(word in name for word in _SECRET_WORDS):
+            found.append(value)
+    return tuple(found)
 
 
 def _known(
@@ -250,15 +290,20 @@ def _s3_credentials(
         key, secret = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
         token = profile.get("aws_session_token")
     if not key or not secret:
-        return None, tried + "; web identity, container and machine roles; for a public bucket give anon=True"
+        tried += "; web identity, container and machine roles (for a public bucket give anon=True)"
+        return None, tried
     found = {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
     return found, tried.rsplit("; ", 1)[-1]
 
 
-def _profile(name: str | None) -> tuple[dict[str, str], str]:
+def _profile(name: str | None, *, strict: bool = True) -> tuple[dict[str, str], str]:
     """The settings of an AWS profile, and its name and files in words.
 
-    A profile that boto3 must resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
+    The endpoint of its services section, if it has one for S3, is its `endpoint_url`. A profile that boto3
+    must resolve (a role, SSO, a credential process) has `_needs_boto3` = its name.
+
+    Args:
+        strict: whether it must exist.
     """
     chosen = name or _environment("AWS_PROFILE") or "default"
     files = [
@@ -266,6 +311,7 @@ def _profile(name: str | None) -> tuple[dict[str, str], str]:
         Path(_environment("AWS_CONFIG_FILE") or "~/.aws/config").expanduser(),
     ]
     settings: dict[str, str] = {}
+    services: dict[str, str] = {}  # section -> its settings for S3
     for file in reversed(files):
         parser = configparser.RawConfigParser()
         try:
@@ -277,8 +323,15 @@ def _profile(name: str | None) -> tuple[dict[str, str], str]:
         for section in (chosen, f"profile {chosen}"):
             if parser.has_section(section):
                 settings.update(parser.items(section))
+        services.update(
+            (name, parser.get(name, "s3")) for name in parser.sections() if parser.has_option(name, "s3")
+        )
     words = f"profile {chosen!r} in {files[0]} and {files[1]}"
-    if not settings and chosen != "default":
+    for line in services.get(f"services {settings.get('services', '')}", "").splitlines():
+        setting, _, value = line.partition("=")
+        if setting.strip() == "endpoint_url" and value.strip():
+            settings["endpoint_url"] = value.strip()
+    if not settings and chosen != "default" and strict:
         raise ArgumentError(f"no AWS profile {chosen!r}: looked in {files[0]} and {files[1]}")
     if any(name in settings for name in ("role_arn", "sso_session", "sso_start_url", "credential_process")):
         settings["_needs_boto3"] = chosen
@@ -287,7 +340,8 @@ def _profile(name: str | None) -> tuple[dict[str, str], str]:
 
 def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
     if endpoint and urlsplit(endpoint).scheme not in ("http", "https"):
-        raise ArgumentError(f"endpoint_url {endpoint!r} has no scheme: write http://... or https://...")
+        shown = endpoint.rpartition("@")[2].partition("?")[0]
+        raise ArgumentError(f"endpoint_url {shown!r} has no scheme: write http://... or https://...")
     result: dict[str, Any] = {}
     if endpoint.startswith("http://"):
         result["allow_http"] = True
@@ -297,6 +351,26 @@ def _client_options(endpoint: str, nested: Mapping[str, Any]) -> dict[str, Any]:
     elif verify is not True:
         result["root_certificate"] = Path(verify).read_bytes()
     return result
+
+
+def _user_of(url: str) -> tuple[str, ...]:
+    """The user and the password in a URL, as they are written and as they are meant."""
+    user = urlsplit(url).netloc.rpartition("@")[0]
+    parts = {part for part in user.split(":") if part}
+    return tuple(part for part in {*parts, *map(unquote, parts)} if len(part) > 3)
+
+
+def refuse_user(name: str, url: str, instead: str) -> None:
+    """Raise `ArgumentError` for a URL with a user in it, which clients leave out of their requests."""
+    if "@" in urlsplit(url).netloc:
+        raise ArgumentError(
+            f"{name} {public_url(url)!r} is given with a user or password in it, which no request carries: "
+            f"leave it out, and give the storage options {instead}"
+        )
+
+
+def _shown(endpoint: str) -> str:
+    return public_url(endpoint) if endpoint else ""
 
 
 def _virtual_host(endpoint: str, bucket: str) -> str:

@@ -27,7 +27,9 @@ from fastload.store.base import (
     check_length,
     check_version,
     is_error_document,
+    is_time_version,
     note_native_client,
+    time_version,
 )
 
 __all__ = ["S3fsStore"]
@@ -46,15 +48,17 @@ class S3fsStore(Store):
         self._url, self._options = url, dict(options)
         bucket, _, prefix = url.partition("://")[2].partition("/")
         if not bucket:
-            raise ArgumentError(f"url {url!r} names no bucket: write s3://bucket/prefix")
+            raise ArgumentError(f"url {public_url(url)!r} names no bucket: write s3://bucket/prefix")
+        known_options.refuse_user("url", url, "key and secret")
         self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
-        self._arguments, endpoint = known_options.s3fs(options)
+        self._arguments, endpoint, secrets = known_options.s3fs(options)
         self._place = Place(
             public_url(url),
             f"bucket {bucket!r}",
             endpoint,
-            "what s3fs found: options key, secret, token, profile; AWS_* variables; ~/.aws; machine roles",
-            known_options.secret_values(options),
+            "options key, secret, token, profile; AWS_* variables; ~/.aws; machine roles (for a public "
+            "bucket give anon=True)",
+            secrets,
         )
         super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
         self._fs = PerProcess(self._build)
@@ -102,10 +106,12 @@ class S3fsStore(Store):
                 raise ShortReadError(
                     "the store answered 200 with an XML error in place of the object", key=key
                 )
-            check_version(key, self._info(key, len(body), answer).version, version)
+            whole = int(answer.get("ContentRange", f"/{answer['ContentLength']}").rpartition("/")[2])
+            timed = time_version(whole, answer.get("LastModified"))
+            check_version(key, self._info(key, whole, answer).version, version, timed)
             if "ContentRange" in answer and size is not None and len(body) < size:
                 stop = int(request["Range"].rpartition("-")[2]) + 1
-                check_end(key, stop, int(answer["ContentRange"].rpartition("/")[2]))
+                check_end(key, stop, whole)
             check_length(key, body, answer["ContentLength"] if size is None else size)
             return body
 
@@ -133,8 +139,8 @@ class S3fsStore(Store):
 
     def _object(self, key: str, version: str | None) -> dict[str, Any]:
         request = {"Bucket": self._bucket, "Key": self._prefix + key}
-        # One that is weak, or missing from a listing, cannot be a condition; the answer's is compared anyway.
-        if not version or version.startswith("W/"):
+        # One that is weak, or made of size and time, cannot be a condition; the answer's is compared anyway.
+        if not version or version.startswith("W/") or is_time_version(version):
             return request
         return {**request, "IfMatch": f'"{version}"'}
 
@@ -144,7 +150,8 @@ class S3fsStore(Store):
         return answer
 
     def _info(self, key: str, size: int, entry: Mapping[str, Any]) -> ObjectInfo:
-        return ObjectInfo(key, size, str(entry.get("ETag", "")).strip('"'))
+        etag = str(entry.get("ETag", "")).strip('"')
+        return ObjectInfo(key, size, etag or time_version(size, entry.get("LastModified")))
 
     def _build(self) -> Any:
         note_native_client(obstore=False)

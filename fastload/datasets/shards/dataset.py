@@ -86,6 +86,8 @@ class ShardDataset(Dataset[Any]):
             refresh=refresh,
             storage_options=storage_options or {},
         )
+        if not self._shards.cacheable:  # a warning has said why
+            self.cache = directory = None
         self._book = PlaceBook(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._book.give(shard, table)

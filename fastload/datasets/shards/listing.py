@@ -48,6 +48,7 @@ class ShardList:
 
     Attributes:
         store: holds them.
+        cacheable: whether a cache may keep what is read of them.
         counts: shard -> number of samples, as far as wids' index says.
 
     Raises:
@@ -76,6 +77,7 @@ class ShardList:
         names, counts = _through_index(urls, storage_options)
         named = resolve(names, shards)
         self.store, self._manifest = self._find(named)
+        self.cacheable = not self._manifest.why_not_cached(self.store)
         keys = [self._manifest.key(number) for number in range(len(self._manifest))]
         self._rows = [number for number, key in enumerate(keys) if not is_index(key)]
         self._indexes = {key: number for number, key in enumerate(keys) if is_index(key)}
