@@ -10,9 +10,10 @@ import os
 from typing import Any
 
 from fastload.errors import ArgumentError
-from fastload.store.base import ObjectInfo, Reading, Store, native_client_used
+from fastload.store.base import ObjectInfo, Reading, Store
+from fastload.store.client_process import clients_live_here, keep_clients_here
 
-__all__ = ["ObjectInfo", "Reading", "Store", "native_client_used", "open_store"]
+__all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "keep_clients_here", "open_store"]
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:

@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
-from fastload.store import retry
 from fastload.store._translate import Place, public_url
 from fastload.store.base import (
     Buffer,
@@ -28,10 +27,9 @@ from fastload.store.base import (
     check_end,
     check_key,
     check_length,
-    check_range,
     check_version,
     is_error_document,
-    note_native_client,
+    note_obstore,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +129,7 @@ class NativeStore(Store):
             secrets=connection.secrets,
         )
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         import obstore
 
         if self._address.kind == "http":
@@ -165,16 +163,6 @@ class NativeStore(Store):
             result = obstore.get(self._reader(), key, options=_conditions(version))
             return _whole(result.bytes(), key, result, version, size)
 
-    async def read_async(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
-        async def attempt() -> Buffer:
-            import obstore
-
-            with self._errors(key):
-                result = await obstore.get_async(self._reader(), key, options=_conditions(version))
-                return _whole(await result.bytes_async(), key, result, version, size)
-
-        return await retry.retried_async(attempt, self._attempts)
-
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         import obstore
 
@@ -188,25 +176,6 @@ class NativeStore(Store):
                 result = obstore.get(client, key, options=_conditions(version))
                 return _cut(_up_to(iter(result), stop), key, start, stop, result, version)
             return _cut(result.bytes(), key, start, stop, result, version)
-
-    async def read_range_async(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        async def attempt() -> Buffer:
-            import obstore
-
-            with self._errors(key):
-                client = self._reader()
-                try:
-                    result = await obstore.get_async(client, key, options=_conditions(version, (start, stop)))
-                except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
-                    if not _range_ignored(error):
-                        raise
-                    result = await obstore.get_async(client, key, options=_conditions(version))
-                return _cut(await result.bytes_async(), key, start, stop, result, version)
-
-        check_range(key, start, stop)
-        if start == stop:
-            return b""
-        return await retry.retried_async(attempt, self._attempts)
 
     def _renew(self, since: float) -> bool:
         with self._renewing:
@@ -263,7 +232,7 @@ class NativeStore(Store):
         return [info for info in page if info.key not in markers]
 
     def _client(self, patience: Mapping[str, Any]) -> Any:
-        note_native_client(obstore=True)
+        note_obstore()
         from obstore import store as stores
 
         connection = self._connection
