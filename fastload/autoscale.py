@@ -115,12 +115,6 @@ class Autoscaler:
         """What was chosen, and why."""
         return f"num_workers='auto': {self.workers} of at most {self.most} workers: {self.why}"
 
-    def stay(self, workers: int, why: str) -> int:
-        """There cannot be more than these `workers` from now on; gives their number."""
-        self._before = None
-        self.workers = self._at_most(workers, why)
-        return self.workers
-
     def look(self, counters: Counters, in_flight: int) -> int:
         """How many workers there should be.
 

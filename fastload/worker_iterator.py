@@ -17,7 +17,6 @@ from torch.utils.data import _utils as torch_utils
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
-from fastload import store
 from fastload.device import Feed
 from fastload.profile import stage
 from fastload.rows import as_rows
@@ -28,10 +27,6 @@ __all__ = ["WorkerIterator"]
 
 # By the fork server; obstore starts its threads with its first request, not on import.
 _PRELOADED = ["torch", "fastload.workers", "fastload.datasets.image_folder", "obstore.store"]
-_NO_FORK = (
-    "no more can be forked, as this process has meanwhile read from a store itself (dataset[i], "
-    "num_workers=0 or open_store); with multiprocessing_context='forkserver' they can"
-)
 
 
 class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
@@ -68,8 +63,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if self._feed is not None and self._feed.copies:
             self._pin_memory = False
             pin = self._feed.pin
-        context, forced = _context(loader)
-        self._pool = WorkerPool(_setup(self, loader), context, pin, start=self._wanted(), forced=forced)
+        self._pool = WorkerPool(_setup(self, loader), _context(loader), pin, start=self._wanted())
         self._pin_memory_thread = None
         self._reset(loader, first_iter=True)
 
@@ -234,10 +228,6 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def _adjust(self, wanted: int) -> None:
         """Have so many workers make batches. One that is parked finishes what it has, and waits."""
         assert self._pool is not None and self._autoscaler is not None
-        here = len(self._workers)
-        if wanted > here and self._pool.forks and store.native_client_used():
-            # Since these workers started: a fork would now copy a client that does not survive it.
-            wanted = self._autoscaler.stay(here, _NO_FORK)
         while len(self._turn) > wanted:
             self._turn.remove(max(self._turn))
         while self._turn and len(self._turn) < wanted:
@@ -365,17 +355,12 @@ def _setup(iterator: WorkerIterator, loader: Any) -> WorkerSetup:
     )
 
 
-def _context(loader: Any) -> tuple[Any, bool]:
-    """The user's start method, or torch's default; forkserver, and True, where a fork would hang.
-
-    A child that uses obstore after its parent did hangs under fork; only a process that starts anew is safe.
-    """
-    context, forced = loader.multiprocessing_context or multiprocessing.get_context(), False
+def _context(loader: Any) -> Any:
+    """The user's start method, or torch's default."""
+    context = loader.multiprocessing_context or multiprocessing.get_context()
     if loader.multiprocessing_context is None and context.get_start_method() == "fork":
-        if not store.native_client_used():
-            return torch.multiprocessing, False
-        context, forced = multiprocessing.get_context("forkserver"), True
+        return torch.multiprocessing
     if context.get_start_method() == "forkserver":
         # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
         context.set_forkserver_preload(_PRELOADED)
-    return context, forced
+    return context

@@ -77,13 +77,3 @@ def no_leaks() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
         time.sleep(0.05)
-
-
-@pytest.fixture
-def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers start by torch's default method, as in a trainer of one's own.
-
-    Other tests of this process have used the store's client, after which workers start by forkserver. Only
-    for tests whose workers never touch a store: theirs would hang.
-    """
-    monkeypatch.setattr("fastload.store.native_client_used", lambda: False)

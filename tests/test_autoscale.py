@@ -24,7 +24,7 @@ from tests.loaderdata import Numbers, Stream
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = [
-    pytest.mark.usefixtures("no_leaks", "fork_workers"),
+    pytest.mark.usefixtures("no_leaks"),
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),  # than there are cores
 ]
 
@@ -245,24 +245,6 @@ def test_workers_that_were_wanted_too_late_for_an_epoch(monkeypatch: pytest.Monk
     loader._autoscaler.numbers = itertools.repeat(4)
     for _ in range(2):
         assert torch.cat(list(loader)).tolist() == list(range(6))
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_no_worker_is_forked_once_the_trainer_has_read_from_a_store(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastload.autoscale._INTERVAL", 0.1)
-    loader = auto(Numbers(300, Slow(0.01)), 2, [6], monkeypatch, multiprocessing_context=method)
-    loader._autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
-    iterator = iter(loader)
-    monkeypatch.setattr("fastload.store.native_client_used", lambda: True)  # as after dataset[0]
-    assert torch.cat(list(iterator)).tolist() == list(range(300))
-    said = loader.stats()["autoscale"]
-    if method == "fork":
-        assert len(iterator._workers) == 3
-        assert "3 of at most 3 workers: no more can be forked" in said
-    else:
-        assert len(iterator._workers) > 3 and "forked" not in said
 
 
 def test_interrupted_while_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:

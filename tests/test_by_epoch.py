@@ -16,7 +16,7 @@ from fastload import ByEpoch, CenterCrop, DataLoader, DistributedSampler, ImageF
 from fastload.errors import ArgumentError
 from tests.photos import pillow_jpeg, scene
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from fastload.stats import Counters
 from tests.encodedimages import encode, psnr, undecodable
 from tests.photos import pillow_jpeg, png, scene
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")  # all of them read local files
+pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 
 needs_dali = pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))
 DECODERS = [pytest.param("dali", marks=needs_dali), "nvjpeg"]

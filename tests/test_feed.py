@@ -25,7 +25,7 @@ from tests.feed_cases import *  # noqa: F403
 from tests.feed_cases import Target, ids
 from tests.loaderdata import Numbers, numbered
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ from faultserver import LIST, Fault, FaultServer
 
 from fastload.cli._s3 import serve_s3
 from fastload.errors import NotFoundError, StoreError
-from fastload.manifest import Manifest, child, listing
-from fastload.store import open_store
+from fastload.manifest import Manifest, listing
+from fastload.store import child, open_store
 from fastload.store.base import ObjectInfo, Page, Store
 from tests.patience import PATIENCE, wait_until
 
@@ -51,7 +51,7 @@ class Listed(Store):
         super().__init__("listed://x", identity)
         self.keys, self.page, self.listings = keys, page, 0
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         self.listings += 1
         for first in range(0, len(self.keys), self.page):
             yield [ObjectInfo(key, len(key), f"v-{key}") for key in self.keys[first : first + self.page]]
@@ -264,7 +264,7 @@ class Million(Listed):
         super().__init__([], identity=f"million {count}")
         self.count = count
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         for first in range(0, self.count, 1000):
             yield [
                 ObjectInfo(
@@ -312,8 +312,8 @@ def test_a_million_keys(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys, threading, time
 from fastload.errors import FastloadError
-from fastload.manifest import Manifest, child
-from fastload.store import native_client_used, open_store
+from fastload.manifest import Manifest
+from fastload.store import child, open_store
 options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
 if sys.argv[4]:
     options["client"] = sys.argv[4]
@@ -323,7 +323,7 @@ def run(url="s3://bucket", **arguments):
         print("listed", len(manifest), manifest.key(len(manifest) - 1))
     except FastloadError as error:
         print(type(error).__name__, str(error).replace(chr(10), " | "))
-    print("clean", not native_client_used(), "obstore" not in sys.modules, threading.active_count())
+    print("clean", "s3fs" not in sys.modules, "obstore" not in sys.modules, threading.active_count())
 """
 
 

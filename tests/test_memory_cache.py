@@ -26,7 +26,7 @@ from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 N = 12
 KEY, OTHER = b"k" * 16, b"o" * 16

@@ -19,7 +19,7 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.images import decode_image, decode_resized, shrink
 from tests.photos import pillow_jpeg, png, psnr, scene
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")  # all of them read local files
+pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 MODES = ["raw", "shrunk", "decoded"]
 every_mode = pytest.mark.parametrize("mode", MODES)
 

@@ -378,7 +378,6 @@ def test_interrupted_while_results_are_taken_in(monkeypatch: pytest.MonkeyPatch)
         next(iterator)
 
 
-@pytest.mark.usefixtures("fork_workers")
 def test_persistent_workers_that_could_not_begin_say_so_in_every_epoch(tmp_path: Path) -> None:
     """More was asked of them in the first one than they may answer before the trainer takes an answer."""
     (tmp_path / "class").mkdir()

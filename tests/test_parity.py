@@ -35,8 +35,6 @@ from tests.loaderdata import (
     randomness,
 )
 
-pytestmark = pytest.mark.usefixtures("fork_workers")
-
 Body = Callable[[Any], Any]
 WORKERS = [0, 2]
 

@@ -27,7 +27,6 @@ from tests.patience import wait_until
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.usefixtures("fork_workers"),
 ]
 
 N = 37

@@ -21,7 +21,6 @@ from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-local = pytest.mark.usefixtures("fork_workers")
 
 
 def burn(seconds: float) -> None:
@@ -72,7 +71,6 @@ def epoch(loader: DataLoader[Any], step: float = 0.0) -> dict[str, Any]:
 # --- who is the limit
 
 
-@local
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_slow_decoding(num_workers: int) -> None:
     stats = epoch(DataLoader(Work(48, 0.01), 2, num_workers=num_workers))
@@ -81,12 +79,10 @@ def test_slow_decoding(num_workers: int) -> None:
     assert ("more workers" in stats["verdict"]) == (stats["rates"]["node.idle_cores"] >= 0.75)
 
 
-@local
 def test_slow_decoding_of_an_iterable_dataset() -> None:
     assert epoch(DataLoader(WorkStream(), 2, num_workers=1))["limit"] == "decode"
 
 
-@local
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_slow_consumer(num_workers: int) -> None:
     loader = DataLoader(Work(32, 0.0), 2, num_workers=num_workers)
@@ -101,7 +97,6 @@ def test_slow_consumer(num_workers: int) -> None:
         assert 0 < counters["slot.seconds"] <= counters["idle.seconds"]
 
 
-@local
 def test_slow_sampler() -> None:
     stats = epoch(DataLoader(Work(64, 0.0), 2, sampler=SlowSampler(), num_workers=1))
     assert stats["limit"] == "sampler" and "sampler" in stats["verdict"]
@@ -136,7 +131,6 @@ def slow_disk(_: int) -> None:
     os.preadv = preadv
 
 
-@local
 @pytest.mark.parametrize("through", ["ObjectDataset", "cached"])
 def test_slow_disk(tmp_path: Path, through: str) -> None:
     (tmp_path / "photos").mkdir()
@@ -187,7 +181,6 @@ def test_the_start_of_an_epoch_blames_nobody() -> None:
 # --- the numbers
 
 
-@local
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_numbers_are_flat_and_exact(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
@@ -206,7 +199,6 @@ def test_numbers_are_flat_and_exact(num_workers: int, monkeypatch: pytest.Monkey
         assert ratio == pytest.approx(10 / 3)
 
 
-@local
 def test_rates_are_of_the_epoch_that_ran_last() -> None:
     dataset = Work(32, 0.01)
     loader = DataLoader(dataset, 4, num_workers=2, persistent_workers=True)
@@ -222,7 +214,6 @@ def test_rates_are_of_the_epoch_that_ran_last() -> None:
     assert second["rates"]["decode.share"] == pytest.approx(found["decode.share"])
 
 
-@local
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("subset", [False, True])
 def test_cached_datasets_count_what_their_cache_did(tmp_path: Path, num_workers: int, subset: bool) -> None:

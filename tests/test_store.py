@@ -745,7 +745,7 @@ def test_nothing_shows_a_secret(s3: S3Server) -> None:
 
 def _ran(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = (
-        f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import native_client_used, open_store\n"
+        f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import keep_clients_here, open_store\n"
         + body
     )
     return subprocess.run(
@@ -766,16 +766,14 @@ FORKED = """
 options = {"key": "k" * 8, "secret": "s" * 8, "endpoint_url": sys.argv[1]}
 if sys.argv[2]: options["client"] = sys.argv[2]
 store = open_store("s3://bucket", **options)
-assert not native_client_used() and "obstore" not in sys.modules
-if sys.argv[3] == "used":
-    store.read(KEY)
-    assert native_client_used()
+if sys.argv[3] == "kept": keep_clients_here()
+if sys.argv[3]: store.read(KEY)
+assert ("obstore" in sys.modules) == (sys.argv[3] == "kept")
 pid = os.fork()
 if pid == 0:
     signal.alarm(20)
-    assert not native_client_used()
     try:
-        print(len(store.read(KEY)), native_client_used(), flush=True)
+        print(len(store.read(KEY)), flush=True)
     except Exception as error:
         print(type(error).__name__, error, flush=True)
     os._exit(0)
@@ -783,13 +781,16 @@ print(os.waitpid(pid, 0)[1])
 """
 
 
+@pytest.mark.parametrize("before", ["", "read"])
 @pytest.mark.parametrize("client", ["", "s3fs"])
-def test_a_forked_child_builds_its_own_client(client: str, faults: FaultServer) -> None:
-    assert _script(FORKED, faults.endpoint_url, client, "unused").split() == [str(len(BODY)), "True", "0"]
+def test_a_forked_child_reads_whether_or_not_its_parent_has(
+    client: str, before: str, faults: FaultServer
+) -> None:
+    assert _script(FORKED, faults.endpoint_url, client, before).split() == [str(len(BODY)), "0"]
 
 
-def test_a_fork_after_use_is_an_error_not_a_hang(faults: FaultServer) -> None:
-    said = _script(FORKED, faults.endpoint_url, "", "used")
+def test_a_fork_of_a_process_that_keeps_its_client_is_an_error_not_a_hang(faults: FaultServer) -> None:
+    said = _script(FORKED, faults.endpoint_url, "", "kept")
     assert "StoreError" in said and "forkserver" in said and said.endswith("0\n")
 
 
@@ -805,7 +806,7 @@ def test_without_the_guard_that_fork_would_hang(faults: FaultServer) -> None:
     twin = FORKED.replace(
         "pid = os.fork()", "import fastload.store.base as b; b._obstore_pid = 0; pid = os.fork()"
     )
-    result = _ran(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "used")
+    result = _ran(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
     assert result.stdout.split() == ["14"] or result.returncode in _CRASHES, result
 
 
@@ -820,10 +821,12 @@ def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.Monke
         return build(store, patience)
 
     monkeypatch.setattr(native.NativeStore, "_client", counted)
+    monkeypatch.setattr(native.NativeStore, "_built", lambda _: built, raising=False)
     store = open_store("s3://bucket", **faults.options)
     with ThreadPoolExecutor(16) as pool:
         bodies = list(pool.map(lambda _: bytes(store.read(KEY)), range(64)))
-    assert set(bodies) == {BODY} and built == [os.getpid()]
+    (where,) = store._attempt("_built")
+    assert set(bodies) == {BODY} and where != os.getpid()
 
 
 def test_per_process_rebuilds_after_a_fork() -> None:

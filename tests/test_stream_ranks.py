@@ -32,7 +32,7 @@ from tests.test_streams import Sample, rows, streamed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.usefixtures("no_leaks", "fork_workers"),
+    pytest.mark.usefixtures("no_leaks"),
 ]
 
 LENGTHS = [5, 23, 0, 2, 7, 1]

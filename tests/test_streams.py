@@ -27,7 +27,7 @@ from tests.streamdata import RowShards, Shards, content
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.usefixtures("no_leaks", "fork_workers"),
+    pytest.mark.usefixtures("no_leaks"),
 ]
 
 LENGTHS = [5, 9, 0, 2, 7, 1]

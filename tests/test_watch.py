@@ -18,7 +18,7 @@ from fastload.profile import stage
 from tests.loaderdata import Numbers, Stream
 from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 SOON = 1e-9  # seconds: look with every batch
 
 

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import default_collate
 
 from fastload import DataLoader
-from fastload.errors import ArgumentError, WorkerError
+from fastload.errors import WorkerError
 from fastload.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -38,7 +38,7 @@ from tests.loaderdata import (
 )
 from tests.patience import PATIENCE, runs, wait_until
 
-pytestmark = pytest.mark.usefixtures("no_leaks", "fork_workers")
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 ROOT = Path(__file__).parent.parent
 
@@ -634,13 +634,6 @@ def test_a_fork_of_the_user_while_a_loader_lives() -> None:
     os.close(write)
 
 
-def test_what_a_forced_forkserver_cannot_pickle_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a read by the trainer's own process."""
-    monkeypatch.setattr("fastload.store.native_client_used", lambda: True)
-    with pytest.raises(ArgumentError, match=r"(?s)dataset\[i\].*must be picklable.*lambda"):
-        iter(DataLoader(Numbers(4, lambda index: index), num_workers=1))
-
-
 def test_a_loader_in_a_thread() -> None:
     batches: list[Any] = []
     thread = threading.Thread(target=lambda: batches.extend(DataLoader(Numbers(20, numbered), num_workers=2)))
@@ -706,7 +699,6 @@ class _Owned:
             self.marker.touch()
 
 
-@pytest.mark.usefixtures("fork_workers")
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_worker_leaves_the_trainers_garbage_alone(
     guarded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

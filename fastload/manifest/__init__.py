@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fastload.manifest.child import run_in_child
 from fastload.manifest.listing import Selection
 from fastload.manifest.manifest import Manifest
 
-__all__ = ["Manifest", "Selection", "run_in_child"]
+__all__ = ["Manifest", "Selection"]

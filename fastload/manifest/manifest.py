@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fastload.manifest.child import run_in_child
 from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.manifest.progress import ListingProgress
-from fastload.store import Store, native_client_used
+from fastload.store import Store, clients_live_here
+from fastload.store.child import run_in_child
 
 __all__ = ["Manifest"]
 
@@ -172,7 +172,7 @@ class Manifest:
             )
 
         try:
-            if store.native and not native_client_used():
+            if store.native and not clients_live_here():
                 run_in_child(work, progress)
             else:
                 work(progress)

@@ -21,9 +21,10 @@ from fastload.errors import (
     StoreError,
 )
 from fastload.store import retry
+from fastload.store.client_process import ClientProcess, clients_live_here
 from fastload.store.retry import Wait
 
-__all__ = ["Buffer", "ObjectInfo", "Page", "Reading", "Store", "native_client_used"]
+__all__ = ["Buffer", "ObjectInfo", "Page", "Reading", "Store"]
 
 T = TypeVar("T")
 
@@ -84,6 +85,7 @@ class Store(ABC):
         self.unidentified = ""
         self.reading = Reading()
         self.reached = self._written = False
+        self._process = ClientProcess()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -95,19 +97,23 @@ class Store(ABC):
     @property
     @abstractmethod
     def native(self) -> bool:
-        """Whether a request starts threads that would not survive a fork of this process."""
+        """Whether its client has threads that do not survive a fork of the process that uses it.
 
-    @abstractmethod
+        Such a client lives in a `ClientProcess`, or in a worker.
+        """
+
     def list(self) -> Iterator[Page]:
         """Yield the objects below the URL in pages, in no promised order, without directory markers.
 
         Raises within 10 s what a first contact shows: no such bucket or directory, refused credentials, an
         endpoint that does not answer. A prefix without objects yields nothing.
         """
+        return self._list() if self._client_is_here() else self._process.iterate(self, "_list")
 
     def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
         """Return size and version of one object. `wait` as in `read`."""
-        return self._retried(lambda: self._head(key), wait)
+        info: ObjectInfo = self._retried(lambda: self._attempt("_head", key), wait)
+        return info
 
     def read(
         self, key: str, version: str | None = None, size: int | None = None, *, wait: Wait = retry.sleep
@@ -116,7 +122,7 @@ class Store(ABC):
 
         `wait(error, seconds)` is called before the request is made again; it may raise to end that.
         """
-        return self._retried(lambda: self._read(key, version, size), wait)
+        return self._retried(lambda: self._attempt("_read", key, version, size), wait)
 
     def read_range(
         self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = retry.sleep
@@ -125,7 +131,7 @@ class Store(ABC):
         check_range(key, start, stop)
         if start == stop:
             return b""
-        return self._retried(lambda: self._read_range(key, start, stop, version), wait)
+        return self._retried(lambda: self._attempt("_read_range", key, start, stop, version), wait)
 
     def write(self, key: str, body: Buffer | Path, *, wait: Wait = retry.sleep) -> None:
         """Put an object there, in place of one that has this key already. `wait` as in `read`.
@@ -133,15 +139,29 @@ class Store(ABC):
         It is seen whole or not at all, whatever becomes of this process. A `Path` is a local file that is
         sent piece by piece: the way for what is too large to be held in memory.
         """
+        if not isinstance(body, Path) and not self._client_is_here():
+            body = bytes(body)
         # A store that never took anything may be one that is only for reading: it is not waited for long.
-        self._retried(lambda: self._write(key, body), wait, patient=self._written)
+        self._retried(lambda: self._attempt("_write", key, body), wait, patient=self._written)
         self._written = True
 
     def holds(self, path: str) -> bool:
         """Whether a path on this machine lies within what this store lists."""
         return False
 
+    def _client_is_here(self) -> bool:
+        return not self.native or clients_live_here()
+
+    def _attempt(self, method: str, *arguments: Any) -> Any:
+        """One attempt of a method below, where the client is."""
+        if self._client_is_here():
+            return getattr(self, method)(*arguments)
+        return self._process.call(self, method, *arguments)
+
     # One attempt each.
+
+    @abstractmethod
+    def _list(self) -> Iterator[Page]: ...
 
     @abstractmethod
     def _head(self, key: str) -> ObjectInfo: ...
@@ -166,7 +186,7 @@ class Store(ABC):
 
     def _attempts(self, start: float, patient: bool = True) -> retry.Attempts:
         policy = retry.READ if patient else retry.READ._replace(budget=retry.CONTACT_SECONDS)
-        return retry.Attempts(start, policy, self._renew, self.reached)
+        return retry.Attempts(start, policy, functools.partial(self._attempt, "_renew"), self.reached)
 
     # The asynchronous forms. A store without an asynchronous client serves them from threads.
 
@@ -223,32 +243,24 @@ def _new_lock() -> None:
 _building = threading.Lock()
 os.register_at_fork(after_in_child=_new_lock)  # a thread of the parent may have held it
 _inherited: list[Any] = []
-_native_pid = 0
 _obstore_pid = 0
 
 
-def native_client_used() -> bool:
-    """Whether this very process (not its parent) has used a client that a fork would break."""
-    return _native_pid == os.getpid()
-
-
-def note_native_client(*, obstore: bool) -> None:
-    """Record that this process is about to use a native client.
+def note_obstore() -> None:
+    """Record that this process is about to use obstore.
 
     Raises:
         StoreError: it was forked from a process that had used obstore, whose threads it lacks. Every request
             would hang for ever, and could crash the parent, which shares its epoll instance.
     """
-    global _native_pid, _obstore_pid
+    global _obstore_pid
     pid = os.getpid()
-    if obstore:
-        if _obstore_pid not in (0, pid):
-            raise StoreError(
-                "this process was forked from one that had already used the object store's client, which "
-                "does not survive a fork; start it with the 'forkserver' or 'spawn' method instead"
-            )
-        _obstore_pid = pid
-    _native_pid = pid
+    if _obstore_pid not in (0, pid):
+        raise StoreError(
+            "this process was forked from a worker that had already used the object store's client, which "
+            "does not survive a fork; start it with the 'forkserver' or 'spawn' method instead"
+        )
+    _obstore_pid = pid
 
 
 def time_version(size: int, modified: datetime | None) -> str:

@@ -25,7 +25,6 @@ from fastload.store.base import (
     check_key,
     check_length,
     check_version,
-    note_native_client,
 )
 from fastload.store.identity import place_of
 from fastload.store.options import secret_values
@@ -79,7 +78,7 @@ class FsspecStore(Store):
     def native(self) -> bool:
         return self._asynchronous
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         with self._place.errors("list"):
             fs, root = self._fs(), self._root or "/"
             if not fs.isdir(root):
@@ -164,8 +163,6 @@ class FsspecStore(Store):
         return f"{self._root}/{key}"
 
     def _build(self) -> Any:
-        if self._asynchronous:
-            note_native_client(obstore=False)
         return fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
 
 

@@ -50,7 +50,7 @@ class LocalStore(Store):
         root, inner = os.path.realpath(self._root), os.path.realpath(path)
         return os.path.commonpath([root, inner]) == root
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         with self._place.errors("list"):
             if not Path(self._root).exists():
                 raise NotFoundError(

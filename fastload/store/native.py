@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
-from fastload.store import retry
 from fastload.store._translate import Place, as_bucket, public_url
 from fastload.store.base import (
     Buffer,
@@ -26,11 +25,10 @@ from fastload.store.base import (
     check_end,
     check_key,
     check_length,
-    check_range,
     check_version,
     is_error_document,
     is_time_version,
-    note_native_client,
+    note_obstore,
     time_version,
 )
 from fastload.store.markers import SlashKeys
@@ -134,7 +132,7 @@ class NativeStore(Store):
             unread=_UNREAD if self._address.kind == "s3" else "",
         )
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         import obstore
 
         if self._address.kind == "http":
@@ -170,16 +168,6 @@ class NativeStore(Store):
             result = obstore.get(self._reader(), key, options=_conditions(version))
             return _whole(result.bytes(), key, result, version, size)
 
-    async def read_async(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
-        async def attempt() -> Buffer:
-            import obstore
-
-            with self._errors(key):
-                result = await obstore.get_async(self._reader(), key, options=_conditions(version))
-                return _whole(await result.bytes_async(), key, result, version, size)
-
-        return await retry.retried_async(attempt, self._attempts)
-
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         import obstore
 
@@ -193,25 +181,6 @@ class NativeStore(Store):
                 result = obstore.get(client, key, options=_conditions(version))
                 return _cut(_up_to(iter(result), stop), key, start, stop, result, version)
             return _cut(result.bytes(), key, start, stop, result, version)
-
-    async def read_range_async(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        async def attempt() -> Buffer:
-            import obstore
-
-            with self._errors(key):
-                client = self._reader()
-                try:
-                    result = await obstore.get_async(client, key, options=_conditions(version, (start, stop)))
-                except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
-                    if not _range_ignored(error):
-                        raise
-                    result = await obstore.get_async(client, key, options=_conditions(version))
-                return _cut(await result.bytes_async(), key, start, stop, result, version)
-
-        check_range(key, start, stop)
-        if start == stop:
-            return b""
-        return await retry.retried_async(attempt, self._attempts)
 
     def _renew(self, since: float) -> bool:
         with self._renewing:
@@ -246,7 +215,7 @@ class NativeStore(Store):
         return self._place.errors(stage, key)
 
     def _client(self, patience: Mapping[str, Any]) -> Any:
-        note_native_client(obstore=True)
+        note_obstore()
         from obstore import store as stores
 
         connection = self._connection

@@ -1,4 +1,4 @@
-"""Asking again: when it may help, after how long, and when to stop. Pure rules, and two thin loops.
+"""Asking again: when it may help, after how long, and when to stop. Pure rules, and a thin loop.
 
 The clients' own retries are switched off for reads: two loops inside each other multiply, and what happens in
 the inner one (a store that asks for fewer requests) stays hidden from the window.
@@ -6,15 +6,14 @@ the inner one (a store that asks for fewer requests) stays hidden from the windo
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from fastload.errors import StoreError
 
-__all__ = ["CONTACT_SECONDS", "READ", "Attempts", "Policy", "Wait", "retried", "retried_async", "sleep"]
+__all__ = ["CONTACT_SECONDS", "READ", "Attempts", "Policy", "Wait", "retried", "sleep"]
 
 T = TypeVar("T")
 Wait = Callable[[StoreError, float], None]  # (what failed, seconds to pause); may raise to give up
@@ -103,15 +102,3 @@ def retried(attempt: Callable[[], T], attempts: Callable[[float], Attempts], wai
             error = caught
         tried = tried or attempts(start)
         wait(error, tried.next_pause(error))
-
-
-async def retried_async(attempt: Callable[[], Awaitable[T]], attempts: Callable[[float], Attempts]) -> T:
-    """As `retried`."""
-    start, tried = time.monotonic(), None
-    while True:
-        try:
-            return await attempt()
-        except StoreError as caught:
-            error = caught
-        tried = tried or attempts(start)
-        await asyncio.sleep(tried.next_pause(error))

@@ -28,7 +28,6 @@ from fastload.store.base import (
     check_version,
     is_error_document,
     is_time_version,
-    note_native_client,
     time_version,
 )
 
@@ -67,7 +66,7 @@ class S3fsStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return S3fsStore, (self._url, self._options), self._state()
 
-    def list(self) -> Iterator[Page]:
+    def _list(self) -> Iterator[Page]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
         # An answer at once or not at all: the pages themselves may take their time.
         contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
@@ -154,7 +153,6 @@ class S3fsStore(Store):
         return ObjectInfo(key, size, etag or time_version(size, entry.get("LastModified")))
 
     def _build(self) -> Any:
-        note_native_client(obstore=False)
         import s3fs  # type: ignore[import-not-found,unused-ignore]
 
         # Retries are the store's, see `retry`: neither s3fs's nor botocore's below them.

@@ -18,7 +18,7 @@ from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 from fastload.channel import Channel
-from fastload.errors import ArgumentError, WorkerError
+from fastload.errors import WorkerError
 from fastload.slots import PackedBatch, Pin, SlotMap
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
 from fastload.workers.worker import worker_main
@@ -33,11 +33,6 @@ _CANNOT_PICKLE = (
     "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
-)
-_FORCED = (
-    "workers start by forkserver, as this process has read from a store itself (dataset[i], num_workers=0 or "
-    "open_store) and its client does not survive a fork. So what workers get must be picklable, and is not: "
-    "{error}. Define functions with def at the top of a module, or look at samples through the loader only"
 )
 _SHUTDOWN_GRACE = 5.0  # seconds a worker has to finish its batch and write out its cache
 
@@ -61,10 +56,6 @@ class WorkerPool:
         context: a multiprocessing context.
         pin: registers the memory of slots with a device, see `SlotMap`.
         start: how many to start now; `grow` starts another one. None: all that the setup names.
-        forced: the context is not the one that the user would have had.
-
-    Raises:
-        ArgumentError: what workers get cannot be pickled, and a forced context has to.
     """
 
     _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
@@ -75,14 +66,11 @@ class WorkerPool:
         context: Any,
         pin: Pin | None = None,
         start: int | None = None,
-        *,
-        forced: bool = False,
     ) -> None:
         self._workers: list[_Handle] = []
         self._setup = setup
         self._epoch: Epoch | None = None  # that runs
         self._context = context
-        self._forced = forced
         self._pin = pin
         self._open = True
         self._owner = os.getpid()
@@ -97,11 +85,6 @@ class WorkerPool:
     @property
     def processes(self) -> list[Any]:
         return [worker.process for worker in self._workers]
-
-    @property
-    def forks(self) -> bool:
-        """Whether a worker starts as a copy of this process as it is now."""
-        return bool(self._context.get_start_method() == "fork")
 
     def grow(self) -> None:
         """Start one worker more, in the epoch that runs."""
@@ -120,8 +103,6 @@ class WorkerPool:
         except BaseException as error:
             ours.close()
             if isinstance(error, TypeError | AttributeError | pickle.PicklingError):
-                if self._forced:
-                    raise ArgumentError(_FORCED.format(error=error)) from error
                 warnings.warn(_CANNOT_PICKLE, stacklevel=2)
             raise
         finally:

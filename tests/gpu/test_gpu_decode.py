@@ -30,7 +30,6 @@ every_decoder = pytest.mark.parametrize(
 )
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine"),
-    pytest.mark.usefixtures("fork_workers"),
 ]
 
 COUNT = 48

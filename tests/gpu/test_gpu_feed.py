@@ -14,7 +14,6 @@ from tests.loaderdata import Numbers, numbered
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU on this machine"),
-    pytest.mark.usefixtures("fork_workers"),
 ]
 
 

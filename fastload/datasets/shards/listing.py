@@ -1,17 +1,11 @@
-"""The shards of a dataset, listed once, and what index files say of them.
-
-Everything is read by a short-lived child where that takes a native client: the trainer's process stays safe
-to fork.
-"""
+"""The shards of a dataset, listed once, and what index files say of them."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import logging
-import mmap
 import os
-import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,15 +17,14 @@ from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreErro
 from fastload.fetch.lane import Shard
 from fastload.formats.head import HEAD, is_compressed
 from fastload.formats.index import Places, parse_wids
-from fastload.manifest import Manifest, Selection, run_in_child
-from fastload.store import Store, native_client_used, open_store
+from fastload.manifest import Manifest, Selection
+from fastload.store import Store, open_store
 
 __all__ = ["ShardList"]
 
 _log = logging.getLogger("fastload")
 
 _READS = 64  # of index files and of shards' first bytes, at once
-_LENGTH = struct.Struct("<Q")
 _COMPRESSIONS = ("gzip", "zlib", "")
 
 
@@ -219,29 +212,5 @@ def _read_all(
             return bytes(store.read(key, version, size))
         return bytes(store.read_range(key, 0, most, version))
 
-    if not store.native or native_client_used() or not objects:
-        with ThreadPoolExecutor(_READS) as pool:
-            return list(pool.map(read, objects))
-    descriptor = os.memfd_create("fastload-indexes")
-
-    def work(report: Callable[[int], None]) -> None:
-        with ThreadPoolExecutor(_READS) as pool, os.fdopen(descriptor, "wb", closefd=False) as file:
-            for body in pool.map(read, objects):
-                file.write(_LENGTH.pack(len(body)) + body)
-
-    try:
-        run_in_child(work, lambda _: None)
-        return _bodies(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _bodies(descriptor: int) -> list[bytes]:
-    found, at = [], 0
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
-        while at < len(memory):
-            (size,) = _LENGTH.unpack_from(memory, at)
-            at += _LENGTH.size
-            found.append(memory[at : at + size])
-            at += size
-    return found
+    with ThreadPoolExecutor(_READS) as pool:
+        return list(pool.map(read, objects))

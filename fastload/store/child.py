@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from fastload.errors import FastloadError, StoreError, StoreTimeoutError
+from fastload.store.client_process import keep_clients_here
 
 __all__ = ["run_in_child"]
 
@@ -118,6 +119,7 @@ def _follow(child: _Child, receiver: Connection, progress: Callable[[int], None]
 def _child(work: Work, sender: Connection, parent: int) -> NoReturn:
     """The child's whole life. It leaves by `_exit`: exit handlers belong to the parent."""
     try:
+        keep_clients_here()
         gc.freeze()  # what the parent has left to its collector is the parent's to take apart
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

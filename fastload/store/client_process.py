@@ -1,0 +1,362 @@
+"""A store's client in a process of its own, so that the trainer's process stays safe to fork.
+
+    trainer                                           client process, forked at the first request
+    a thread ─ method, arguments ──── socket pair ──▶ a thread ─ one attempt ─▶ object store
+             ◀─ bytes, result, items or an error ───
+
+The threads of a native client do not survive a fork, and a child that uses the client after its parent did
+hangs. So what a trainer reads itself (`dataset[0]`, `num_workers=0`, `open_store`) is read elsewhere,
+and its workers start as they would without fastload. Nothing is forked from a worker: its client is its own.
+
+Rejected: workers that start by forkserver once the trainer has used a client, for the dataset must then be
+picklable and the script guarded. Bodies in shared memory, which saves one copy of two, and takes a pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+import time
+import traceback
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from fastload.errors import FastloadError, StoreError, StoreTimeoutError
+
+__all__ = ["ClientProcess", "clients_live_here", "keep_clients_here"]
+
+_IDLE_SECONDS = 10.0  # without a request, after which it ends; the next request forks a new one
+_LOOK_SECONDS = 1.0
+_START_SECONDS = 60.0
+_HEADER = struct.Struct("<BQ")  # kind and length of what follows
+_BYTES, _RESULT, _ITEM, _ERROR = range(4)
+_BUFFER = 4 << 20  # asked for as a socket's buffer; the kernel grants what the system allows
+_PR_SET_NAME = 15
+
+_keep_here = False
+
+
+def keep_clients_here() -> None:
+    """From now on this process uses native clients itself: for one that forks nothing that uses them."""
+    global _keep_here
+    _keep_here = True
+
+
+def clients_live_here() -> bool:
+    """Whether this process uses native clients itself: a worker does, as nothing is forked from it."""
+    return _keep_here or multiprocessing.current_process().daemon
+
+
+class ClientProcess:
+    """The client process of one store, for all threads of this process.
+
+    It ends with the store, with this process however that ends, and after 10 s without a request. If it has
+    ended, another one takes its place, and the request is made again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: _Running | None = None
+        _all.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ClientProcess, ()
+
+    def call(self, target: Any, method: str, *arguments: Any) -> Any:
+        """What `target.method(*arguments)` returns there; what has the buffer protocol comes as `bytes`.
+
+        Raises:
+            FastloadError: what the method raised.
+            StoreError: no process could be started, or it was killed at this request, twice.
+        """
+        request = pickle.dumps((method, arguments))
+        for last in (False, True):
+            running = self._start(target)
+            try:
+                with running.connection() as connection:
+                    _send(connection, _RESULT, request)
+                    kind, value = _receive(connection)
+                break
+            except (EOFError, ConnectionError):
+                running.close()
+                if last:
+                    raise _killed() from None
+        if kind == _ERROR:
+            raise value
+        return value
+
+    def iterate(self, target: Any, method: str) -> Iterator[Any]:
+        """The items of the generator `target.method()`, made there. Raises as `call`."""
+        started = False
+        while True:
+            running = self._start(target)
+            try:
+                with running.connection() as connection:  # one that is left half-way is closed
+                    _send(connection, _RESULT, pickle.dumps((method, ())))
+                    while (answer := _receive(connection))[0] == _ITEM:
+                        started = True
+                        yield answer[1]
+                break
+            except (EOFError, ConnectionError):
+                running.close()
+                if started:
+                    raise _killed() from None
+                started = True
+        if answer[0] == _ERROR:
+            raise answer[1]
+
+    def _start(self, target: Any) -> _Running:
+        """The process that runs, or a new one."""
+        with self._lock:
+            if self._running is None or self._running.ended():
+                self._running = _launch(target)
+            return self._running
+
+    def forget(self) -> None:
+        """In a forked child: the parent's client process is the parent's."""
+        self._lock = threading.Lock()
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+def _killed() -> StoreError:
+    return StoreError(
+        "the process that reads for this one was killed during this request; memory may have run out"
+    )
+
+
+class _Running:
+    """One client process, as its parent sees it: it lives until `close()`."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._free: deque[socket.socket] = deque()
+        # Not `__del__`: sockets that are collected with this one would warn before it closes them.
+        self.close = weakref.finalize(self, _close, control, self._free)
+
+    def ended(self) -> bool:
+        """Whether it has ended, or was closed."""
+        try:
+            return not self._control.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[socket.socket]:
+        """A connection for one request; it is kept for another one if the answer was read to its end."""
+        try:
+            ours = self._free.pop()
+        except IndexError:
+            ours = self._connect()
+        try:
+            yield ours
+        except BaseException:
+            ours.close()
+            raise
+        self._free.append(ours)
+        if not self.close.alive:  # meanwhile
+            _close(self._control, self._free)
+
+    def _connect(self) -> socket.socket:
+        ours, theirs = _pair()
+        with theirs:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            while True:
+                try:
+                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+                    return ours
+                except BlockingIOError:  # it has not yet taken those before
+                    time.sleep(0.001)
+                except OSError as error:
+                    ours.close()
+                    raise ConnectionResetError from error
+
+
+def _close(control: socket.socket, free: deque[socket.socket]) -> None:
+    """End a client process. Takes no lock: garbage may be collected anywhere."""
+    control.close()
+    while free:
+        with contextlib.suppress(IndexError):  # another thread was faster
+            free.pop().close()
+
+
+def _launch(target: Any) -> _Running:
+    """Start a client process for `target`, and wait until it runs."""
+    ours, theirs = _pair()
+    running = _Running(ours)
+    with theirs:
+        _fork(target, theirs)
+    ours.settimeout(_START_SECONDS)
+    try:
+        if not ours.recv(1):
+            raise StoreError(
+                "the process that is to read for this one ended at once; memory may have run out"
+            )
+    except TimeoutError:
+        raise StoreTimeoutError(
+            f"the process that reads for this one did not start within {_START_SECONDS:.0f} s"
+        ) from None
+    ours.setblocking(False)
+    return running
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        failed = StoreError(f"no connection to the process that reads for this one: {error}; see ulimit -n")
+        failed.retry = "later"  # other requests end meanwhile
+        raise failed from error
+
+
+def _fork(target: Any, control: socket.socket) -> None:
+    """Fork a child that forks the client process and ends: nobody has to wait for that one."""
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads. This child takes no lock of theirs.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            if os.fork() == 0:
+                _main(target, control)
+        finally:
+            os._exit(0)
+    with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored
+        os.waitpid(pid, 0)
+
+
+def _main(target: Any, control: socket.socket) -> NoReturn:
+    """The whole life of a client process. It leaves by `_exit`: exit handlers belong to the parent."""
+    try:
+        gc.freeze()  # what the parent has left to its collector is the parent's to take apart
+        keep_clients_here()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"fastload-client")
+        _let_go_of_files(control.fileno())
+        control.sendall(b"+")
+        control.settimeout(_LOOK_SECONDS)
+        work = _Work(target)
+        while not work.idle():
+            with contextlib.suppress(TimeoutError):
+                message, (*descriptors,), _, _ = socket.recv_fds(control, 1, 1)
+                if not message:
+                    break
+                for descriptor in descriptors:
+                    connection = socket.socket(fileno=descriptor)
+                    threading.Thread(target=work.serve, args=(connection,), daemon=True).start()
+    finally:
+        os._exit(0)
+
+
+def _let_go_of_files(keep: int) -> None:
+    """Let the parent's pipes and sockets end when the parent closes them, and make room for connections.
+
+    /dev/null takes their numbers: an object of the parent that is collected here closes nothing else.
+    """
+    import resource  # not on every system that fastload can be imported on
+
+    null = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are all that is needed
+        if int(name) > 2 and int(name) not in (keep, null):
+            os.dup2(null, int(name))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class _Work:
+    """What the threads of a client process do."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+        self._busy: set[socket.socket] = set()
+        self._last = time.monotonic()
+
+    def idle(self) -> bool:
+        """Whether nothing was asked for in a while."""
+        return not self._busy and time.monotonic() - self._last > _IDLE_SECONDS
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer the requests of one connection until it is closed."""
+        with connection, contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                _, (method, arguments) = _receive(connection)
+                self._busy.add(connection)
+                try:
+                    for kind, body in self._answer(method, arguments):
+                        _send(connection, kind, body)
+                finally:
+                    self._last = time.monotonic()
+                    self._busy.discard(connection)
+
+    def _answer(self, method: str, arguments: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
+        """What goes back for a request: (kind, bytes)."""
+        try:
+            result = getattr(self._target, method)(*arguments)
+            if isinstance(result, types.GeneratorType):
+                for item in result:
+                    yield _ITEM, pickle.dumps(item)
+                result = None
+            try:
+                yield _BYTES, memoryview(result)
+            except TypeError:
+                yield _RESULT, pickle.dumps(result)
+        except FastloadError as error:
+            yield _ERROR, pickle.dumps(error)
+        except Exception:
+            said = f"the process that reads for this one failed:\n{traceback.format_exc()}"
+            yield _ERROR, pickle.dumps(StoreError(said))
+
+
+def _send(connection: socket.socket, kind: int, body: Any) -> None:
+    header = _HEADER.pack(kind, len(body))
+    sent = connection.sendmsg((header, body))  # both at once: the other side is woken once
+    if sent < len(header) + len(body):
+        connection.sendall(header[sent:])
+        connection.sendall(memoryview(body)[max(sent - len(header), 0) :])
+
+
+def _receive(connection: socket.socket) -> tuple[int, Any]:
+    """(kind, what was sent). Raises EOFError where the other side has ended."""
+    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size))
+    body = _exactly(connection, length)
+    return kind, body if kind == _BYTES else pickle.loads(body)
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    body = connection.recv(length, socket.MSG_WAITALL) if length else b""
+    if len(body) == length:
+        return body
+    parts = [body]  # a signal came between, or it is larger than one call gives
+    missing = length - len(body)
+    while missing:
+        part = connection.recv(missing, socket.MSG_WAITALL)
+        if not part:
+            raise EOFError
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+def _forget_all() -> None:
+    for process in list(_all):
+        process.forget()
+
+
+_all: weakref.WeakSet[ClientProcess] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,318 @@
+"""The process that holds a store's client for a trainer: its answers, its end, what the trainer may do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from faultserver import FaultServer
+from patience import PATIENCE
+
+from fastload import ImageFolder
+from fastload.errors import NotFoundError, StoreError
+from fastload.store import client_process, open_store
+from fastload.store.client_process import ClientProcess
+from tests.photos import pillow_jpeg, scene
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+ROOT = Path(__file__).parent.parent
+PHOTOS = {f"{name}/{number}.jpg": pillow_jpeg(scene(40, 30, number)) for name in "ab" for number in range(8)}
+
+
+class Target:
+    """What a client process works with; its methods are called there."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def die(self, flag: str = "") -> str:
+        """Killed, every time, or the first time."""
+        if not flag or not Path(flag).exists():
+            if flag:
+                Path(flag).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "alive"
+
+    def wait_for(self, path: str) -> str:
+        while not Path(path).exists():
+            time.sleep(0.005)
+        return "came"
+
+    def count(self) -> Iterator[int]:
+        yield from range(5)
+        raise NotFoundError("no more", key="five")
+
+    def descriptors(self) -> list[str]:
+        names = [
+            int(fd.name) for fd in Path("/proc/self/fd").iterdir()
+        ]  # one of them is that of this listing
+        return [
+            str(fd.readlink()) for n in names if n > 2 and (fd := Path(f"/proc/self/fd/{n}")).is_symlink()
+        ]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# --- What it answers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, True, 7, b"", b"x", bytes(range(256)) * 40_000, {"a": [1, "ü"]}])
+def test_call_any_value_comes_back_equal(value: Any) -> None:
+    assert ClientProcess().call(Target(), "echo", value) == value
+
+
+def test_call_from_many_threads_each_gets_its_own_answer() -> None:
+    process, target = ClientProcess(), Target()
+    bodies = [bytes([number % 251]) * (number * 997) for number in range(300)]
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(lambda body: process.call(target, "echo", body), bodies)) == bodies
+        pids = set(pool.map(lambda _: process.call(target, "pid"), bodies))
+    assert len(pids) == 1 and os.getpid() not in pids
+
+
+def test_call_that_raises_the_error_keeps_type_key_and_retry() -> None:
+    error = StoreError("slow down", key="a/b")
+    error.retry = "slower"
+    with pytest.raises(StoreError, match="slow down") as caught:
+        ClientProcess().call(Target(), "fail", error)
+    assert caught.value.key == "a/b" and caught.value.retry == "slower"
+
+
+def test_call_that_breaks_is_an_error_with_its_traceback() -> None:
+    with pytest.raises(StoreError, match=r"(?s)reads for this one failed.*ZeroDivisionError"):
+        ClientProcess().call(Target(), "fail", ZeroDivisionError("x"))
+
+
+def test_iterate_gives_the_items_then_the_error() -> None:
+    items = ClientProcess().iterate(Target(), "count")
+    assert [next(items) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(NotFoundError, match="no more"):
+        next(items)
+
+
+def test_iterate_left_half_way_the_next_call_gets_its_own_answer() -> None:
+    process, target = ClientProcess(), Target()
+    items = process.iterate(target, "count")
+    assert next(items) == 0
+    items.close()  # type: ignore[attr-defined]
+    assert process.call(target, "echo", "mine") == "mine"
+
+
+def test_call_interrupted_the_next_one_gets_its_own_answer(tmp_path: Path) -> None:
+    process, target = ClientProcess(), Target()
+    process.call(target, "pid")
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        process.call(target, "wait_for", str(tmp_path / "flag"))
+    timer.join()
+    (tmp_path / "flag").touch()
+    assert process.call(target, "echo", "mine") == "mine"
+
+
+# --- When it ends -------------------------------------------------------------------------------------------
+
+
+def test_client_killed_at_a_request_another_one_answers(tmp_path: Path) -> None:
+    assert ClientProcess().call(Target(), "die", str(tmp_path / "flag")) == "alive"
+
+
+def test_client_killed_twice_at_a_request_is_an_error_in_words() -> None:
+    with pytest.raises(StoreError, match="was killed during this request; memory may have run out"):
+        ClientProcess().call(Target(), "die")
+
+
+def test_client_killed_between_requests_another_one_answers() -> None:
+    process, target = ClientProcess(), Target()
+    first = process.call(target, "pid")
+    os.kill(first, signal.SIGKILL)
+    assert process.call(target, "pid") != first
+
+
+def test_client_ends_with_its_owner() -> None:
+    process = ClientProcess()
+    pid = process.call(Target(), "pid")
+    del process
+    gc.collect()
+    wait_until(lambda: gone(pid))
+
+
+def test_client_without_requests_ends_and_the_next_request_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_process, "_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
+    process, target = ClientProcess(), Target()
+    for _ in range(3):
+        pid = process.call(target, "pid")
+        wait_until(lambda pid=pid: gone(pid))
+
+
+def test_client_at_work_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_process, "_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
+    process, target = ClientProcess(), Target()
+    threading.Timer(2.0, (tmp_path / "flag").touch).start()
+    assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
+
+
+def test_trainer_killed_its_client_ends() -> None:
+    code = """
+        import time
+        from tests.test_client_process import ClientProcess, Target
+        process = ClientProcess()
+        print(process.call(Target(), "pid"), flush=True)
+        time.sleep(600)
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.wait(PATIENCE)
+    trainer.stdout.close()
+    wait_until(lambda: gone(pid))
+
+
+def test_client_survives_ctrl_c_in_the_terminal() -> None:
+    process, target = ClientProcess(), Target()
+    pid = process.call(target, "pid")
+    os.kill(pid, signal.SIGINT)
+    assert process.call(target, "pid") == pid
+
+
+# --- What its parent may do ---------------------------------------------------------------------------------
+
+
+def test_pipe_of_the_parent_ends_when_the_parent_closes_it() -> None:
+    read, write = os.pipe()
+    process, target = ClientProcess(), Target()
+    assert not [name for name in process.call(target, "descriptors") if name.startswith("pipe:")]
+    os.close(write)
+    assert os.read(read, 1) == b""
+    os.close(read)
+
+
+def test_forked_child_has_a_client_process_of_its_own() -> None:
+    process, target = ClientProcess(), Target()
+    ours = process.call(target, "pid")
+    child = os.fork()
+    if child == 0:
+        theirs = process.call(target, "pid")
+        os._exit(0 if theirs not in (ours, os.getpid()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process.call(target, "pid") == ours
+
+
+def test_without_free_descriptors_the_error_names_the_limit() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(StoreError, match="ulimit -n") as caught:
+            ClientProcess().call(Target(), "pid")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.retry == "later"
+
+
+SCRIPT = """
+import sys, torch, fastload
+from fastload.errors import FastloadError
+options = {"key": "k" * 8, "secret": "s" * 8, "endpoint_url": sys.argv[1], "client": sys.argv[2]}
+options = {name: value for name, value in options.items() if value}
+dataset = fastload.ImageFolder("s3://bucket", lambda image: image.size[0], storage_options=options)
+print("first", dataset[0])
+loaders = {"fastload": fastload.DataLoader, "torch": torch.utils.data.DataLoader}
+for number in (0, 2):
+    batches = list(loaders[sys.argv[3]](dataset, batch_size=4, num_workers=number))
+    print(number, sum(len(labels) for _, labels in batches), {int(w) for ws, _ in batches for w in ws})
+print(sorted({"obstore", "s3fs"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("client", ["", "s3fs"])
+@pytest.mark.parametrize("loader", ["fastload", "torch"])
+def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
+    loader: str, client: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with FaultServer(PHOTOS) as server:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", script, server.endpoint_url, client, loader],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["first (40, 0)", "0 16 {40}", "2 16 {40}", "[]"]
+
+
+@pytest.mark.parametrize("client", ["", "s3fs"])
+def test_trainer_lists_heads_reads_and_writes_as_a_worker_does(client: str) -> None:
+    options = {"client": client} if client else {}
+    with FaultServer(PHOTOS) as server:
+        store = open_store("s3://bucket", **server.options, **options)
+        listed = {info.key: info for page in store.list() for info in page}
+        assert set(listed) == set(PHOTOS)
+        for key, body in PHOTOS.items():
+            info = listed[key]
+            assert store.head(key) == info
+            assert bytes(store.read(key, info.version, info.size)) == body
+            assert bytes(store.read_range(key, 3, 9, info.version)) == body[3:9]
+        with pytest.raises(NotFoundError) as caught:
+            store.read("a/none.jpg")
+        assert caught.value.key == "a/none.jpg"
+
+
+def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(tmp_path: Path) -> None:
+    import fastload
+
+    with FaultServer(PHOTOS) as server:
+        dataset = ImageFolder("s3://bucket", lambda image: image.size[0], storage_options=server.options)
+        labels: list[int] = []
+        for batch, (_, found) in enumerate(fastload.DataLoader(dataset, batch_size=2)):
+            labels += found.tolist()
+            if batch in (1, 4):
+                os.kill(dataset._store._attempt("_pid"), signal.SIGKILL)
+        assert sorted(labels) == [0] * 8 + [1] * 8
+
+
+@pytest.fixture(autouse=True)
+def _stores_tell_their_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.store.base.Store._pid", lambda _: os.getpid(), raising=False)
