@@ -15,6 +15,7 @@ partial none.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 import functools
 import logging
@@ -168,8 +169,10 @@ class _Description:
         self._put("file", content_of(Path(file).read_bytes()))
 
     def _add_class(self, value: type, where: _Where) -> None:
-        if library(value.__module__) is not None:
-            return self._add_library(value.__module__, value.__qualname__)
+        home: object = value.__module__  # of some types of C it is what their instances' is made by
+        home = home if isinstance(home, str) else "builtins"
+        if library(home) is not None:
+            return self._add_library(home, value.__qualname__)
         self._put("class", value.__qualname__)
         self._add_members(value, where, "__class__", "__bases__")
         for name, member in members_of(value):
@@ -219,7 +222,8 @@ class _Description:
         """As pickle would keep it, which knows the state of objects that have no `__dict__`."""
         self.add(type(value), (where, ".{}", "__class__"))
         try:
-            reduced: Any = value.__reduce_ex__(4)
+            registered = copyreg.dispatch_table.get(type(value))
+            reduced: Any = value.__reduce_ex__(4) if registered is None else registered(value)
         except Exception:  # whatever a class says instead
             self._refuse(value, where)
         if isinstance(reduced, str):  # a function of C, a constant: what its module has under that name

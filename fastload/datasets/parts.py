@@ -37,6 +37,7 @@ _DERIVED = {f"__{name}__" for name in ("dict", "weakref", "module", "doc", "qual
 _DERIVED |= {f"__{name}__" for name in ("annotate", "annotate_func", "annotations_cache", "type_params")}
 _DERIVED |= {f"__{name}__" for name in ("firstlineno", "static_attributes", "orig_bases", "parameters")}
 _DERIVED |= {"__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__"}
+_DERIVED |= {"__slotnames__"}  # which pickle and copy leave there
 _OF_ENUMS = (FunctionType, staticmethod, classmethod, property)
 
 
