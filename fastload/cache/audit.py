@@ -12,6 +12,7 @@ from typing import Any
 
 from fastload.cache.claims import FILES
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
+from fastload.cache.folder import check_kept
 from fastload.cache.memory import NOTE
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
@@ -163,7 +164,17 @@ def clear(directory: Directory) -> int:
 def _manifests(directory: Directory) -> list[Path]:
     """Listings that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
+    if not _is_ours(folder):
+        return []
     return sorted(path for path in folder.glob("*") if path.suffix in (".manifest", ".places"))
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        check_kept(folder)
+    except OSError:
+        return False
+    return folder.is_dir()
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
@@ -176,11 +187,12 @@ def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
 
 def _foreign(directory: Directory) -> list[str]:
     parent, root = directory.path.parent, directory.path
-    found = [path for path in parent.iterdir() if path.name not in (FOLDER, MANIFESTS)]
-    if (parent / MANIFESTS).is_dir():
+    ours = _is_ours(parent / MANIFESTS)
+    found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
+    if ours:
         found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
     found += [path for path in root.iterdir() if path.name not in _ROOT_FILES]
     found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
-    ours = set(directory.segment_names())
-    found += [path for path in (root / "segments").iterdir() if path.name not in ours]
+    segments = set(directory.segment_names())
+    found += [path for path in (root / "segments").iterdir() if path.name not in segments]
     return sorted(str(path.relative_to(parent)) for path in found)

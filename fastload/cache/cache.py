@@ -15,7 +15,8 @@ import lmdb
 
 from fastload.cache import survey
 from fastload.cache.arguments import absolute, checked_int, parse_size
-from fastload.cache.directory import DAMAGED, MANIFESTS, Directory, refuse_unsafe
+from fastload.cache.directory import DAMAGED, MANIFESTS, Directory
+from fastload.cache.folder import check_kept, refuse_unsafe
 from fastload.cache.memory import IN_MEMORY, Memory
 from fastload.cache.record import (
     KEY_SIZE,
@@ -167,9 +168,25 @@ class Cache:
         return self._counters
 
     @property
-    def manifests(self) -> Path:
-        """The folder in which datasets keep their listings. `clear` deletes these too."""
-        return Path(self.path) / MANIFESTS
+    def manifests(self) -> Path | None:
+        """The folder in which datasets keep their listings. `clear` deletes these too.
+
+        None, with a RuntimeWarning, where another user can have written them, who would then decide which
+        objects and labels a dataset has.
+        """
+        folder = Path(self.path) / MANIFESTS
+        try:
+            check_kept(folder)
+        except CacheError as error:
+            warnings.warn(
+                f"listings are not read or kept: {error.message}; remove it, or give the cache another path",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return None
+        except OSError:  # whoever reads or writes there finds out, and says it
+            pass
+        return folder
 
     # -- reading
 

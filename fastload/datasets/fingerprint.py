@@ -212,7 +212,7 @@ class _Description:
     def _add_set(self, value: Any, where: _Where) -> None:
         digests = []
         for item in value:
-            one = _Description(dict(self._seen))
+            one = _Description({} if _is_plain(item) else dict(self._seen))
             one.add(item, (where, " item {!r}", item))
             digests.append(one.digest())
         self._put("items", b"".join(sorted(digests)))
