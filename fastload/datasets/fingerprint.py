@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from fastload.datasets.layout import bytes_of
 from fastload.datasets.parts import (
     content_of,
     digest_of_code,
@@ -191,9 +192,8 @@ class _Description:
     def _add_tensor(self, value: torch.Tensor, where: _Where) -> None:
         self._put("tensor", repr((str(value.dtype), str(value.layout), value.requires_grad)))
         try:
-            plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().reshape(-1)
-            content = content_of(plain.contiguous().view(torch.uint8).numpy()) if plain.numel() else b""
-            self._put("content", repr(tuple(value.shape)).encode() + content)
+            data = bytes_of(value.detach().as_subclass(torch.Tensor).cpu())
+            self._put("content", repr(tuple(value.shape)).encode() + content_of(data))
         except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantised, without storage
             self._refuse(value, where)
         self._add_members(value, where, "__dict__", "__class__")

@@ -41,11 +41,12 @@ _DERIVED |= {"__slotnames__"}  # which pickle and copy leave there
 _OF_ENUMS = (FunctionType, staticmethod, classmethod, property)
 
 
-def content_of(data: np.ndarray[Any, Any] | bytes) -> bytes:
+def content_of(data: np.ndarray[Any, Any] | memoryview | bytes) -> bytes:
     """A digest of the bytes of an array, in C order; fast enough for a model's weights."""
-    if isinstance(data, bytes) or not data.nbytes:
-        return xxhash.xxh3_128(data if isinstance(data, bytes) else b"").digest()
-    return xxhash.xxh3_128(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data).digest()
+    if isinstance(data, np.ndarray):
+        flat = np.ascontiguousarray(data).reshape(-1)
+        data = flat.view(np.uint8).data if data.nbytes else b""
+    return xxhash.xxh3_128(data).digest()
 
 
 def members_of(cls: type) -> list[tuple[str, Any]]:
