@@ -1170,6 +1170,55 @@ def test_full_disk(tmp_path: Path) -> None:
             again.close()
 
 
+MAKES_A_CACHE = """
+import sys, warnings, fastload
+warnings.simplefilter("always")
+cache = fastload.Cache(sys.argv[1])
+key = cache.key("x")
+print(cache.write(key, b"a" * 1000), cache.flush(), cache.read(key) is not None)
+"""
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("free", [0, 4, 8, 16, 32, 64, 96])
+def test_a_cache_made_on_a_full_disk_passes_through(tmp_path: Path, free: int) -> None:
+    """LMDB writes its lock file through a mapping: without room for it that is SIGBUS."""
+    with tmpfs(tmp_path / "small", "1m") as disk:
+        fill_up(disk)
+        with (disk / "other").open("r+b") as file:
+            file.truncate((disk / "other").stat().st_size - (free << 10))
+        done = subprocess.run(
+            [sys.executable, "-c", MAKES_A_CACHE, str(disk / "cache")],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert (done.returncode, done.stdout) == (0, "False False False\n"), done.stderr
+        assert done.stderr.count("fastload passes through its cache") == 1
+        (disk / "other").unlink()
+        cache = Cache(disk / "cache")
+        assert fill(cache, 3) and cache.info()["entries"] == 3, "with room again it is made"
+        cache.close()
+
+
+@pytest.mark.root
+@needs_root
+def test_a_full_disk_and_a_lock_file_with_holes(tmp_path: Path) -> None:
+    """As earlier versions made it: what the cache holds is served."""
+    with tmpfs(tmp_path / "small", "4m") as disk:
+        cache = Cache(disk / "c")
+        content = fill(cache, 3)
+        cache.close()
+        lock = disk / "c" / "v1" / "index" / "lock.mdb"
+        lock.unlink()
+        with lock.open("wb") as file:
+            file.truncate(65_664)
+        fill_up(disk)
+        assert all(cache.read(key) == payload for key, payload in content.items())
+        cache.close()
+
+
 @pytest.mark.root
 @needs_root
 def test_full_disk_serves_hits(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ import lmdb
 
 from fastload.cache.claims import Claims
 from fastload.cache.folder import DIR_FLAGS, make_root
-from fastload.cache.index import Index
+from fastload.cache.index import Index, reserve_lock_file
 from fastload.cache.record import FORMAT, CorruptRecordError, Entry
 from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
@@ -176,10 +176,10 @@ class Directory:
         if not state.clean and state.boot != _boot_id():
             self._discard_index()
         try:
-            index = Index(self.path / "index")
+            index = self._make_index()
         except DAMAGED:
             self._discard_index()
-            index = Index(self.path / "index")
+            index = self._make_index()
         try:
             sizes = [os.stat(name, dir_fd=self.segments_fd).st_size for name in self.segment_names()]
             self._reindexes = bool(sizes) and (state.reindex or index.count() == 0)
@@ -190,6 +190,10 @@ class Directory:
             index.close()  # LMDB does not open it twice
             raise
         return index
+
+    def _make_index(self) -> Index:
+        reserve_lock_file(self.path / "index")
+        return Index(self.path / "index")
 
     def _discard_index(self) -> None:
         # Renamed before deletion: whoever still has it open keeps a whole, if lonely, index.
