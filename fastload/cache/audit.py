@@ -12,8 +12,8 @@ from typing import Any
 
 from fastload.cache.claims import FILES
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
-from fastload.cache.folder import check_kept
-from fastload.cache.memory import NOTE
+from fastload.cache.folder import is_ours
+from fastload.cache.memory import NOTE, clear_noted
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
 
@@ -149,6 +149,7 @@ def clear(directory: Directory) -> int:
     names = directory.segment_names()
     directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
     directory.files.clear()
+    clear_noted(directory.root_fd)
     freed = 0
     for name, size in _sizes(directory, names).items():
         with contextlib.suppress(FileNotFoundError):
@@ -164,17 +165,9 @@ def clear(directory: Directory) -> int:
 def _manifests(directory: Directory) -> list[Path]:
     """Listings that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
-    if not _is_ours(folder):
+    if not is_ours(folder):
         return []
     return sorted(path for path in folder.glob("*") if path.suffix in (".manifest", ".places"))
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        check_kept(folder)
-    except OSError:
-        return False
-    return folder.is_dir()
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
@@ -187,7 +180,7 @@ def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
 
 def _foreign(directory: Directory) -> list[str]:
     parent, root = directory.path.parent, directory.path
-    ours = _is_ours(parent / MANIFESTS)
+    ours = is_ours(parent / MANIFESTS)
     found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
     if ours:
         found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))

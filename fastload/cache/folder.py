@@ -12,11 +12,12 @@ import mmap
 import os
 import secrets
 import stat
+import warnings
 from pathlib import Path
 
 from fastload.errors import CacheError
 
-__all__ = ["DIR_FLAGS", "check_kept", "make_root", "open_kept", "refuse_unsafe", "save_kept"]
+__all__ = ["DIR_FLAGS", "is_ours", "make_root", "may_keep", "open_kept", "refuse_unsafe", "save_kept"]
 
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -65,14 +66,29 @@ def _open_folder(folder: Path) -> int:
     return fd
 
 
-def check_kept(folder: Path) -> None:
-    """See that what is kept in a folder can be trusted; one that is not there yet can.
-
-    Raises:
-        CacheError: others can have written it. OSError: it is no folder, or cannot be opened.
-    """
-    with contextlib.suppress(FileNotFoundError):
+def may_keep(folder: Path) -> bool:
+    """Whether to trust what is kept in a folder and keep more there. If not, a RuntimeWarning says why."""
+    try:
         os.close(_open_folder(folder))
+    except CacheError as error:
+        warnings.warn(
+            f"listings are not read or kept: {error.message}; remove it, or give the cache another path",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+    except OSError:  # not there yet; or whoever reads or writes there finds out, and says it
+        return True
+    return True
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is there and only this user, or root, can have written what is in it."""
+    try:
+        os.close(_open_folder(folder))
+    except OSError:
+        return False
+    return True
 
 
 def open_kept(path: Path) -> int:
