@@ -32,7 +32,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fastload.cache import Cache, Entry
+from fastload.cache import Cache, Entry, audit
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
 from fastload.cache import record as record_module
@@ -727,6 +727,48 @@ def test_clear_and_foreign_files(open_cache: Callable[..., Cache], tmp_path: Pat
     assert cache.counters["cache.failures"] == 0
     cache.check(fix=True)
     assert {file: file.read_bytes() for file in foreign} == foreign
+
+
+def test_clear_leaves_a_segment_that_is_just_being_made(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made before the clearing, registered after it: what is written to it comes after, and stays."""
+    fill(open_cache(), 3)
+    registry_module.close_all()
+    cache = open_cache()
+    register = index_module.Index.add_segment
+    freed = []
+
+    def clear_first(index: index_module.Index, name: str) -> int:
+        assert cache._opened is not None
+        freed.append(audit.clear(cache._opened))
+        return register(index, name)
+
+    monkeypatch.setattr(index_module.Index, "add_segment", clear_first)
+    key = cache.key("after")
+    assert cache.write(key, b"after") and cache.flush()
+    assert freed == [3 * record_size(3000)]
+    assert bytes(cache.read(key) or b"") == b"after"
+    assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
+
+
+def test_clear_leaves_a_segment_that_was_made_while_it_looked(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache()
+    fill(cache, 3)
+    assert cache._opened is not None
+    names = cache._opened.segment_names
+    key = cache.key("after")
+
+    def write_first() -> list[str]:
+        assert cache.write(key, b"after") and cache.flush()
+        return names()
+
+    monkeypatch.setattr(cache._opened, "segment_names", write_first)
+    assert audit.clear(cache._opened) == 3 * record_size(3000)
+    assert bytes(cache.read(key) or b"") == b"after"
+    assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
 
 
 def test_a_folder_of_somebody_elses(open_cache: Callable[..., Cache], tmp_path: Path) -> None:

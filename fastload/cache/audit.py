@@ -146,8 +146,10 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 def clear(directory: Directory) -> int:
     if directory.readonly:
         raise CacheError(f"cache {directory.path.parent} {directory.readonly} and cannot be cleared")
-    names = directory.segment_names()
-    directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
+    known = directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
+    listed = directory.segment_names()
+    newer = set(directory.index.segments().values())  # by others, since then: registered before they are made
+    names = [name for name in listed if name in known or name not in newer]
     directory.files.clear()
     clear_noted(directory.root_fd)
     freed = 0

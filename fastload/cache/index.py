@@ -177,12 +177,14 @@ class Index:
         with self._write() as txn:
             txn.put(_BYTES, _COUNT.pack(used), db=self._meta)
 
-    def clear(self) -> None:
-        """Forget all entries and segments; the numbers of segments go on."""
+    def clear(self) -> list[str]:
+        """Forget all entries and segments; the numbers of segments go on. Returns the segments' names."""
         with self._write() as txn:
+            names = [name.decode("ascii", "replace") for _, name in txn.cursor(db=self._segments)]
             txn.drop(self._entries, delete=False)
             txn.drop(self._segments, delete=False)
             txn.put(_BYTES, _COUNT.pack(0), db=self._meta)
+        return names
 
     # -- life
 

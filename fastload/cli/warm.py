@@ -238,8 +238,8 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         console.print(f"  and {document['failed'] - len(document['failures']):,} more")
     if document["too_large"] and not document["full"]:
         console.print(
-            f"too large for the cache, and read from the store in training: {document['too_large']:,} objects "
-            "(above 1 GiB, or above what is left of --size-limit)",
+            "too large for the cache, and read from the store in training: "
+            f"{document['too_large']:,} objects (above 1 GiB, or what is left of --size-limit)",
             soft_wrap=True,
         )
     if document["full"]:
