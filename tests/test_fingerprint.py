@@ -79,6 +79,12 @@ class Mode(enum.Enum):
     LARGE = 2
 
 
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+    C = 4
+
+
 Point = namedtuple("Point", "x y")
 
 
@@ -153,6 +159,7 @@ PAIRS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "dataclass": lambda: (Settings(1), Settings(2)),
     "nested dataclass": lambda: (closure(Settings(1, ("a",))), closure(Settings(1, ("b",)))),
     "enum": lambda: (closure(Mode.SMALL), closure(Mode.LARGE)),
+    "flags": lambda: (closure(Flags.A | Flags.B), closure(Flags.A | Flags.C)),
     "path": lambda: (closure(Path("/a")), closure(Path("/b"))),
     "array": lambda: (closure(np.arange(4)), closure(np.arange(4)[::-1])),
     "array's dtype": lambda: (closure(np.zeros(4, "<i4")), closure(np.zeros(4, "<f4"))),

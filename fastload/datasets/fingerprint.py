@@ -93,7 +93,8 @@ class _Description:
         if _is_plain(value):
             self._put("plain", marshal.dumps(value, 2))  # version 2 does not know what is shared or interned
         elif isinstance(value, enum.Enum):
-            self._put("member", value.name)
+            self._put("member", str(value.name))  # Python 3.10 has no name for a combination of flags
+            self.add(value.value, where)
             self.add(type(value), where)
         elif isinstance(value, PurePath | logging.Logger):
             self._put(type(value).__name__, value.name if isinstance(value, logging.Logger) else str(value))
