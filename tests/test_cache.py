@@ -32,7 +32,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fastload.cache import Cache, Entry
+from fastload.cache import Cache, Entry, audit
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
 from fastload.cache import record as record_module
@@ -729,6 +729,48 @@ def test_clear_and_foreign_files(open_cache: Callable[..., Cache], tmp_path: Pat
     assert {file: file.read_bytes() for file in foreign} == foreign
 
 
+def test_clear_leaves_a_segment_that_is_just_being_made(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made before the clearing, registered after it: what is written to it comes after, and stays."""
+    fill(open_cache(), 3)
+    registry_module.close_all()
+    cache = open_cache()
+    register = index_module.Index.add_segment
+    freed = []
+
+    def clear_first(index: index_module.Index, name: str) -> int:
+        assert cache._opened is not None
+        freed.append(audit.clear(cache._opened))
+        return register(index, name)
+
+    monkeypatch.setattr(index_module.Index, "add_segment", clear_first)
+    key = cache.key("after")
+    assert cache.write(key, b"after") and cache.flush()
+    assert freed == [3 * record_size(3000)]
+    assert bytes(cache.read(key) or b"") == b"after"
+    assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
+
+
+def test_clear_leaves_a_segment_that_was_made_while_it_looked(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = open_cache()
+    fill(cache, 3)
+    assert cache._opened is not None
+    names = cache._opened.segment_names
+    key = cache.key("after")
+
+    def write_first() -> list[str]:
+        assert cache.write(key, b"after") and cache.flush()
+        return names()
+
+    monkeypatch.setattr(cache._opened, "segment_names", write_first)
+    assert audit.clear(cache._opened) == 3 * record_size(3000)
+    assert bytes(cache.read(key) or b"") == b"after"
+    assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
+
+
 def test_a_folder_of_somebody_elses(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
     (tmp_path / "cache" / "v1").mkdir(parents=True)
     (tmp_path / "cache" / "v1" / "thesis.tex").write_text("x")
@@ -1168,6 +1210,55 @@ def test_full_disk(tmp_path: Path) -> None:
                 assert again.read(key) in (payload, None)
                 again.write(key, payload)
             again.close()
+
+
+MAKES_A_CACHE = """
+import sys, warnings, fastload
+warnings.simplefilter("always")
+cache = fastload.Cache(sys.argv[1])
+key = cache.key("x")
+print(cache.write(key, b"a" * 1000), cache.flush(), cache.read(key) is not None)
+"""
+
+
+@pytest.mark.root
+@needs_root
+@pytest.mark.parametrize("free", [0, 4, 8, 16, 32, 64, 96])
+def test_a_cache_made_on_a_full_disk_passes_through(tmp_path: Path, free: int) -> None:
+    """LMDB writes its lock file through a mapping: without room for it that is SIGBUS."""
+    with tmpfs(tmp_path / "small", "1m") as disk:
+        fill_up(disk)
+        with (disk / "other").open("r+b") as file:
+            file.truncate((disk / "other").stat().st_size - (free << 10))
+        done = subprocess.run(
+            [sys.executable, "-c", MAKES_A_CACHE, str(disk / "cache")],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert (done.returncode, done.stdout) == (0, "False False False\n"), done.stderr
+        assert done.stderr.count("fastload passes through its cache") == 1
+        (disk / "other").unlink()
+        cache = Cache(disk / "cache")
+        assert fill(cache, 3) and cache.info()["entries"] == 3, "with room again it is made"
+        cache.close()
+
+
+@pytest.mark.root
+@needs_root
+def test_a_full_disk_and_a_lock_file_with_holes(tmp_path: Path) -> None:
+    """As earlier versions made it: what the cache holds is served."""
+    with tmpfs(tmp_path / "small", "4m") as disk:
+        cache = Cache(disk / "c")
+        content = fill(cache, 3)
+        cache.close()
+        lock = disk / "c" / "v1" / "index" / "lock.mdb"
+        lock.unlink()
+        with lock.open("wb") as file:
+            file.truncate(65_664)
+        fill_up(disk)
+        assert all(cache.read(key) == payload for key, payload in content.items())
+        cache.close()
 
 
 @pytest.mark.root

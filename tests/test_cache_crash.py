@@ -152,6 +152,7 @@ MOMENTS: dict[str, tuple[object, str, str, int, int]] = {
     "inside the index transaction": (Entry, "pack", "before", 10, 10),
     "after the index entries": (writer_module.Index, "publish", "after", 0, 0),
     "before a segment is registered": (writer_module.Index, "add_segment", "before", 0, 0),
+    "after a segment is registered": (writer_module.Index, "add_segment", "after", 0, 0),
 }
 
 

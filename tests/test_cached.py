@@ -85,7 +85,7 @@ def test_default_collate_and_negative_indices(tmp_path: Path) -> None:
 
 
 def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
-    """By default: class, source, length, plain attributes. Stated: whatever was stated."""
+    """By default: all that they hold, see test_fingerprint.py. Stated: whatever was stated."""
     cache = Cache(tmp_path / "cache")
     one, two = Nested(tmp_path / "log"), Nested(tmp_path / "log", scale=2)
     assert cached(one, cache).fingerprint == cached(Nested(tmp_path / "log"), cache).fingerprint
@@ -130,8 +130,8 @@ def test_arguments(tmp_path: Path) -> None:
         cached(Endless(), Cache(tmp_path / "cache"))
     with pytest.raises(ArgumentError, match=r"fastload\.Cache"):
         cached([1], None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"list .* fingerprint"):
-        cached([1], tmp_path / "cache")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"dataset\[1\] is a builtins.generator.* fingerprint"):
+        cached([1, (i for i in range(3))], tmp_path / "cache")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="fingerprint"):
         cached([1], Cache(tmp_path / "cache"), fingerprint=7)  # type: ignore[arg-type]
 

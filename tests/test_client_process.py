@@ -62,12 +62,9 @@ class Target:
         raise NotFoundError("no more", key="five")
 
     def descriptors(self) -> list[str]:
-        names = [
-            int(fd.name) for fd in Path("/proc/self/fd").iterdir()
-        ]  # one of them is that of this listing
-        return [
-            str(fd.readlink()) for n in names if n > 2 and (fd := Path(f"/proc/self/fd/{n}")).is_symlink()
-        ]
+        names = [int(fd.name) for fd in Path("/proc/self/fd").iterdir()]  # that of this listing is gone then
+        links = [Path(f"/proc/self/fd/{name}") for name in names if name > 2]
+        return [str(link.readlink()) for link in links if link.is_symlink()]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

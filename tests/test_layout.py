@@ -16,13 +16,25 @@ from hypothesis.extra import numpy as hnp
 from fastload.datasets.layout import dump, load
 from fastload.errors import ArgumentError, DecodeError
 
+any_text = st.text(st.characters(codec=None, categories=None), max_size=20)  # lone surrogates too
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=200)
+    *(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.binary(max_size=200)),
+    *(any_text, any_text.map(np.str_), st.binary(max_size=20).map(np.bytes_)),
+    st.integers(0, 20_000).map(lambda bits: -(1 << bits)),
 )
-arrays = hnp.arrays(
-    st.sampled_from([np.uint8, np.int64, np.float32, np.complex64, np.bool_, "<U3"]),
-    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+dtypes = st.one_of(
+    st.sampled_from([np.uint8, np.int64, np.float32, np.complex64, np.bool_]).map(np.dtype),
+    *(hnp.datetime64_dtypes(), hnp.timedelta64_dtypes(), hnp.unicode_string_dtypes(max_len=4)),
+    *(
+        hnp.byte_string_dtypes(max_len=4),
+        hnp.floating_dtypes(),
+        hnp.integer_dtypes(),
+        hnp.complex_number_dtypes(),
+    ),
 )
+arrays = hnp.arrays(dtypes, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+arrays |= arrays.map(np.asfortranarray) | arrays.map(lambda array: array.T)
+arrays |= arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])  # numpy scalars
 samples = st.recursive(
     st.one_of(scalars, arrays),
     lambda inner: st.one_of(
@@ -62,6 +74,53 @@ def test_tensors(dtype: torch.dtype) -> None:
     assert same(load(dump(np.float32(2.5))), np.float32(2.5))
 
 
+@given(st.data())
+def test_any_tensor(data: st.DataObject) -> None:
+    kinds = [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+    dtype = data.draw(st.sampled_from(kinds))
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    tensor = (torch.rand(shape, generator=generator, dtype=torch.float64) * 9).to(dtype)
+    if dtype.is_complex:
+        tensor = tensor + 1j * tensor.real.flip(tuple(range(tensor.ndim)))
+        tensor = data.draw(
+            st.sampled_from(
+                [tensor, tensor.conj(), tensor.conj().imag, tensor.conj().mT.imag]
+                if tensor.ndim > 1
+                else [tensor, tensor.conj(), tensor.conj().imag]
+            )
+        )
+    again = load(bytearray(dump({"x": tensor})))["x"]
+    assert same(again, tensor) and again.shape == tensor.shape
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array(["2020-01-01", "NaT"], "datetime64[D]"),
+        np.datetime64("2020-01-01T00:00:00.5"),
+        np.array([1, 2], "timedelta64[s]"),
+        np.timedelta64(5, "ms"),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        "a\udce9",
+        {"\ud800": "\ud800\udc00"},
+        np.str_("a\0"),
+        np.bytes_(b"a\0"),
+        10**5000,
+        -(10**5000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_once_failed_or_changed(value: Any) -> None:
+    assert same(load(dump(value)), value)
+    assert same(load(bytearray(dump([value]))), [value])
+
+
+def test_a_large_int_of_an_earlier_version_is_read() -> None:
+    assert load(b"I\x15\0\0\0-99999999999999999999") == -99999999999999999999
+
+
 def test_arrays_lie_in_the_record() -> None:
     record = bytearray(dump(("label", np.zeros((20, 20, 3), np.uint8))))
     image = load(record)[1]
@@ -69,6 +128,13 @@ def test_arrays_lie_in_the_record() -> None:
     assert load(record)[1][3, 4, 2] == 9
 
 
+def endless() -> list[Any]:
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_refuses_in_words() -> None:
     point = namedtuple("point", "x y")
     for sample, where in [
@@ -78,6 +144,9 @@ def test_refuses_in_words() -> None:
         (torch.ones(2, requires_grad=True), "requires_grad=True"),
         (torch.ones(2).to_sparse(), "sparse"),
         ({1, 2}, "builtins.set"),
+        ({"a": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])}, r"sample\['a'\]"),
+        ([np.zeros(2, "i4,f4")], r"sample\[0\] is an array of dtype .*f4"),
+        (endless(), r"nested deeper than 64"),
     ]:
         with pytest.raises(ArgumentError, match=where):
             dump(sample)

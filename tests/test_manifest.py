@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_a_directory_that_cannot_be_used_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: object) -> None:
+    def full(*arguments: object, **folders: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
@@ -464,3 +465,72 @@ def test_progress_where_stderr_is_something_else(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(sys, "stderr", other)
         with ListingProgress("s3://bucket") as progress:
             progress(1000)
+
+
+# --- Whose it is
+
+
+def planted(store: Listed, folder: Path) -> Path:
+    """A listing as somebody else would write it: sound, and wrong."""
+    Manifest.open(Listed(["dog/a.jpg", "wolf/b.jpg"], identity=store.identity), directory=folder, labels=True)
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+@pytest.mark.parametrize("how", ["of another user", "for the group", "for everybody"])
+def test_a_listing_that_others_can_have_written_is_not_read(
+    what: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if how == "of another user" and os.geteuid() != 0:
+        pytest.skip("needs root to change owners")
+    store = Listed(["cat/a.jpg", "dog/b.jpg"])
+    path = planted(store, tmp_path / "kept")
+    target = path if what == "file" else path.parent
+    if how == "of another user":
+        os.chown(target, 2000, 2000)
+    else:
+        target.chmod(target.stat().st_mode | {"for the group": 0o020, "for everybody": 0o002}[how])
+    if what == "folder":
+        with pytest.warns(UserWarning, match="cannot be kept"):
+            manifest = Manifest.open(store, directory=path.parent, labels=True)
+    else:
+        manifest = Manifest.open(store, directory=path.parent, labels=True)
+        assert Manifest.open(store, directory=path.parent, labels=True).classes == ["cat", "dog"]
+        assert store.listings == 1, "it was replaced by one of ours"
+    assert manifest.classes == ["cat", "dog"] and store.listings == 1
+    assert "is not read" in caplog.text and str(target) in caplog.text
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
+def test_a_listing_of_roots_is_read_by_others() -> None:
+    """A cache that was filled by an administrator."""
+    store = Listed(["cat/a.jpg", "dog/b.jpg"])
+    with tempfile.TemporaryDirectory() as name:
+        kept = Path(name) / "kept"
+        Manifest.open(store, directory=kept, labels=True)
+        for path in (kept.parent, kept, *kept.iterdir()):
+            path.chmod(0o755)
+        store.listings = 0
+        process = multiprocessing.get_context("fork").Process(target=_read_as_another, args=(store, kept))
+        process.start()
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+
+
+def _read_as_another(store: Listed, folder: Path) -> None:
+    os.setgid(2000)
+    os.setuid(2000)
+    assert (
+        Manifest.open(store, directory=folder, labels=True).classes == ["cat", "dog"] and store.listings == 0
+    )
+
+
+@pytest.mark.parametrize("plant", ["link", "fifo"])
+def test_a_listing_that_is_no_file_is_not_read(plant: str, tmp_path: Path) -> None:
+    store = Listed(["cat/a.jpg", "dog/b.jpg"])
+    path = planted(store, tmp_path / "kept")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere") if plant == "link" else os.mkfifo(path)
+    assert Manifest.open(store, directory=tmp_path / "kept", labels=True).classes == ["cat", "dog"]

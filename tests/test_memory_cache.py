@@ -263,6 +263,53 @@ def test_the_note_of_a_dead_process_is_replaced(tmp_path: Path) -> None:
         assert note.read_text() != stale
 
 
+CLEARS = """
+import sys
+from fastload import Cache
+cache = Cache(sys.argv[1], memory="1MB" if sys.argv[2] == "sharing" else None)
+print(cache.read(cache.key("0")) is not None, cache.clear() > 0, cache.read(cache.key("0")))
+cache.close()
+"""
+
+
+@pytest.mark.parametrize("who", ["itself", "sharing", "without memory"])
+def test_clear_forgets_what_is_in_memory(tmp_path: Path, who: str) -> None:
+    """Also where another process holds the memory; what users have of it stays as it is."""
+    cache = Cache(tmp_path / "cache", memory="1MB")
+    held = {}
+    for i in range(100):
+        cache.write(cache.key(str(i)), b"%d" % i * 100)
+        held[i] = cache.read(cache.key(str(i)))
+    assert cache.flush() and cache.counters["cache.memory_hits"] == 100
+    if who == "itself":
+        assert cache.clear() > 0
+    else:
+        done = subprocess.run(
+            [sys.executable, "-c", CLEARS, str(tmp_path / "cache"), who],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+        assert done.stdout.split() == ["True", "True", "None"], done.stderr
+    assert all(cache.lookup(cache.key(str(i))) is None for i in range(100))
+    assert cache.read(cache.key("0")) is None
+    assert all(bytes(view) == b"%d" % i * 100 for i, view in held.items() if view is not None)
+    cache.write(cache.key("0"), b"new")
+    assert bytes(cache.read(cache.key("0")) or b"") == b"new", "and it goes on"
+    assert cache.counters["cache.memory_hits"] == 101
+    assert bytes(held[0] or b"") == b"0" * 100
+    cache.close()
+    cache.clear()
+
+
+def test_clear_where_there_is_only_memory(memory: Memory) -> None:
+    memory.keep(KEY, memoryview(b"payload"))
+    assert memory.find(KEY) is not None
+    memory.clear()
+    assert memory.find(KEY) is None and memory.keep(OTHER, memoryview(b"other"))
+    assert memory.find(OTHER) is not None
+
+
 KILLED = """
 import sys
 from fastload import Cache, DataLoader, cached

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "partition": {"errors"},
     "sampler": {"partition", "errors"},
     "store": {"errors", "stats"},
-    "manifest": {"store", "errors"},
+    "manifest": {"store", "cache", "errors"},
     "cache": {"errors", "stats"},
     "fetch": {"store", "cache", "manifest", "formats", "stats", "errors"},
     "images": {"errors"},

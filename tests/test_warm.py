@@ -254,6 +254,71 @@ def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: p
     dataset.close()
 
 
+def outcomes_of(dataset: ObjectDataset, count: int) -> list[str]:
+    found: dict[int, str] = {}
+    for warmed in dataset.warm(range(count)):
+        found[warmed.sample] = warmed.outcome
+    return [found[sample] for sample in sorted(found)]
+
+
+@pytest.mark.parametrize("mode", ["raw", "decoded"])
+def test_an_object_too_large_for_a_record_is_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """One above 1 GiB, for which a smaller limit stands here. Mode "decoded" finds out by reading it."""
+    monkeypatch.setattr("fastload.cache.cache.MAX_PAYLOAD", 60_000)
+    (folder / "01").write_bytes(b"x" * 60_001)
+    dataset = ObjectDataset(str(folder), bytes, cache=Cache(tmp_path / "cache", mode))
+    assert outcomes_of(dataset, 40) == ["stored", "too large", *["stored"] * 38]
+    assert dataset.cache is not None and dataset.cache.info()["entries"] == 39
+    assert outcomes_of(dataset, 40) == ["present", "too large", *["present"] * 38]
+    assert dataset.cache.claim(dataset._cache_key(1)), "the claim on it was given back"
+    dataset.close()
+    dataset.cache.close()
+
+
+@pytest.mark.parametrize("mode", ["raw", "decoded"])
+def test_an_object_too_large_for_the_room_left_is_left_out(folder: Path, tmp_path: Path, mode: Any) -> None:
+    """The ones after it go on until an average one does not fit: then the cache is full."""
+    (folder / "05").write_bytes(b"x" * 400_000)
+    (folder / "06").write_bytes(b"x" * 900_000)
+    cache = Cache(tmp_path / "cache", mode, size_limit=1_020_000)
+    dataset = ObjectDataset(str(folder), bytes, cache=cache)
+    found = outcomes_of(dataset, 40)
+    # 600 KB are left for the small ones, of 50,080 bytes: five are there before, seven come after.
+    assert found[:20] == [*["stored"] * 6, "too large", *["stored"] * 7, *found[14:20]]
+    assert found[-1] == "full" and set(found[14:-1]) <= {"too large"} and len(found) < 20
+    assert cache.info()["entries"] == 13
+    dataset.close()
+    cache.close()
+
+
+def test_a_first_object_beyond_the_limit_is_not_the_end(folder: Path, tmp_path: Path) -> None:
+    (folder / "00").write_bytes(b"x" * 900_000)
+    dataset = ObjectDataset(
+        str(folder), bytes, cache=Cache(tmp_path / "cache", "decoded", size_limit="300KB")
+    )
+    found = outcomes_of(dataset, 40)
+    assert found[0] == "too large" and found.count("stored") == 5 and found[-1] == "full"
+    dataset.close()
+    dataset.cache.close()  # type: ignore[union-attr]
+
+
+def test_the_command_says_which_are_too_large(folder: Path, tmp_path: Path) -> None:
+    (folder / "05").write_bytes(b"x" * 5_000_000)
+    arguments = ["warm", str(folder), "--cache", str(tmp_path / "cache"), "--objects", "--num-workers", "0"]
+    done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB"])
+    assert done.exit_code == 0, done.output
+    assert (
+        "too large for the cache, and read from the store in training: 1 objects" in done.output
+        and "is full" not in done.output
+    )
+    done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB", "--json"])
+    document = json.loads(done.stdout.splitlines()[-1])
+    counts = [document[name] for name in ("objects", "stored", "skipped", "failed", "too_large", "left")]
+    assert counts == [40, 0, 39, 0, 1, 1] and document["full"] is False
+
+
 def test_an_object_that_is_gone_is_an_outcome(folder: Path, tmp_path: Path) -> None:
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     (folder / "07").unlink()

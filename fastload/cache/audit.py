@@ -12,7 +12,8 @@ from typing import Any
 
 from fastload.cache.claims import FILES
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
-from fastload.cache.memory import NOTE
+from fastload.cache.folder import is_ours
+from fastload.cache.memory import NOTE, clear_noted
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
 
@@ -145,9 +146,12 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 def clear(directory: Directory) -> int:
     if directory.readonly:
         raise CacheError(f"cache {directory.path.parent} {directory.readonly} and cannot be cleared")
-    names = directory.segment_names()
-    directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
+    known = directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
+    listed = directory.segment_names()
+    newer = set(directory.index.segments().values())  # by others, since then: registered before they are made
+    names = [name for name in listed if name in known or name not in newer]
     directory.files.clear()
+    clear_noted(directory.root_fd)
     freed = 0
     for name, size in _sizes(directory, names).items():
         with contextlib.suppress(FileNotFoundError):
@@ -163,6 +167,8 @@ def clear(directory: Directory) -> int:
 def _manifests(directory: Directory) -> list[Path]:
     """Listings that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
+    if not is_ours(folder):
+        return []
     return sorted(path for path in folder.glob("*") if path.suffix in (".manifest", ".places"))
 
 
@@ -176,11 +182,12 @@ def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
 
 def _foreign(directory: Directory) -> list[str]:
     parent, root = directory.path.parent, directory.path
-    found = [path for path in parent.iterdir() if path.name not in (FOLDER, MANIFESTS)]
-    if (parent / MANIFESTS).is_dir():
+    ours = is_ours(parent / MANIFESTS)
+    found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
+    if ours:
         found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
     found += [path for path in root.iterdir() if path.name not in _ROOT_FILES]
     found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
-    ours = set(directory.segment_names())
-    found += [path for path in (root / "segments").iterdir() if path.name not in ours]
+    segments = set(directory.segment_names())
+    found += [path for path in (root / "segments").iterdir() if path.name not in segments]
     return sorted(str(path.relative_to(parent)) for path in found)

@@ -15,7 +15,8 @@ import lmdb
 
 from fastload.cache import survey
 from fastload.cache.arguments import absolute, checked_int, parse_size
-from fastload.cache.directory import DAMAGED, MANIFESTS, Directory, refuse_unsafe
+from fastload.cache.directory import DAMAGED, MANIFESTS, Directory
+from fastload.cache.folder import may_keep, refuse_unsafe
 from fastload.cache.memory import IN_MEMORY, Memory
 from fastload.cache.record import (
     KEY_SIZE,
@@ -34,6 +35,7 @@ __all__ = ["Cache", "as_cache", "parse_size"]
 
 Digest = hashlib.blake2b  # of the first parts of a key
 Mode = Literal["raw", "shrunk", "decoded"]
+Fit = Literal["yes", "too large", "full"]
 
 # This process is short of something; the entry is not to blame.
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -167,9 +169,14 @@ class Cache:
         return self._counters
 
     @property
-    def manifests(self) -> Path:
-        """The folder in which datasets keep their listings. `clear` deletes these too."""
-        return Path(self.path) / MANIFESTS
+    def manifests(self) -> Path | None:
+        """The folder in which datasets keep their listings. `clear` deletes these too.
+
+        None, with a RuntimeWarning, where other users can have written them: they would decide which objects
+        and labels a dataset has.
+        """
+        folder = Path(self.path) / MANIFESTS
+        return folder if may_keep(folder) else None
 
     # -- reading
 
@@ -292,6 +299,25 @@ class Cache:
         if directory is not None and directory.claims is not None:
             directory.claims.drop(key)
 
+    def fits(self, nbytes: int) -> Fit:
+        """Whether a payload of that size would be kept: "yes"; "too large", for a record or for what is left
+        of `size_limit`, where smaller ones are kept; "full", where even a record of average size is not.
+
+        Raises:
+            OSError, lmdb.Error: the index cannot be read.
+        """
+        if nbytes > MAX_PAYLOAD:
+            return "too large"
+        directory = self._open()
+        if self.size_limit is None or directory is None or directory.writer is None:
+            return "yes"
+        used = directory.index.used_bytes()
+        left = self.size_limit - used - directory.writer.queued_bytes
+        if record_size(nbytes) <= left:
+            return "yes"
+        count = directory.index.count()
+        return "full" if count and left < used / count else "too large"
+
     def _put(
         self, directory: Directory, key: bytes, payload: bytes | bytearray | memoryview, wait: float
     ) -> bool:
@@ -299,12 +325,8 @@ class Cache:
             return False
         writer = directory.writer
         view = memoryview(payload)
-        if view.nbytes > MAX_PAYLOAD or writer is None:
+        if writer is None or self.fits(view.nbytes) != "yes":
             return False
-        if self.size_limit is not None:
-            size = record_size(view.nbytes) + writer.queued_bytes
-            if directory.index.used_bytes() + size > self.size_limit:
-                return False
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
         # Summed here, not in the writer thread: from now on the bytes are what the caller handed over, and
         # the writer has one reason less to wait for the GIL. 138 KB take a few microseconds.

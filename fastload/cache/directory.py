@@ -38,13 +38,14 @@ from typing import NamedTuple
 import lmdb
 
 from fastload.cache.claims import Claims
-from fastload.cache.index import Index
+from fastload.cache.folder import DIR_FLAGS, make_root
+from fastload.cache.index import Index, reserve_lock_file
 from fastload.cache.record import FORMAT, CorruptRecordError, Entry
 from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
 
-__all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root", "refuse_unsafe"]
+__all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root"]
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"
@@ -53,7 +54,6 @@ LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
 CLOSE_DEADLINE = 10.0
 REINDEX_BATCH = 1000
 
-_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DAMAGED_BOOT = "damaged"  # in the place of a boot: the index is to be made anew, whoever leaves after that
@@ -120,8 +120,8 @@ class Directory:
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
-        self.segments_fd = os.open("segments", _DIR_FLAGS, dir_fd=self.root_fd)
-        os.close(os.open("index", _DIR_FLAGS, dir_fd=self.root_fd))
+        self.segments_fd = os.open("segments", DIR_FLAGS, dir_fd=self.root_fd)
+        os.close(os.open("index", DIR_FLAGS, dir_fd=self.root_fd))
         for name in ("data.mdb", "lock.mdb"):
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISREG(os.lstat(self.path / "index" / name).st_mode):
@@ -176,10 +176,10 @@ class Directory:
         if not state.clean and state.boot != _boot_id():
             self._discard_index()
         try:
-            index = Index(self.path / "index")
+            index = self._make_index()
         except DAMAGED:
             self._discard_index()
-            index = Index(self.path / "index")
+            index = self._make_index()
         try:
             sizes = [os.stat(name, dir_fd=self.segments_fd).st_size for name in self.segment_names()]
             self._reindexes = bool(sizes) and (state.reindex or index.count() == 0)
@@ -190,6 +190,10 @@ class Directory:
             index.close()  # LMDB does not open it twice
             raise
         return index
+
+    def _make_index(self) -> Index:
+        reserve_lock_file(self.path / "index")
+        return Index(self.path / "index")
 
     def _discard_index(self) -> None:
         # Renamed before deletion: whoever still has it open keeps a whole, if lonely, index.
@@ -329,26 +333,9 @@ def identity(fd: int) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def refuse_unsafe(path: str, found: os.stat_result) -> None:
-    """CacheError unless `path` is a directory in which nobody else can put files of their making.
-
-    Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
-    """
-    if not stat.S_ISDIR(found.st_mode):
-        raise CacheError(f"path={path!r} is not a directory; give the cache a directory of its own")
-    if found.st_uid not in (os.geteuid(), 0):
-        raise CacheError(
-            f"path={path!r} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}; "
-            "give a directory of your own, for example a new one inside it"
-        )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
-
-
 def open_root(path: str) -> int:
     """The file descriptor of `<path>/v1`, made if absent, refused if it is not ours alone."""
-    Path(path).mkdir(0o700, parents=True, exist_ok=True)
-    refuse_unsafe(path, Path(path).stat())
+    make_root(path)
     root = Path(path) / FOLDER
     with contextlib.suppress(FileExistsError):
         try:
@@ -356,7 +343,7 @@ def open_root(path: str) -> int:
         except OSError as error:  # a read-only file system may say so before it says "exists"
             if error.errno not in _READ_ONLY or not root.is_dir():
                 raise
-    fd = os.open(root, _DIR_FLAGS)
+    fd = os.open(root, DIR_FLAGS)
     try:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:

@@ -10,6 +10,8 @@ grows without bound.
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,12 +23,13 @@ import lmdb
 
 from fastload.cache.record import CorruptRecordError, Entry
 
-__all__ = ["Claim", "Index", "SegmentGoneError"]
+__all__ = ["Claim", "Index", "SegmentGoneError", "reserve_lock_file"]
 
 # Address space, not memory or disk: about 200 million entries. Fixed, because growing a map while other
 # processes use it is where LMDB reports corruption; a full map means pass-through.
 MAP_SIZE = 16 << 30
 MAX_READERS = 1024  # processes and threads that look up in the same microsecond; LMDB's default is 126
+LOCK_BYTES = 128 << 10  # LMDB takes 64 for each of the readers and 192; a larger file has more readers
 
 Claim = Literal["new", "known", "full"]
 
@@ -174,12 +177,14 @@ class Index:
         with self._write() as txn:
             txn.put(_BYTES, _COUNT.pack(used), db=self._meta)
 
-    def clear(self) -> None:
-        """Forget all entries and segments; the numbers of segments go on."""
+    def clear(self) -> list[str]:
+        """Forget all entries and segments; the numbers of segments go on. Returns the segments' names."""
         with self._write() as txn:
+            names = [name.decode("ascii", "replace") for _, name in txn.cursor(db=self._segments)]
             txn.drop(self._entries, delete=False)
             txn.drop(self._segments, delete=False)
             txn.put(_BYTES, _COUNT.pack(0), db=self._meta)
+        return names
 
     # -- life
 
@@ -219,11 +224,31 @@ def _open_environment(folder: Path, readonly: bool) -> Any:
     if not readonly:
         return lmdb.open(str(folder), **options)
     try:
+        reserve_lock_file(folder)
         return lmdb.open(str(folder), readonly=True, create=False, **options)
-    except lmdb.Error:
+    except (OSError, lmdb.Error):
         # The lock file cannot be written either. Without it a writer elsewhere could recycle pages under a
         # lookup, which then finds nothing or something that the record's own checks refuse.
         return lmdb.open(str(folder), readonly=True, create=False, lock=False, **options)
+
+
+def reserve_lock_file(folder: Path) -> None:
+    """Give LMDB's lock file its place on the disk. LMDB makes it as a hole and writes into it through a
+    mapping: on a full disk that ends the process with SIGBUS, where this is an error that can be caught.
+
+    Raises:
+        OSError: the disk has no room for it.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(folder / "lock.mdb", flags, 0o600)
+    try:
+        if os.fstat(fd).st_blocks * 512 < LOCK_BYTES:
+            os.posix_fallocate(fd, 0, LOCK_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that knows no such thing
+            raise
+    finally:
+        os.close(fd)
 
 
 def _count(value: bytes | None) -> int:

@@ -42,7 +42,7 @@ import xxhash
 from fastload.cache.record import Entry
 from fastload.errors import ArgumentError
 
-__all__ = ["IN_MEMORY", "NOTE", "Memory"]
+__all__ = ["IN_MEMORY", "NOTE", "Memory", "clear_noted"]
 
 # The "segment" of an entry whose record lies here. Its "checksum" says in which file, by the file's number.
 IN_MEMORY = 0xFFFFFFFF
@@ -150,6 +150,16 @@ class Memory:
         finally:
             os.close(note)
 
+    def clear(self) -> None:
+        """Forget all records, in every process that shares them.
+
+        Views that were handed out stay valid. So the bytes come free only with the file, and records kept
+        from here on have what is left of the budget.
+        """
+        mapped = self._mapped
+        for fd in (self._file.open(), os.dup(mapped.fd) if mapped is not None else -1):
+            _empty(fd)
+
     def find(self, key: bytes) -> Entry | None:
         """Where the record of `key` lies, or None."""
         mapped = self._mapped
@@ -169,6 +179,39 @@ class Memory:
         """Copy a verified payload in. False when it is full, or was busy: nothing waits for it."""
         mapped = self._mapped
         return mapped is not None and mapped.keep(key, payload)
+
+
+def clear_noted(root_fd: int) -> None:
+    """Forget all records in the memory that a cache directory names, whichever process holds it."""
+    with contextlib.suppress(OSError, ValueError):
+        note = os.open(NOTE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+        with os.fdopen(note, "rb") as file:
+            pid, number, name = file.read(200).decode("ascii", "replace").split()
+        _empty(_File(int(pid), int(number), name).open())
+
+
+def _empty(fd: int) -> None:
+    """Make a table without rows of a file's table, and close it. -1: there is none.
+
+    Its pages become a hole: zeros for every process that looks up, and no memory taken. A process that is
+    just adding a record may finish: the record is sound.
+    """
+    if fd < 0:
+        return
+    with contextlib.suppress(OSError):
+        size, page = os.fstat(fd).st_size, mmap.PAGESIZE
+        first, end = _HEAD, _HEAD + _table_rows(size) * _ROW_BYTES
+        start, stop = (
+            -(-first // page) * page,
+            end // page * page,
+        )  # whole pages: data follows in the last one
+        if start < stop:
+            with mmap.mmap(fd, stop, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE) as head:
+                head.madvise(mmap.MADV_REMOVE, start, stop - start)
+            os.pwrite(fd, bytes(start - first), first)
+            first = stop
+        os.pwrite(fd, bytes(end - first), first)
+    _close(fd)
 
 
 class _Mapped:

@@ -35,7 +35,7 @@ from fastload.cache.record import (
     verify,
 )
 
-__all__ = ["SegmentFiles", "SegmentReader", "SegmentWriter", "is_segment_name"]
+__all__ = ["SegmentFiles", "SegmentReader", "SegmentWriter", "is_segment_name", "new_segment_name"]
 
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,64}-[0-9]+-([0-9a-f]{32})\.seg", re.ASCII)
 _SCAN_BYTES = 1 << 20
@@ -54,13 +54,17 @@ def segment_id(name: str) -> bytes:
     return bytes.fromhex(match[1])
 
 
+def new_segment_name() -> str:
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64] or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(SEGMENT_ID_SIZE)}.seg"
+
+
 class SegmentWriter:
     """Appends records to a new segment. One process, one thread."""
 
-    def __init__(self, folder_fd: int) -> None:
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())[:64] or "host"
-        self.name = f"{host}-{os.getpid()}-{secrets.token_hex(SEGMENT_ID_SIZE)}.seg"
-        self.id = segment_id(self.name)
+    def __init__(self, folder_fd: int, name: str) -> None:
+        self.name = name
+        self.id = segment_id(name)
         self.size = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(self.name, flags, 0o600, dir_fd=folder_fd)

@@ -62,16 +62,20 @@ def check(cache: Cache, fix: bool = False, progress: Callable[[int, int], None] 
 def clear(cache: Cache) -> int:
     """Delete every record, in all modes, and the listings kept beside them; return the bytes freed.
 
-    Safe while others read and write; they go on with an empty cache. Files that fastload did not write
-    stay.
+    Safe while others read and write; they go on with an empty cache. Records in memory (`memory=`) are
+    forgotten too, also where another process holds them; their bytes come free once the processes that share
+    the memory have ended. Files that fastload did not write stay.
 
     Raises:
         CacheError: the directory cannot be opened, or only read.
     """
-    if not _exists(cache):
-        return 0
-    with _must_open(cache) as directory:
-        return audit.clear(directory)
+    freed = 0
+    if _exists(cache):
+        with _must_open(cache) as directory:
+            freed = audit.clear(directory)
+    if cache.memory is not None:  # which may be another one than the directory names
+        cache.memory.clear()
+    return freed
 
 
 def _exists(cache: Cache) -> bool:

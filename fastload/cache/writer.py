@@ -21,7 +21,7 @@ from typing import NamedTuple
 from fastload.cache.claims import Claims
 from fastload.cache.index import Index, SegmentGoneError
 from fastload.cache.record import Entry, record_size
-from fastload.cache.segment import SegmentWriter
+from fastload.cache.segment import SegmentWriter, new_segment_name
 from fastload.stats import Counters
 
 __all__ = ["Item", "Writer"]
@@ -272,8 +272,10 @@ class Writer:
 
     def _open_segment(self) -> None:
         self._leave_segment()
-        self._segment = SegmentWriter(self._segments_fd)
-        self._number = self._index.add_segment(self._segment.name)
+        name = new_segment_name()
+        # Registered first: who clears the cache meanwhile takes a file without a number for a dead process's.
+        self._number = self._index.add_segment(name)
+        self._segment = SegmentWriter(self._segments_fd, name)
 
     def _leave_segment(self) -> None:
         if self._segment is not None:

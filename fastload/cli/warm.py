@@ -3,8 +3,12 @@
 {"command": "warm", "date", "machine": {...}, "versions": {...},
  "settings": {"url", "cache", "mode", "short_side", "quality", "size_limit", "num_workers", "shard": [i, n]},
  "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not in the cache),
- "full", "interrupted", "failures": [{"key", "error"}, ...] (the first), "read_bytes", "seconds",
- "objects_per_second", "megabytes_per_second", "listing_seconds", "cache": {"entries", "bytes"}}
+ "too_large" (of these: for a record, or for the room left), "full", "interrupted",
+ "failures": [{"key", "error"}, ...] (the first), "read_bytes", "seconds", "objects_per_second",
+ "megabytes_per_second", "listing_seconds", "cache": {"entries", "bytes"}}
+
+Exit code 1: an object cannot be read or decoded. 130: interrupted. A cache that is full, or an object too
+large for it, is 0: training reads these from the store.
 """
 
 from __future__ import annotations
@@ -158,9 +162,10 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
         except KeyboardInterrupt:
             interrupted = True
     seconds = time.perf_counter() - tally.start
-    if tally.outcomes["full"]:
+    if tally.outcomes["full"] or tally.outcomes["too large"]:
         _recount(dataset, samples, tally)
-    counts, left = tally.outcomes, len(samples) - tally.done
+    counts = tally.outcomes
+    left = len(samples) - counts["stored"] - counts["present"] - counts["failed"]
     info = dataset.cache.info()
     return {
         "command": "warm",
@@ -178,6 +183,7 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
         "skipped": counts["present"],
         "failed": counts["failed"],
         "left": left,
+        "too_large": counts["too large"],
         "full": counts["full"] > 0,
         "interrupted": interrupted,
         "failures": [{"key": dataset.key(sample), "error": error} for sample, error in tally.failures],
@@ -232,6 +238,12 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         console.print(f"  {failure['key']}: {failure['error']}", markup=False, soft_wrap=True)
     if document["failed"] > len(document["failures"]):
         console.print(f"  and {document['failed'] - len(document['failures']):,} more")
+    if document["too_large"] and not document["full"]:
+        console.print(
+            "too large for the cache, and read from the store in training: "
+            f"{document['too_large']:,} objects (above 1 GiB, or what is left of --size-limit)",
+            soft_wrap=True,
+        )
     if document["full"]:
         console.print(f"the cache is full: {document['left']:,} objects will come from the store in training")
     if document["interrupted"]:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import operator
 import os
-from pathlib import PurePath
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache, as_cache
+from fastload.datasets.fingerprint import describe
 from fastload.datasets.layout import dump, load
-from fastload.datasets.prefix import code_of
+from fastload.datasets.prefix import check_fingerprint
 from fastload.errors import ArgumentError, DecodeError
 from fastload.stats import Counters
 
 __all__ = ["CachedDataset", "cached"]
 
-_PRIMITIVE = (type(None), bool, int, float, str, bytes, PurePath)
-
 
 def cached(
-    dataset: Dataset[Any], cache: Cache | str | os.PathLike[str], *, fingerprint: str | None = None
+    dataset: Dataset[Any], cache: Cache | str | os.PathLike[str], fingerprint: str | None = None
 ) -> CachedDataset:
     """Keep the samples of a deterministic map-style dataset in `cache`.
 
@@ -31,12 +29,14 @@ def cached(
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
         cache: any `Cache`, or the path of one; its mode only says where entries belong.
-        fingerprint: text that names the samples: same fingerprint and index, same sample. Default: the
-            dataset's class, its source code, its length, and those of its attributes that are plain values.
+        fingerprint: text that names the samples: same fingerprint and index, same sample. Default: a
+            description of all that the dataset holds: its class and the code of its methods, its length and
+            attributes, nested datasets and transforms, arrays and tensors by content. Files that a path names
+            are not looked at.
 
     Raises:
-        ArgumentError: a dataset without length, or of which no fingerprint can be made; at a sample that
-            cannot be stored.
+        ArgumentError: a dataset without length; one that holds what cannot be described, such as an open file
+            or a lock, without a fingerprint; at a sample that cannot be stored.
     """
     kept_in = as_cache(cache)
     if kept_in is None:
@@ -46,9 +46,10 @@ def cached(
         raise ArgumentError(
             f"dataset must be map-style (__getitem__ and __len__), found {type(dataset).__name__}"
         )
-    if not isinstance(fingerprint, str | None):
-        raise ArgumentError(f"fingerprint must be a str or None, found {fingerprint!r}")
-    return CachedDataset(dataset, kept_in, fingerprint if fingerprint is not None else _fingerprint(dataset))
+    check_fingerprint(fingerprint)
+    if fingerprint is None:
+        fingerprint = f"{len(dataset)} {describe(dataset, 'dataset')}"  # type: ignore[arg-type]
+    return CachedDataset(dataset, kept_in, fingerprint)
 
 
 class CachedDataset(Dataset[Any]):
@@ -96,12 +97,3 @@ class CachedDataset(Dataset[Any]):
     def counters(self) -> Counters:
         """The cache's counters in this process."""
         return self.cache.counters
-
-
-def _fingerprint(dataset: Any) -> str:
-    if not hasattr(dataset, "__dict__"):
-        raise ArgumentError(
-            f"a {type(dataset).__name__} has nothing to tell it from others by: give a fingerprint"
-        )
-    values = {name: value for name, value in sorted(vars(dataset).items()) if isinstance(value, _PRIMITIVE)}
-    return repr((code_of(type(dataset)), len(dataset), values))

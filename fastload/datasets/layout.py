@@ -4,10 +4,14 @@ A value is one tag byte and its content; integers are little-endian. Arrays are 
 start of the record, so that they can be used where they lie.
 
     N T F            None, True, False
-    i  int64         int            I  u32 text     int beyond 64 bits, in decimal
+    i  int64         int            I  u32 text     int beyond 64 bits, in hexadecimal
     d  float64       float          s  u32 utf-8    str           b  u64 bytes   bytes
+    S  u32 utf-8     numpy.str_     B  u64 bytes    numpy.bytes_
     l t m  u32 n ..  list, tuple, dict (key, value, ...)
     a  dtype, shape, data           numpy array     g  same, scalar   numpy scalar     x  same   torch tensor
+
+Text may have lone surrogates, as file names do that are not UTF-8. Of arrays and tensors the values are
+stored, in C order.
 
 Loading is bounded by the record: a length that points outside of it is an error, and nothing is executed.
 """
@@ -24,7 +28,7 @@ import torch
 
 from fastload.errors import ArgumentError, DecodeError
 
-__all__ = ["dump", "load"]
+__all__ = ["bytes_of", "dump", "load"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -68,9 +72,11 @@ def load(record: Any, *, readonly: bool = False) -> Any:
 
 def _write(out: bytearray, value: Any, path: str, depth: int) -> None:
     write = _WRITERS.get(type(value))
-    if isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):
+    if write is None and isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):
         write = _write_scalar
-    if write is None or depth > _MAX_DEPTH:
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"{path} is nested deeper than {_MAX_DEPTH} levels, which the cache cannot keep")
+    if write is None:
         raise ArgumentError(
             f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which the cache cannot keep: "
             "let the dataset return None, bool, int, float, str, bytes, numpy arrays, torch tensors, or "
@@ -83,13 +89,17 @@ def _write_int(out: bytearray, value: int, path: str, depth: int) -> None:
     if -(2**63) <= value < 2**63:
         out += struct.pack("<cq", b"i", value)
     else:
-        text = str(value).encode()
+        text = hex(value).encode()  # decimal is limited to 4,300 digits
         out += struct.pack("<cI", b"I", len(text)) + text
 
 
 def _write_text(out: bytearray, value: str, path: str, depth: int) -> None:
-    data = value.encode()
-    out += struct.pack("<cI", b"s", len(data)) + data
+    data = value.encode("utf-8", "surrogatepass")
+    out += struct.pack("<cI", b"s" if type(value) is str else b"S", len(data)) + data
+
+
+def _write_bytes(out: bytearray, value: bytes, path: str, depth: int) -> None:
+    out += struct.pack("<cQ", b"b" if type(value) is bytes else b"B", len(value)) + value
 
 
 def _write_sequence(out: bytearray, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> None:
@@ -106,9 +116,10 @@ def _write_dict(out: bytearray, value: dict[Any, Any], path: str, depth: int) ->
 
 
 def _write_array(out: bytearray, value: Array, path: str, depth: int, tag: bytes = b"a") -> None:
-    if value.dtype.hasobject or value.dtype.kind == "V":
+    if value.dtype.hasobject or value.dtype.kind in "VT":
         raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which takes pickle to keep")
-    _write_block(out, tag, value.dtype.str, value.shape, np.ascontiguousarray(value).data)
+    data = np.ascontiguousarray(value).reshape(-1)  # as bytes: not every dtype has a buffer
+    _write_block(out, tag, value.dtype.str, value.shape, data.view(np.uint8).data if data.nbytes else b"")
 
 
 def _write_scalar(out: bytearray, value: np.generic, path: str, depth: int) -> None:
@@ -122,16 +133,34 @@ def _write_tensor(out: bytearray, value: torch.Tensor, path: str, depth: int) ->
             f"{path} is a {value.layout} tensor on {value.device} (requires_grad={value.requires_grad}): the "
             "cache keeps plain CPU tensors; convert it in the dataset"
         )
-    name = str(value.dtype).removeprefix("torch.")
-    data = b"" if not value.numel() else value.contiguous().reshape(-1).view(torch.uint8).numpy().data
-    _write_block(out, b"x", name, tuple(value.shape), memoryview(data))
+    try:
+        data = bytes_of(value)
+        shape = tuple(value.shape)
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # such as nested tensors
+        raise ArgumentError(f"{path} is a tensor whose bytes the cache cannot keep: {error}") from error
+    _write_block(out, b"x", str(value.dtype).removeprefix("torch."), shape, data)
 
 
-def _write_block(out: bytearray, tag: bytes, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The values of a plain CPU tensor, in C order, conjugated and negated where torch would do so later.
+
+    Raises:
+        RuntimeError, TypeError, NotImplementedError: it has no plain storage, such as a nested tensor.
+    """
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A single value may have any stride and count as contiguous.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _write_block(
+    out: bytearray, tag: bytes, dtype: str, shape: tuple[int, ...], data: memoryview | bytes
+) -> None:
     name = dtype.encode()
     out += struct.pack(f"<cBB{len(name)}s{len(shape)}Q", tag, len(name), len(shape), name, *shape)
     out += b"\0" * (-len(out) % _ALIGN)
-    out += data.cast("B") if data.nbytes else b""
+    out += data
 
 
 _Writer = Callable[[bytearray, Any, str, int], None]
@@ -141,7 +170,9 @@ _WRITERS: dict[type, _Writer] = {
     int: _write_int,
     float: lambda out, value, path, depth: out.extend(struct.pack("<cd", b"d", value)),
     str: _write_text,
-    bytes: lambda out, value, path, depth: out.extend(struct.pack("<cQ", b"b", len(value)) + value),
+    bytes: _write_bytes,
+    np.str_: _write_text,  # as an array it would lose zeros at its end
+    np.bytes_: _write_bytes,
     list: _write_sequence,
     tuple: _write_sequence,
     dict: _write_dict,
@@ -158,7 +189,7 @@ def _read(memory: memoryview, at: int, depth: int, readonly: bool) -> tuple[Any,
         return {"N": None, "T": True, "F": False}[tag], at
     if tag in "id":
         return (_INT64 if tag == "i" else _FLOAT64).unpack_from(memory, at)[0], at + 8
-    if tag in "Isb":
+    if tag in "IsbSB":
         return _read_bytes(memory, at, tag)
     if tag in "ltm":
         return _read_container(memory, at, tag, depth, readonly)
@@ -168,15 +199,17 @@ def _read(memory: memoryview, at: int, depth: int, readonly: bool) -> tuple[Any,
 
 
 def _read_bytes(memory: memoryview, at: int, tag: str) -> tuple[Any, int]:
-    form = _UINT64 if tag == "b" else _UINT32
+    form = _UINT64 if tag in "bB" else _UINT32
     (size,) = form.unpack_from(memory, at)
     at += form.size
     if size > memory.nbytes - at:
         raise ValueError(f"{size} bytes at byte {at} of {memory.nbytes}")
     data = bytes(memory[at : at + size])
-    value: Any = data
-    if tag != "b":
-        value = data.decode() if tag == "s" else int(data)
+    if tag == "I":
+        return int(data, 0), at + size  # decimal, as it was written once, or hexadecimal
+    value: Any = data if tag in "bB" else data.decode("utf-8", "surrogatepass")
+    if tag in "SB":
+        value = np.str_(value) if tag == "S" else np.bytes_(value)
     return value, at + size
 
 

@@ -42,6 +42,9 @@ class ObjectDataset(Dataset[Any]):
         decode: bytes -> object; deterministic. Default: the bytes as they are, or whatever `transform` needs.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on what `decode` returns; or a `ByEpoch` of these.
+        fingerprint: text that names what `decode` does; cache mode "decoded" tells the results of two decodes
+            apart by it. Default: a description of all that `decode` holds (its code, arguments, closure,
+            attributes, the globals it names).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. A store that names
             no versions of its objects is not cached: a warning says so.
         storage_options: for `open_store`.
@@ -62,6 +65,7 @@ class ObjectDataset(Dataset[Any]):
         decode: Callable[[Any], Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         *,
+        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
@@ -78,7 +82,7 @@ class ObjectDataset(Dataset[Any]):
         self.transform = transform
         self.cache = as_cache(cache)
         self.counters = Counters()
-        self._prefix = Prefix(self.cache, decode)
+        self._prefix = Prefix(self.cache, decode, fingerprint)
         self._store = open_store(url, **(storage_options or {}))
         if self.cache is not None and self._store.holds(self.cache.path):
             raise ArgumentError(

@@ -11,16 +11,16 @@ In every epoch, the first too, samples are made from what the cache keeps: train
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from fastload.cache import Cache
+from fastload.datasets.fingerprint import describe
 from fastload.datasets.layout import dump, load
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_resized, shrink
 
-__all__ = ["Prefix", "code_of"]
+__all__ = ["Prefix", "check_fingerprint", "key_of"]
 
 # Part of the cache's keys: raise it when `shrink` or `decode_resized` give other pixels.
 _VERSION = "1"
@@ -32,13 +32,17 @@ class Prefix:
     Args:
         cache: its mode decides; None is as "raw".
         decode: the dataset's own decode function, or None for images and plain bytes.
+        fingerprint: of the user, in place of a description of `decode`.
 
     Attributes:
         prepare: bytes -> what is cached; None where that is the bytes themselves.
         key: what tells these results apart from those of another prefix, beside the cache's mode.
     """
 
-    def __init__(self, cache: Cache | None, decode: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, cache: Cache | None, decode: Callable[[Any], Any] | None, fingerprint: str | None = None
+    ) -> None:
+        check_fingerprint(fingerprint)
         self.mode = "raw" if cache is None else cache.mode
         self._decode = decode
         self._short_side = cache.short_side if cache is not None else 0
@@ -48,7 +52,7 @@ class Prefix:
                 "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: "
                 "use mode 'raw' or 'decoded'"
             )
-        self.key = () if self.mode == "raw" else (_VERSION, "" if decode is None else code_of(decode))
+        self.key = () if self.mode == "raw" else (_VERSION, *key_of(decode, fingerprint))
 
     @property
     def prepare(self) -> Callable[[Any], bytes] | None:
@@ -76,11 +80,22 @@ class Prefix:
         )
 
 
-def code_of(thing: Any) -> str:
-    """Names a function or class by where it is and what its source says, as far as can be known."""
-    try:
-        source = inspect.getsource(thing)
-    except (OSError, TypeError):  # a callable object, a notebook's cell, a class made at run time
-        source = ""
-    kind = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}\n{source}"
+def key_of(decode: Callable[[Any], Any] | None, fingerprint: str | None) -> tuple[str, ...]:
+    """What tells the results of `decode` from those of another function, as parts of a key.
+
+    Raises:
+        ArgumentError: `decode` holds what cannot be described, and there is no fingerprint.
+    """
+    if fingerprint is not None:
+        return "fingerprint", fingerprint
+    return ("",) if decode is None else ("described", describe(decode, "decode"))
+
+
+def check_fingerprint(fingerprint: str | None) -> None:
+    """Refuse an argument that is no text.
+
+    Raises:
+        ArgumentError: it is neither a str nor None.
+    """
+    if not isinstance(fingerprint, str | None):
+        raise ArgumentError(f"fingerprint must be a str or None, found {fingerprint!r}")

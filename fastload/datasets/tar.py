@@ -72,6 +72,9 @@ class TarDataset(ShardDataset):
         cycle_length: files open at once, over the workers of a rank.
         block_length: samples from each in turn.
         shuffle_buffer: of a block: samples as int, or bytes as text, per worker.
+        fingerprint: text that names what `decode` does; cache mode "decoded" tells the results of two decodes
+            apart by it. Default: a description of all that `decode` holds (its code, arguments, closure,
+            attributes, the globals it names).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         index: where index files are: a URL; None: beside the files, if there are any; False: not at all.
         compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.
@@ -92,6 +95,7 @@ class TarDataset(ShardDataset):
         cycle_length: int = 32,
         block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         index: str | os.PathLike[str] | bool | None = None,
         compression: str | None = None,
@@ -110,6 +114,7 @@ class TarDataset(ShardDataset):
             cycle_length=cycle_length,
             block_length=block_length,
             shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
             cache=cache,
             index=index,
             compression=compression,

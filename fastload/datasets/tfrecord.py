@@ -65,6 +65,9 @@ class TFRecordDataset(ShardDataset):
         cycle_length: files open at once, over the workers of a rank.
         block_length: records from each in turn.
         shuffle_buffer: of a block: records as int, or bytes as text, per worker.
+        fingerprint: text that names what `decode` does; cache mode "decoded" tells the results of two decodes
+            apart by it. Default: a description of all that `decode` holds (its code, arguments, closure,
+            attributes, the globals it names).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         index: where index files of tfrecord2idx are: a URL; None: beside the files, if there are any; False:
             not at all.
@@ -86,6 +89,7 @@ class TFRecordDataset(ShardDataset):
         cycle_length: int = 32,
         block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         index: str | os.PathLike[str] | bool | None = None,
         compression: str | None = None,
@@ -109,6 +113,7 @@ class TFRecordDataset(ShardDataset):
             cycle_length=cycle_length,
             block_length=block_length,
             shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
             cache=cache,
             index=index,
             compression=compression,

@@ -37,13 +37,14 @@ _BAD = (DecodeError, NotFoundError, ObjectChangedError, ShortReadError)
 class Warmed(NamedTuple):
     """What became of one sample.
 
-    outcome: "stored" now; "present" already; "failed", a bad object, `error` says why; "full": the cache
-        takes no more, and the samples that follow were not read.
+    outcome: "stored" now; "present" already; "failed", a bad object, `error` says why; "too large" for a
+        record (1 GiB) or for what is left of the size limit, so that training reads it from the store;
+        "full": the cache takes no more, and the samples that follow were not read.
     size: bytes of the object that were read from the store.
     """
 
     sample: int
-    outcome: Literal["stored", "present", "failed", "full"]
+    outcome: Literal["stored", "present", "failed", "too large", "full"]
     size: int = 0
     error: str = ""
 
@@ -106,6 +107,8 @@ class _Filling:
             key = self._key(index)
             if self._cache.lookup(key) is not None:
                 yield Warmed(index, "present")
+            elif self._cache.mode == "raw" and self._cache.fits(self._size(index)) == "too large":
+                yield Warmed(index, "too large")  # known without reading it
             elif self._cache.claim(key) or unclaimed:
                 self._window.request([index])
                 self._requested.append(index)
@@ -127,11 +130,15 @@ class _Filling:
             return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
         if self._cache.write(key, payload, wait=_DISK_SECONDS):
             return Warmed(index, "stored", size)
-        if self._cache.counters["cache.failures"]:
+        self._cache.flush()  # records in the queue may be counted twice; now it is known what is left
+        fit = self._cache.fits(memoryview(payload).nbytes)
+        if fit == "yes" and self._cache.write(key, payload, wait=_DISK_SECONDS):
+            return Warmed(index, "stored", size)
+        if fit == "yes" or self._cache.counters["cache.failures"]:
             raise CacheError(
                 f"cache {self._cache.path} takes no more (see the warning above): what it has stays"
             )
-        return Warmed(index, "full", size)
+        return Warmed(index, fit, size)
 
     def close(self) -> None:
         for index in self._requested:

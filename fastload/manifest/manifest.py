@@ -6,12 +6,10 @@ them, and nothing of that size is sent to a worker.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import mmap
 import os
-import tempfile
 import warnings
 import weakref
 from collections.abc import Callable
@@ -24,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from fastload.cache.folder import open_kept, save_kept
+from fastload.errors import CacheError
 from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.manifest.progress import ListingProgress
 from fastload.store import Store, clients_live_here
@@ -195,24 +195,18 @@ class Manifest:
         """Write the manifest to `path`, whole or not at all.
 
         Raises:
-            OSError: the directory cannot be made or written to.
+            OSError: the directory cannot be made or written to, or others can write to it.
         """
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self._map)
-            os.replace(temporary, path)  # noqa: PTH105 - `temporary` is a str
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)  # noqa: PTH108
-            raise
+        save_kept(path, self._map)
 
     @classmethod
     def _load(cls, path: Path, identity: str) -> Manifest | None:
         """The manifest saved at `path`; None if there is none, or it is damaged, old or another's."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = open_kept(path)
+        except CacheError as error:
+            _log.warning("a kept manifest is not read, and listed again: %s", error.message)
+            return None
         except OSError:
             return None
         if not _is_whole(descriptor):

@@ -57,6 +57,7 @@ class ShardDataset(Dataset[Any]):
         cycle_length: int,
         block_length: int,
         shuffle_buffer: int | str,
+        fingerprint: str | None,
         cache: Cache | str | os.PathLike[str] | None,
         index: str | os.PathLike[str] | bool | None,
         compression: str | None,
@@ -76,7 +77,7 @@ class ShardDataset(Dataset[Any]):
         self.counters = Counters()
         self._form = form
         self._maker = SampleMaker(fields, decode is not None, transform)
-        self._prefix = RecordPrefix(self.cache, fields, decode)
+        self._prefix = RecordPrefix(self.cache, fields, decode, fingerprint)
         directory = None if self.cache is None else self.cache.manifests
         self._shards = ShardList(
             url,

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from fastload.cache.folder import open_kept, save_kept
+from fastload.errors import CacheError
 from fastload.formats.index import Places
 
 __all__ = ["Fault", "PlaceBook", "Table"]
@@ -208,7 +209,11 @@ class PlaceBook:
     def _read(self, shard: int) -> Table | None:
         path = self._path(shard)
         try:
-            data = path.read_bytes()
+            with os.fdopen(open_kept(path), "rb") as file:
+                data = file.read()
+        except CacheError as error:
+            _log.warning("a kept table is not read, and its shard is read again: %s", error.message)
+            return None
         except OSError:
             return None
         try:
@@ -229,15 +234,6 @@ class PlaceBook:
             return
         path = self._path(shard)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                os.replace(temporary, path)  # noqa: PTH105 - `temporary` is a str
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)  # noqa: PTH108
-                raise
+            save_kept(path, data)
         except OSError as error:
             _log.warning("the table of a shard cannot be kept in %s: %s", path.parent, error)

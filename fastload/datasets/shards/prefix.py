@@ -14,7 +14,7 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.datasets.layout import dump, load
-from fastload.datasets.prefix import code_of
+from fastload.datasets.prefix import check_fingerprint, key_of
 from fastload.datasets.shards.fields import Fields
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_resized, shrink
@@ -32,6 +32,7 @@ class RecordPrefix:
         cache: its mode decides; None is as "raw".
         fields: splits records; None: a record is bytes.
         decode: of the user: the fields, or the bytes, -> object.
+        fingerprint: of the user, in place of a description of `decode`.
 
     Attributes:
         prepare: payload -> what is cached; None where that is the payload itself.
@@ -39,8 +40,13 @@ class RecordPrefix:
     """
 
     def __init__(
-        self, cache: Cache | None, fields: Fields | None, decode: Callable[[Any], Any] | None
+        self,
+        cache: Cache | None,
+        fields: Fields | None,
+        decode: Callable[[Any], Any] | None,
+        fingerprint: str | None,
     ) -> None:
+        check_fingerprint(fingerprint)
         self.mode = "raw" if cache is None else cache.mode
         self._fields = fields
         self._decode = decode
@@ -56,7 +62,7 @@ class RecordPrefix:
         self.key: tuple[str, ...] = ()
         if self.mode != "raw":
             of_fields = "" if fields is None else fields.key
-            self.key = (_VERSION, of_fields, "" if decode is None else code_of(decode))
+            self.key = (_VERSION, of_fields, *key_of(decode, fingerprint))
 
     @property
     def prepare(self) -> Callable[[Any], bytes] | None:

@@ -1,0 +1,137 @@
+"""Folders that only this user can change, and what datasets keep in the one beside the records: listings of
+stores and tables of shards. A file there is written whole or not at all, and read only where nobody else can
+have written it: whoever writes a listing decides which objects and labels a training gets.
+
+Everything is looked at by its descriptor: a path may lead to something else by the time it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import stat
+import warnings
+from pathlib import Path
+
+from fastload.errors import CacheError
+
+__all__ = ["DIR_FLAGS", "is_ours", "make_root", "may_keep", "open_kept", "refuse_unsafe", "save_kept"]
+
+DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def refuse_unsafe(path: str, found: os.stat_result) -> None:
+    """CacheError unless `path` is a directory in which nobody else can put files of their making.
+
+    Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        raise CacheError(f"path={path!r} is not a directory; give the cache a directory of its own")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise CacheError(
+            f"path={path!r} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}; "
+            "give a directory of your own, for example a new one inside it"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
+
+
+def make_root(path: str | Path) -> None:
+    """Make the directory of a cache, for this user only; whoever comes first, cache or listing, makes it so.
+
+    Raises:
+        CacheError: it is there, and others can put files into it. OSError: it cannot be made.
+    """
+    Path(path).mkdir(0o700, parents=True, exist_ok=True)
+    refuse_unsafe(str(path), Path(path).stat())
+
+
+def _refuse_foreign(path: Path, found: os.stat_result) -> None:
+    """CacheError unless only this user, or root, can have made it and can change it."""
+    if found.st_uid not in (os.geteuid(), 0):
+        raise CacheError(f"{path} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}")
+    if found.st_mode & 0o022:
+        raise CacheError(f"{path} can be written by other users")
+
+
+def _open_folder(folder: Path) -> int:
+    fd = os.open(folder, DIR_FLAGS)
+    try:
+        _refuse_foreign(folder, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def may_keep(folder: Path) -> bool:
+    """Whether to trust what is kept in a folder and keep more there. If not, a RuntimeWarning says why."""
+    try:
+        os.close(_open_folder(folder))
+    except CacheError as error:
+        warnings.warn(
+            f"listings are not read or kept: {error.message}; remove it, or give the cache another path",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+    except OSError:  # not there yet; or whoever reads or writes there finds out, and says it
+        return True
+    return True
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder is there and only this user, or root, can have written what is in it."""
+    try:
+        os.close(_open_folder(folder))
+    except OSError:
+        return False
+    return True
+
+
+def open_kept(path: Path) -> int:
+    """A descriptor of a kept file, to read.
+
+    Raises:
+        CacheError: others can have written it. OSError: it is not there, or cannot be opened.
+    """
+    folder = _open_folder(path.parent)
+    try:
+        fd = os.open(path.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        found = os.fstat(fd)
+        _refuse_foreign(path, found)
+        if not stat.S_ISREG(found.st_mode):
+            raise CacheError(f"{path} is not a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def save_kept(path: Path, content: bytes | mmap.mmap) -> None:
+    """Write a kept file, whole or not at all; makes its folder and the cache's directory around it.
+
+    Raises:
+        CacheError: others can write there. OSError: the disk is full, or cannot be written to.
+    """
+    make_root(path.parent.parent)
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(0o700)
+    folder = _open_folder(path.parent)
+    temporary = f".{path.name}.{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+            file.write(content)
+        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+    finally:
+        os.close(folder)

@@ -1,0 +1,140 @@
+"""Whose a cache directory is: made for this user only, and nothing read that others can have written."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, TarDataset
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        (tmp_path / "photos" / name / "1.jpg").write_bytes(b"\xff\xd8\xff\xd9")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def tar(tmp_path: Path) -> Path:
+    with tarfile.open(tmp_path / "a.tar", "w") as file:
+        for i in range(5):
+            info = tarfile.TarInfo(f"{i}.txt")
+            info.size = 1
+            file.addfile(info, io.BytesIO(str(i).encode()))
+    return tmp_path / "a.tar"
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o022, 0o077], ids=lambda mask: f"umask-{mask:03o}")
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(path: Path) -> set[int]:
+    return {found.stat().st_mode & 0o777 for found in (path, *path.rglob("*")) if found.is_dir()}
+
+
+def test_a_dataset_that_comes_first_makes_it_for_this_user_only(
+    photos: Path, tmp_path: Path, umask: int
+) -> None:
+    for _ in range(2):  # the second one finds what the first one has made
+        dataset = ObjectDataset(str(photos), cache=tmp_path / "cache")
+        assert len(dataset[0]) == 4
+        dataset.close()
+        dataset.cache.close()
+        assert modes(tmp_path / "cache") == {0o700}
+    assert dataset.cache.info()["entries"] == 1
+    dataset.cache.close()
+
+
+def test_a_shard_dataset_that_comes_first_does_too(tar: Path, tmp_path: Path, umask: int) -> None:
+    dataset = TarDataset(str(tar), cache=tmp_path / "cache")
+    assert modes(tmp_path / "cache") == {0o700}
+    assert read(dataset) == [*"01234"]
+    assert modes(tmp_path / "cache") == {0o700}
+    dataset.close()
+
+
+def read(dataset: Any) -> list[str]:
+    found = sorted(text for batch in DataLoader(dataset, 2, num_workers=0) for text in batch["txt"])
+    dataset.flush_cache()
+    return found
+
+
+def warned(make: Any) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(one.message) for one in caught if issubclass(one.category, RuntimeWarning)]
+
+
+def test_listings_in_a_folder_that_others_can_write_are_left_alone(photos: Path, tmp_path: Path) -> None:
+    """What another user plants there would be the labels of a training."""
+    cache = tmp_path / "cache"
+    ImageFolder(str(photos), cache=cache)
+    (listing,) = (cache / "manifests").iterdir()
+    (photos / "wolf").mkdir()
+    (photos / "wolf" / "1.jpg").write_bytes(b"\xff\xd8\xff\xd9")
+    assert ImageFolder(str(photos), cache=cache).classes == ["cat", "dog"], "the listing that is kept"
+    (cache / "manifests").chmod(0o777)
+    content = listing.read_bytes()
+    dataset, words = warned(lambda: ImageFolder(str(photos), cache=cache))
+    assert dataset.classes == ["cat", "dog", "wolf"]
+    assert len(words) == 1 and "can be written by other users" in words[0] and "manifests" in words[0]
+    assert listing.read_bytes() == content and len(list(listing.parent.iterdir())) == 1, "nor written"
+    kept = Cache(cache)
+    assert kept.write(kept.key("a"), b"a") and kept.flush()
+    foreign = kept.check().foreign_files
+    kept.clear()
+    kept.close()
+    assert foreign == ["manifests"]
+    assert listing.exists()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to change owners")
+def test_listings_of_another_user_are_left_alone(photos: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    ImageFolder(str(photos), cache=cache)
+    (photos / "wolf").mkdir()
+    (photos / "wolf" / "1.jpg").write_bytes(b"\xff\xd8\xff\xd9")
+    os.chown(cache / "manifests", 2000, 2000)
+    dataset, words = warned(lambda: ImageFolder(str(photos), cache=cache))
+    assert dataset.classes == ["cat", "dog", "wolf"]
+    assert len(words) == 1 and "belongs to user id 2000" in words[0]
+
+
+def test_tables_of_shards_that_others_can_write_are_left_alone(
+    tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "cache"
+    first = TarDataset(str(tar), cache=cache)
+    assert read(first) == [*"01234"]
+    first.close()
+    assert len(TarDataset(str(tar), cache=cache)) == 5, "its table is known"
+    (table,) = (cache / "manifests").glob("*.places")
+    table.chmod(0o666)
+    again = TarDataset(str(tar), cache=cache)
+    with pytest.raises(TypeError, match="no length yet"):
+        len(again)
+    assert f"{table} can be written by other users" in caplog.text
+    assert read(again) == [*"01234"] and len(again) == 5, "learned anew, in a file of ours"
+    assert table.stat().st_mode & 0o777 == 0o600
+    again.close()
+    (cache / "manifests").chmod(0o777)
+    third, words = warned(lambda: TarDataset(str(tar), cache=cache))
+    assert len(words) == 1, "for listings and tables together"
+    assert read(third) == [*"01234"]
+    third.close()
