@@ -14,7 +14,7 @@ import os
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from multiprocessing import context, reduction
 from pathlib import Path
@@ -24,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from fastload.errors import FastloadError
 from fastload.manifest.child import run_in_child
+from fastload.manifest.classes import check_classes
 from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.manifest.progress import ListingProgress
 from fastload.store import Store, native_client_used
@@ -43,7 +45,7 @@ class Manifest:
     Attributes:
         sizes: int64, shape (n,), bytes of each object.
         labels: int64, shape (n,), index into `classes`; None without labels.
-        classes: sorted class names, or None.
+        classes: sorted class names, of those without images too; or None.
         identity: the `identity` of the store that was listed.
         listed_at: when, as an ISO 8601 UTC time.
         total_bytes: the sum of `sizes`.
@@ -105,6 +107,8 @@ class Manifest:
         refresh: bool = False,
         images_only: bool = False,
         labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
         selection: Selection | None = None,
     ) -> Manifest:
         """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
@@ -117,21 +121,33 @@ class Manifest:
             directory: where manifests are kept. None: nowhere.
             refresh: list even where a saved manifest exists, and replace it.
             images_only, labels, selection: what to take; see `write_listing`.
+            classes, allow_empty: with labels, see `check_classes`.
 
         Raises:
-            NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not answer, refuses
-                access, or there is nothing to read.
+            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
+                answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
         """
         name = _file_name(store.identity, images_only, labels, selection)
         path = None if directory is None else Path(directory) / name
         if path is not None and not refresh:
             saved = cls._load(path, store.identity)
+            if saved is not None and labels:
+                try:
+                    check_classes(saved, store.url, classes, allow_empty)
+                except FastloadError:  # of what was there then: what is there now decides
+                    saved = None
             if saved is not None:
                 _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
                 return saved
         with ListingProgress(store.url) as progress:
             manifest = cls.build(
-                store, images_only=images_only, labels=labels, selection=selection, progress=progress
+                store,
+                images_only=images_only,
+                labels=labels,
+                classes=classes,
+                allow_empty=allow_empty,
+                selection=selection,
+                progress=progress,
             )
         if path is not None:
             try:
@@ -147,10 +163,12 @@ class Manifest:
         *,
         images_only: bool = False,
         labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
         selection: Selection | None = None,
         progress: Callable[[int], None] = lambda listed: None,
     ) -> Manifest:
-        """List a store into memory; arguments and errors as for `open` and `write_listing`."""
+        """List a store into memory; arguments and errors as for `open`."""
         descriptor = os.memfd_create("fastload-manifest")
 
         def work(report: Callable[[int], None]) -> None:
@@ -172,7 +190,10 @@ class Manifest:
             os.close(descriptor)
             raise
         store.reached = True
-        return cls(descriptor)
+        manifest = cls(descriptor)
+        if labels:
+            check_classes(manifest, store.url, classes, allow_empty)
+        return manifest
 
     def save(self, path: Path) -> None:
         """Write the manifest to `path`, whole or not at all.

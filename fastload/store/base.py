@@ -98,6 +98,13 @@ class Store(ABC):
         endpoint that does not answer. A prefix without objects yields nothing.
         """
 
+    def folders(self) -> set[str]:
+        """The names of the folders directly below the URL that the store knows of by themselves.
+
+        With objects in them or without: empty directories, and directory markers such as an empty "name/".
+        """
+        return set()
+
     def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
         """Return size and version of one object. `wait` as in `read`."""
         return self._retried(lambda: self._head(key), wait)

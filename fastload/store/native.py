@@ -151,6 +151,12 @@ class NativeStore(Store):
                 found = self._without_markers(infos)
             yield found
 
+    def folders(self) -> set[str]:
+        import obstore
+
+        with self._place.errors("list"):
+            return set(obstore.list_with_delimiter(self._lister())["common_prefixes"])
+
     def _head(self, key: str) -> ObjectInfo:
         import obstore
 
