@@ -54,7 +54,11 @@ class CacheFilling(Protocol):
 
 @runtime_checkable
 class RowDataset(Protocol):
-    """A map-style dataset that can be read ahead and be filled row by row."""
+    """A map-style dataset that can be read ahead and be filled row by row.
+
+    Attributes:
+        counters: of this process; "get.ahead" counts the samples asked for that were prefetched.
+    """
 
     counters: Counters
 

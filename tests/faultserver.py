@@ -81,6 +81,7 @@ class FaultServer:
         objects: key -> body; may be changed while it runs.
         parts: key -> part number -> body, of uploads that are not complete.
         requests: every request in order.
+        most_at_once: how many requests for objects were in the making at the same time, at most.
         page_size: keys per listing page.
         honours_if_match: a server that does not is allowed to exist.
         checksums: send x-amz-checksum-crc32 to clients that ask for it.
@@ -95,6 +96,7 @@ class FaultServer:
         self.checksums = False
         self.token: str | None = None
         self.requests: list[Request] = []
+        self.most_at_once = self._at_once = 0
         self._scripts: dict[str, tuple[list[Fault | None], bool]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-server", daemon=True)
@@ -164,7 +166,10 @@ class FaultServer:
         """Answer one request; False ends the connection."""
         self.requests.append(request)
         fault = self._next_fault(request.key) or Fault()
+        self._at_once += request.key != LIST
+        self.most_at_once = max(self.most_at_once, self._at_once)
         await asyncio.sleep(fault.delay)
+        self._at_once -= request.key != LIST
         token = request.headers.get("x-amz-security-token", "")
         if self.token is not None and token != self.token:
             status, headers, body = _error(400, "ExpiredToken", f"<Token-0>{token}</Token-0>")
@@ -248,6 +253,11 @@ class FaultServer:
         order = lambda key: key.encode("utf-8", "surrogateescape")  # noqa: E731
         keys = sorted((k for k in self.objects if k.startswith(prefix)), key=order)
         keys = [key for key in keys if order(key) > after]
+        folders: list[str] = []
+        if query.get("delimiter") == "/":  # all folders with the first page, whatever its size
+            below = {key for key in keys if "/" in key[len(prefix) :]}
+            folders = sorted({prefix + key[len(prefix) :].partition("/")[0] for key in below})
+            keys = [key for key in keys if key not in below]
         page, more = keys[:size], len(keys) > size
         quote = urllib.parse.quote if query.get("encoding-type") == "url" else escape
         rows = "".join(
@@ -255,6 +265,7 @@ class FaultServer:
             f"<ETag>&quot;{self.etag(key)}&quot;</ETag><Size>{len(self.objects[key])}</Size></Contents>"
             for key in page
         )
+        rows += "".join(f"<CommonPrefixes><Prefix>{quote(one)}/</Prefix></CommonPrefixes>" for one in folders)
         token = f"<NextContinuationToken>{order(page[-1]).hex()}</NextContinuationToken>" if more else ""
         encoding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
         return (

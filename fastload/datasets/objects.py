@@ -247,10 +247,11 @@ class ObjectDataset(StoreDataset):
         """What the window hands out -> sample."""
         try:
             value = self._open(self._prefix.restore(payload))
+            return value if self.transform is None else self.transform(value)
         except FastloadError as error:
-            error.key = self._manifest.key(index)
+            if error.key is None:
+                error.key = self._manifest.key(index)
             raise
-        return value if self.transform is None else self.transform(value)
 
     def _open(self, value: Any) -> Any:
         """What the prefix gives -> what the transform takes."""
