@@ -203,11 +203,10 @@ def test_a_subclass_of_shards_is_obeyed(
             row for batch in batches for row in (batch if transform is None else zip(*batch, strict=True))
         ]
         assert sorted(int(label) for _, label in rows) == [number + 100 for number in range(TOTAL)]
-    single = DataLoader(dataset, batch_size=None, num_workers=workers)
-    assert sorted(int(sample[1]) for sample in single) == [number + 100 for number in range(TOTAL)] or (
-        kind == "tar, lists"  # torch asks `__getitem__` for single samples
-    )
     assert loader.stats()["counters"]["get.ahead"] == 2 * TOTAL, "the streams' samples were read again"
+    if "lists" not in kind:  # torch asks `__getitem__` for single samples
+        single = DataLoader(dataset, batch_size=None, num_workers=workers)
+        assert sorted(int(sample[1]) for sample in single) == [number + 100 for number in range(TOTAL)]
 
 
 # --- which classes keep the rows
