@@ -163,7 +163,7 @@ def test_a_subclass_is_obeyed_where_samples_are_bad(
     assert labels[good].tolist() == [dataset.targets[row] + 100 for row in good] and labels[10] >= 100
     if kind is OwnLists:
         assert [batch[2].tolist() for batch in batches] == [[6] * 6, [1] * 6, [6] * 6, [6] * 6]
-    assert [key for key, _ in loader.stats()["bad"]] == ["b/02.jpg"]
+    assert {key for key, _ in loader.stats()["bad"]} == {"b/02.jpg"}
     with pytest.raises(fastload.errors.DecodeError, match=r"b/02\.jpg"):
         list(DataLoader(dataset, 6, num_workers=workers))
 
