@@ -1,7 +1,7 @@
 """Index batch in, collated batch out: reads the samples, applies `on_error`, collates into a slot.
 
 A dataset needs no more than torch asks for. A `RowDataset` is read ahead and written straight into the batch:
-no sample objects, no stacking. A subclass that makes its samples itself is read ahead too, and asked for them.
+no sample objects, no stacking. A subclass that makes its samples itself is read ahead, and asked for them.
 """
 
 from __future__ import annotations

@@ -346,11 +346,11 @@ def test_samples_and_targets_answer_as_lists(tree: Path, folder: Any) -> None:
 
 def test_samples_are_not_made_when_they_are_asked_for_one_by_one(tree: Path, folder: Any) -> None:
     dataset = folder()
-    asked: list[int] = []
-    key = dataset._manifest.key
-    dataset._manifest.key = lambda index: asked.append(index) or key(index)
+    asked: list[tuple[int, int]] = []
+    keys = dataset._manifest.keys
+    dataset._manifest.keys = lambda *span: asked.append(span) or keys(*span)
     assert dataset.samples[4][0] == dataset.key(4)
-    assert asked == [4, 4]
+    assert asked == [(4, 5)]
 
 
 @pytest.mark.parametrize(

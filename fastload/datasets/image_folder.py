@@ -111,12 +111,12 @@ class ImageFolder(ObjectDataset):
     @property
     def targets(self) -> Sequence[int]:
         """The class index of every sample."""
-        return View(len(self._manifest), self._label, self.computed["targets"])
+        return View(len(self._manifest), self._labels, self.computed["targets"])
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
         """(key, class index) of every sample."""
-        return View(len(self._manifest), self._entry, self.computed["samples"])
+        return View(len(self._manifest), self._entries, self.computed["samples"])
 
     imgs = samples
 
@@ -166,8 +166,12 @@ class ImageFolder(ObjectDataset):
     def _label(self, index: int) -> int:
         return int(self._index_of[self._manifest.label(index)])
 
-    def _entry(self, index: int) -> tuple[str, int]:
-        return self._manifest.key(index), self._label(index)
+    def _labels(self, start: int, stop: int) -> list[int]:
+        assert self._manifest.labels is not None
+        return self._index_of[self._manifest.labels[start:stop]].tolist()  # type: ignore[no-any-return]
+
+    def _entries(self, start: int, stop: int) -> list[tuple[str, int]]:
+        return list(zip(self._manifest.keys(start, stop), self._labels(start, stop), strict=True))
 
     def _target(self, index: int) -> Any:
         label = self._label(index)

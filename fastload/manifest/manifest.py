@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from multiprocessing import context, reduction
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,11 @@ class Manifest:
         """The key of object `index`, relative to the URL."""
         start, stop = self._key_offsets[index : index + 2].tolist()
         return str(self._keys[start:stop], "utf-8", "surrogateescape")
+
+    def keys(self, start: int, stop: int) -> list[str]:
+        """The keys of the objects [start, stop)."""
+        ends = self._key_offsets[start : stop + 1].tolist()
+        return [str(self._keys[a:b], "utf-8", "surrogateescape") for a, b in pairwise(ends)]
 
     def version(self, index: int) -> str:
         """The version of object `index` when it was listed."""
