@@ -119,6 +119,7 @@ class BatchMaker:
         Where they are not `numbered`, no other sample can be asked for: on_error="replace" acts as "skip".
         """
         self._seed, self._epoch, self._numbered = seed, epoch, numbered
+        self._unused = 0
         start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
