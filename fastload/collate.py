@@ -1,7 +1,7 @@
 """Index batch in, collated batch out: reads the samples, applies `on_error`, collates into a slot.
 
 A dataset needs no more than torch asks for. A `RowDataset` is read ahead and written straight into the batch:
-no sample objects, no stacking.
+no sample objects, no stacking. A subclass that makes its samples itself is read ahead, and asked for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.errors import (
+    ArgumentError,
+    FastloadError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+    StoreError,
+)
 from fastload.rows import (
     Allocate,
     Failures,
@@ -26,6 +33,10 @@ from fastload.rows import (
     as_encoded_rows,
     as_filling,
     as_rows,
+    finish_batch,
+    has_getitems,
+    own_samples,
+    runs_user_code,
     start_epoch,
 )
 from fastload.stats import Counters
@@ -33,6 +44,7 @@ from fastload.stats import Counters
 __all__ = ["BatchMaker", "collate_into"]
 
 _REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
+_UNUSED = 256  # samples that were read ahead and not asked for, after which no more are read ahead
 
 
 def collate_into(allocate: Allocate) -> None:
@@ -88,6 +100,8 @@ class BatchMaker:
     ) -> None:
         self._dataset = dataset
         self._rows = as_rows(dataset)
+        self._row_by_row = self._rows is not None and own_samples(dataset) is None
+        self._unused = 0
         self._encoded_rows = as_encoded_rows(dataset)
         self._collate = collate_fn
         self._auto_collation = auto_collation
@@ -105,11 +119,12 @@ class BatchMaker:
         Where they are not `numbered`, no other sample can be asked for: on_error="replace" acts as "skip".
         """
         self._seed, self._epoch, self._numbered = seed, epoch, numbered
+        self._unused = 0
         start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
         """Start reading an index batch that will be asked for after those announced before."""
-        if self._rows is not None:
+        if self._rows is not None and self._unused < _UNUSED:
             self._rows.prefetch(index if self._auto_collation else [index])
 
     def cancel(self, index: Any) -> None:
@@ -146,13 +161,26 @@ class BatchMaker:
 
     def _make(self, index: Any) -> Any:
         indices = list(index) if self._auto_collation else [index]
-        if self._rows is not None:
+        if self._rows is not None and self._row_by_row:
             batch = self._fill_rows(self._rows, indices)
             if batch is not None:
                 return batch
+        asked = self.counters["get.ahead"]
         samples = self._samples(index, indices)
+        if self._rows is not None and not self._row_by_row:
+            self._drop_unused(self._rows, indices, self.counters["get.ahead"] - asked)
         with self.counters.timed("collate"):
             return self._collate(samples if self._auto_collation else samples[0])
+
+    def _drop_unused(self, rows: RowDataset, indices: list[Any], used: float) -> None:
+        """Let go of what was read ahead for these samples and their own `__getitem__` did not ask for.
+
+        One that never asks for its own sample (it gives the key alone, or another sample) is read ahead for
+        nothing: that ends after a while.
+        """
+        if used < len(indices):
+            rows.cancel(indices)
+        self._unused = 0 if used else self._unused + len(indices)
 
     def _fill_rows(self, rows: RowDataset, indices: list[int]) -> Any | None:
         direct = self._auto_collation and self._collate is default_collate
@@ -161,37 +189,56 @@ class BatchMaker:
             return None
         self._settle_rows(rows, batch, indices)
         if direct:
-            return batch
+            with self.counters.timed("collate"):
+                return finish_batch(self._dataset, batch)
         samples = [rows.sample(batch, row) for row in range(len(indices))]
         return self._collate(samples if self._auto_collation else samples[0])
 
     def _make_encoded(self, indices: list[int]) -> Any:
         assert self._rows is not None
-        assert self._encoded_rows is not None  # the loader has asked `why_not_encoded`
+        assert self._encoded_rows is not None
+        why = (
+            self._encoded_rows.why_not_encoded()
+        )  # as the loader asked, but its transform may be another now
+        if why is not None:
+            raise ArgumentError(f"decode= of the loader does not work here: {why}")
         batch = self._encoded_rows.new_encoded_batch(len(indices), self._allocate)
         self._settle_rows(self._rows, batch, indices)
         with self.counters.timed("collate"):
             return self._encoded_rows.finish_encoded_batch(batch)
 
     def _settle_rows(self, rows: RowDataset, batch: Any, indices: list[int]) -> None:
+        alone = self._seeded and runs_user_code(self._dataset)
+
         def fill(todo: Todo) -> Failures:
-            return rows.fill(batch, todo, self._seed, self._epoch)
+            if not alone:
+                return rows.fill(batch, todo, self._seed, self._epoch)
+            failures: Failures = []
+            for row, index in todo:
+                _seed_everything(_digest(self._seed, self._epoch, index))
+                failures += rows.fill(batch, [(row, index)], self._seed, self._epoch)
+            return failures
 
         self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
 
     def _samples(self, index: Any, indices: list[Any]) -> Any:
-        many = getattr(self._dataset, "__getitems__", None)
-        if many and self._auto_collation and self._on_error == "raise" and not self._seeded:
-            self.counters.add("decode.samples", len(indices))
-            with self.counters.timed("decode"):
-                return many(index)
-        samples: list[Any] = [None] * len(indices)
+        many = getattr(self._dataset, "__getitems__", None) if self._auto_collation else None
+        bulk = bool(many) and has_getitems(self._dataset)
+        if many and not self._seeded and (bulk or self._on_error == "raise"):
+            try:
+                with self.counters.timed("decode"):
+                    samples = many(index)
+                self.counters.add("decode.samples", len(indices))
+                return samples
+            except Exception as error:
+                self._raise_uncovered(error, indices)  # else one by one, to find the bad ones
+        parts: list[Any] = [None] * len(indices)
 
         def fill(todo: Todo) -> Failures:
             failures: Failures = []
             for row, index in todo:
                 try:
-                    samples[row] = self._sample(index)
+                    parts[row] = self._sample(index, many if bulk else None)
                 except Exception as error:
                     failures.append((row, error))
                     if self._on_error == "raise":
@@ -199,18 +246,19 @@ class BatchMaker:
             return failures
 
         def copy(target: int, source: int) -> None:
-            samples[target] = samples[source]
+            parts[target] = parts[source]
 
         with self.counters.timed("decode"):
             self._settle(indices, fill, copy)
-        self.counters.add("decode.samples", len(samples))
-        return samples
+        self.counters.add("decode.samples", len(parts))
+        return [sample for part in parts for sample in part] if bulk else parts
 
-    def _sample(self, index: Any) -> Any:
+    def _sample(self, index: Any, many: Callable[[Any], Any] | None) -> Any:
+        """A sample; a list of it where `__getitems__`, as `many`, makes the samples."""
         if self._seeded:
             _seed_everything(_digest(self._seed, self._epoch, index))
         try:
-            return self._dataset[index]
+            return self._dataset[index] if many is None else many([index])
         except StopIteration as error:
             raise RuntimeError(f"the dataset raised StopIteration for sample {index!r}") from error
 
@@ -241,6 +289,12 @@ class BatchMaker:
         raise failures[0][1]
 
     def _judge(self, index: Any, error: Exception, indices: list[Any]) -> None:
+        """Raise `error` unless `on_error` covers it, with a note of its sample."""
+        if not isinstance(error, FastloadError):
+            error.__dict__.setdefault("fastload_index", index)
+        self._raise_uncovered(error, indices)
+
+    def _raise_uncovered(self, error: Exception, indices: list[Any]) -> None:
         """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
         outage = isinstance(error, StoreError) and not isinstance(
             error, NotFoundError | ObjectChangedError | ShortReadError
@@ -248,8 +302,6 @@ class BatchMaker:
         if self._on_error == "raise" or outage:
             if self._rows is not None:
                 self._rows.cancel(indices)
-            if not isinstance(error, FastloadError):
-                error.__dict__.setdefault("fastload_index", index)
             raise error
 
     def _replacement(self, index: Any, attempt: int) -> int:

@@ -20,7 +20,7 @@ from fastload.cuda import checked
 from fastload.device import Feed
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
-from fastload.rows import as_streams
+from fastload.rows import as_streams, check_dataset
 from fastload.sampler import ShardSampler, find_rank
 from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
@@ -65,7 +65,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             The batch stays full, and `stats()` counts and names the bad samples.
         seed: makes all randomness of a sample a function of (seed, epoch, index): the same for any number of
             workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused
-            transforms are independent of the number of workers either way.)
+            transforms are independent of the number of workers either way, but where a subclass of its
+            datasets makes the samples.) A `__getitems__` is then asked for one sample at a time.
+
+    A subclass of fastload's datasets that overrides `__getitem__` or `__getitems__` is obeyed, always: it is
+    still read ahead, and asked for its samples in place of writing rows into the batch.
 
     A shard dataset that is given no sampler gets a `fastload.ShardSampler`: each rank reads its own part, as
     streams until the places of the samples are known.
@@ -257,6 +261,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _check(dataset: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any) -> None:
     """Raise `ArgumentError` for what only fastload takes; torch checks its own."""
+    check_dataset(dataset)
     if on_error not in _ON_ERROR:
         raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
     if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:

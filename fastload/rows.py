@@ -28,6 +28,11 @@ __all__ = [
     "as_filling",
     "as_rows",
     "as_streams",
+    "check_dataset",
+    "finish_batch",
+    "has_getitems",
+    "own_samples",
+    "runs_user_code",
     "start_epoch",
 ]
 
@@ -49,7 +54,11 @@ class CacheFilling(Protocol):
 
 @runtime_checkable
 class RowDataset(Protocol):
-    """A map-style dataset that can be read ahead and be filled row by row."""
+    """A map-style dataset that can be read ahead and be filled row by row.
+
+    Attributes:
+        counters: of this process; "get.ahead" counts the samples asked for that were prefetched.
+    """
 
     counters: Counters
 
@@ -158,6 +167,71 @@ def start_epoch(dataset: Any, epoch: int) -> None:
     dataset = _chosen_from(dataset)
     if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
         dataset.start_epoch(epoch)
+
+
+def finish_batch(dataset: Any, batch: Any) -> Any:
+    """The batch with all its rows filled, as it is handed out: a `RowDataset` may have a `finish_batch`.
+
+    Not of the protocol, as `start_epoch`.
+    """
+    finish = getattr(_chosen_from(dataset), "finish_batch", None)
+    return batch if finish is None else finish(batch)
+
+
+def runs_user_code(dataset: Any) -> bool:
+    """Whether `fill` calls functions of the user, which may draw from the process-wide generators.
+
+    Not of the protocol, as `start_epoch`.
+    """
+    return bool(getattr(_chosen_from(dataset), "runs_user_code", False))
+
+
+def has_getitems(dataset: Any) -> bool:
+    """Whether the dataset makes its samples by `__getitems__`; a `Subset` does where its dataset does."""
+    return bool(getattr(_chosen_from(dataset), "__getitems__", None))
+
+
+def own_samples(dataset: Any) -> str | None:
+    """The method that makes the samples in place of the rows, as text; None where rows are those samples.
+
+    Rows are written by the rule of the class that wrote `new_batch`: where a class that comes before it in
+    the method resolution order has a `__getitem__` or `__getitems__`, that method makes the samples.
+
+    So a class that writes both is fast, whoever wrote it, and one that overrides neither stays fast. A
+    `__getitems__` of the object itself counts, as torch looks for it there. So does a method that was put
+    into the class later: it was written elsewhere.
+    """
+    dataset = _chosen_from(dataset)
+    if getattr(dataset, "__dict__", {}).get("__getitems__"):
+        return "__getitems__ of the dataset itself"
+    for cls in type(dataset).__mro__:
+        written = vars(cls)
+        writes_rows = written.get("new_batch")
+        for name in ("__getitem__", "__getitems__"):
+            method = written.get(name)
+            if method is not None and (writes_rows is None or not _written_together(method, writes_rows)):
+                return f"{cls.__name__}.{name}"
+        if writes_rows is not None:
+            break
+    return None
+
+
+def _written_together(method: Any, other: Any) -> bool:
+    """Whether two functions stand in the body of one class."""
+    places = [
+        (getattr(each, "__module__", None), getattr(each, "__qualname__", "").rpartition(".")[0])
+        for each in (method, other)
+    ]
+    return places[0] == places[1] and not hasattr(method, "__wrapped__")
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise `ArgumentError` for a class where one of its instances is meant."""
+    if isinstance(dataset, type) and not hasattr(type(dataset), "__getitem__"):
+        raise ArgumentError(
+            f"dataset is the class {dataset.__name__}: make an instance of it first, as in "
+            f"{dataset.__name__}(...)"
+        )
 
 
 @runtime_checkable

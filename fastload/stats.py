@@ -4,7 +4,8 @@ A counter set is a flat dict of floats, `"stage.counter" -> value`, so that merg
 cheap, and TensorBoard or Prometheus can take it as it is. The stages and their counters:
 
     sampler  seconds (the trainer's process drew index batches)
-    get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed
+    get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed,
+             ahead (samples asked for that had been announced before)
     cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures
     decode   samples, seconds (decode and transform, without the get and cache seconds spent inside)
     collate  samples (as many as were asked for), batches, seconds (the batch's copy into its slot too)

@@ -83,6 +83,7 @@ class FaultServer:
         objects: key -> body; may be changed while it runs.
         parts: key -> part number -> body, of uploads that are not complete.
         requests: every request in order.
+        most_at_once: how many requests for objects were in the making at the same time, at most.
         page_size: keys per listing page.
         honours_if_match: a server that does not is allowed to exist.
         lists_etags, answers_etags: so are those that name ETags in listings only, or in answers only.
@@ -101,6 +102,7 @@ class FaultServer:
         self.checksums = False
         self.token: str | None = None
         self.requests: list[Request] = []
+        self.most_at_once = self._at_once = 0
         self._scripts: dict[str, tuple[list[Fault | None], bool]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault-server", daemon=True)
@@ -170,7 +172,10 @@ class FaultServer:
         """Answer one request; False ends the connection."""
         self.requests.append(request)
         fault = self._next_fault(request.key) or Fault()
+        self._at_once += request.key != LIST
+        self.most_at_once = max(self.most_at_once, self._at_once)
         await asyncio.sleep(fault.delay)
+        self._at_once -= request.key != LIST
         token = request.headers.get("x-amz-security-token", "")
         if self.token is not None and token != self.token:
             status, headers, body = _error(400, "ExpiredToken", f"<Token-0>{token}</Token-0>")
@@ -271,6 +276,11 @@ class FaultServer:
             ends = ((key, key.find(delimiter, len(prefix))) for key in keys)
             keys = list(dict.fromkeys(key if end < 0 else key[: end + 1] for key, end in ends))
         keys = [key for key in keys if order(key) > after]
+        folders: list[str] = []
+        if query.get("delimiter") == "/":  # all folders with the first page, whatever its size
+            below = {key for key in keys if "/" in key[len(prefix) :]}
+            folders = sorted({prefix + key[len(prefix) :].partition("/")[0] for key in below})
+            keys = [key for key in keys if key not in below]
         page, more = keys[:size], len(keys) > size
         quote = urllib.parse.quote if query.get("encoding-type") == "url" else escape
         rows = "".join(
@@ -279,6 +289,7 @@ class FaultServer:
             else self._row(key, quote(key))
             for key in page
         )
+        rows += "".join(f"<CommonPrefixes><Prefix>{quote(one)}/</Prefix></CommonPrefixes>" for one in folders)
         token = f"<NextContinuationToken>{order(page[-1]).hex()}</NextContinuationToken>" if more else ""
         encoding = "<EncodingType>url</EncodingType>" if "encoding-type" in query else ""
         return (

@@ -13,6 +13,7 @@ from fastload.datasets.fingerprint import describe
 from fastload.datasets.layout import dump, load
 from fastload.datasets.prefix import check_fingerprint
 from fastload.errors import ArgumentError, DecodeError
+from fastload.rows import check_dataset
 from fastload.stats import Counters
 
 __all__ = ["CachedDataset", "cached"]
@@ -41,6 +42,7 @@ def cached(
     kept_in = as_cache(cache)
     if kept_in is None:
         raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
+    check_dataset(dataset)
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, IterableDataset):
         raise ArgumentError(

@@ -4,47 +4,86 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from fastload.cache import Cache
+from fastload.datasets.base import check_function
 from fastload.datasets.objects import ObjectDataset
+from fastload.datasets.view import View
 from fastload.encoded import EncodedBatch
+from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
-from fastload.rows import Allocate
+from fastload.manifest import Manifest
+from fastload.rows import Allocate, Failures
 
 __all__ = ["ImageFolder"]
 
+_CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
+_RELABEL = "give other labels with target_transform=, or in a __getitem__ of your own"
+_NAME = "name the classes, in the order of their indices, with classes="
+_HOOKS = dict.fromkeys(("find_classes", "make_dataset"), f"{_NAME}; {_CHOOSE}")
+_OPEN = "open images with transform=, or in a __getitem__ of your own"
+
 
 class ImageFolder(ObjectDataset):
-    """Images in one folder per class, `url/class/.../name.jpg`; samples are (image, class index).
+    """Images in one folder per class, `url/class/.../name.jpg`; samples are (image, target).
 
-    Classes, their order, the order of samples and the accepted file names are torchvision's.
+    Classes, their order, the order of samples and the accepted file names are torchvision's. A subclass may
+    override `__getitem__` or `__getitems__`, as of `ObjectDataset`; the other hooks of torchvision's class,
+    such as `find_classes` and `loader`, are refused.
 
     Args:
         url: any fsspec URL or path.
         transform: a fused transform of fastload (the image is then a uint8 tensor), or any callable on a
             `PIL.Image` (torchvision's convention; needs Pillow or pillow-simd). None: the `PIL.Image`.
+        target_transform: class index -> target of the sample, whatever that is; None: the class index.
+            `targets` and `samples` keep the index.
+        classes: the names of the classes, in the order of their indices: as they are given, not sorted. A
+            folder that is not among them is an error. None: every folder below `url`, sorted by name.
+        allow_empty: a class may be without images; else that is an error.
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
         on_change: as `ObjectDataset`'s.
+
+    Raises:
+        NotFoundError: there are no folders, or a class has no image. ArgumentError: a folder is not among
+            `classes`; an argument is not what it can be. Others as `ObjectDataset`.
     """
 
-    _images_only = True
-    _labels = True
+    computed: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("samples", "imgs"), f"{_CHOOSE}; {_RELABEL}"),
+        "targets": f"{_RELABEL}; {_CHOOSE}",
+        **dict.fromkeys(("classes", "class_to_idx"), _NAME),
+        "loader": _OPEN,
+        **dict.fromkeys(("is_valid_file", "extensions"), _CHOOSE),
+    }
 
     def __init__(
         self,
         url: str,
         transform: Callable[[Any], Any] | None = None,
+        target_transform: Callable[[int], Any] | None = None,
         *,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
         on_change: str = "error",
     ) -> None:
+        for name, instead in (self.computed | _HOOKS).items():
+            if getattr(type(self), name, None) is not getattr(ImageFolder, name, None):
+                raise ArgumentError(f"{type(self).__name__}.{name} would not be used: {instead}")
+        check_function("target_transform", target_transform)
+        self.target_transform = target_transform
+        self._classes: list[str] | None = None if classes is None else _checked_names(classes)
+        self._allow_empty = allow_empty
         super().__init__(
             url,
             None,
@@ -54,11 +93,16 @@ class ImageFolder(ObjectDataset):
             refresh=refresh,
             on_change=on_change,
         )
+        if self._classes is None:
+            self._classes = self._manifest.classes or []
+        indices = self.class_to_idx
+        # Of folders, not of samples: the labels of millions stay in memory that workers share.
+        self._index_of = np.array([indices[name] for name in self._manifest.classes or []], dtype=np.int64)
 
     @property
     def classes(self) -> list[str]:
-        """The class names, sorted."""
-        return list(self._manifest.classes or [])
+        """The class names, in the order of their indices."""
+        return list(self._classes or [])
 
     @property
     def class_to_idx(self) -> dict[str, int]:
@@ -66,51 +110,104 @@ class ImageFolder(ObjectDataset):
         return {name: index for index, name in enumerate(self.classes)}
 
     @property
-    def targets(self) -> list[int]:
+    def targets(self) -> Sequence[int]:
         """The class index of every sample."""
-        labels = self._manifest.labels
-        assert labels is not None
-        return labels.tolist()  # type: ignore[no-any-return]
+        return View(len(self._manifest), self._labels, self.computed["targets"])
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
         """(key, class index) of every sample."""
-        return [(self._manifest.key(i), self._manifest.label(i)) for i in range(len(self))]
+        return View(len(self._manifest), self._entries, self.computed["samples"])
 
     imgs = samples
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return super().__getitem__(index), self._manifest.label(self._checked(index))
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return super().__getitem__(index), self._target(self._checked(index))
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         images = super().new_batch(n, allocate)
-        return None if images is None else [images, allocate((n,), torch.int64)]
+        return None if images is None else [images, self._new_targets(n, allocate)]
+
+    def finish_batch(self, batch: Any) -> Any:
+        """See `fastload.rows.finish_batch`."""
+        images, targets = batch
+        return [images, default_collate(targets) if isinstance(targets, list) else targets]
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
-        return [super().new_encoded_batch(n, allocate), allocate((n,), torch.int64)]
+        return [super().new_encoded_batch(n, allocate), self._new_targets(n, allocate)]
 
     def finish_encoded_batch(self, batch: Any) -> Any:
-        return [super().finish_encoded_batch(batch[0]), batch[1]]
+        return self.finish_batch([super().finish_encoded_batch(batch[0]), batch[1]])
 
-    def sample(self, batch: Any, row: int) -> tuple[torch.Tensor, int]:
-        images, labels = batch
-        return images[row], int(labels[row])
+    @property
+    def runs_user_code(self) -> bool:
+        """See `fastload.rows.runs_user_code`."""
+        return self.target_transform is not None
+
+    def sample(self, batch: Any, row: int) -> tuple[torch.Tensor, Any]:
+        images, targets = batch
+        return images[row], targets[row] if isinstance(targets, list) else int(targets[row])
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         super().copy_row(batch, target, source)
-        labels = batch[1]
-        labels[target] = labels[source]
+        targets = batch[1]
+        targets[target] = targets[source]
+
+    def _list(self, directory: Path | None, refresh: bool) -> Manifest:
+        return Manifest.open(
+            self._store,
+            directory=directory,
+            refresh=refresh,
+            images_only=True,
+            labels=True,
+            classes=self._classes,
+            allow_empty=self._allow_empty,
+        )
+
+    def _label(self, index: int) -> int:
+        return int(self._index_of[self._manifest.label(index)])
+
+    def _labels(self, start: int, stop: int) -> list[int]:
+        assert self._manifest.labels is not None
+        return self._index_of[self._manifest.labels[start:stop]].tolist()  # type: ignore[no-any-return]
+
+    def _entries(self, start: int, stop: int) -> list[tuple[str, int]]:
+        return list(zip(self._manifest.keys(start, stop), self._labels(start, stop), strict=True))
+
+    def _target(self, index: int) -> Any:
+        label = self._label(index)
+        return label if self.target_transform is None else self.target_transform(label)
+
+    def _new_targets(self, n: int, allocate: Allocate) -> Any:
+        """Class indices are written into a tensor; what a function makes of them is collated at the end."""
+        return allocate((n,), torch.int64) if self.target_transform is None else [None] * n
 
     def _images_of(self, batch: Any) -> torch.Tensor | EncodedBatch:
         return batch[0]  # type: ignore[no-any-return]
 
     def _fill_rows(
         self, batch: Any, rows: list[int], indices: list[int], payloads: list[Any], seed: int, epoch: int
-    ) -> Any:
-        labels = batch[1].numpy()
+    ) -> Failures:
+        failures = super()._fill_rows(batch, rows, indices, payloads, seed, epoch)
+        failed = {row for row, _ in failures}
+        targets = batch[1] if isinstance(batch[1], list) else batch[1].numpy()
         for row, index in zip(rows, indices, strict=True):
-            labels[row] = self._manifest.label(index)
-        return super()._fill_rows(batch, rows, indices, payloads, seed, epoch)
+            if row not in failed:
+                try:
+                    targets[row] = self._target(index)
+                except Exception as error:  # of the user's function: `on_error` decides
+                    failures.append((row, error))
+        return failures
 
     def _open(self, value: Any) -> Any:
         return value if self._fused is not None else decode_pil(value)
+
+
+def _checked_names(classes: Any) -> list[str]:
+    names = list(classes) if isinstance(classes, Sequence) and not isinstance(classes, str) else []
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ArgumentError(
+            "classes must be a list of different class names, in the order of their indices, found "
+            f"{classes!r}"
+        )
+    return names

@@ -5,14 +5,15 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from fastload.cache import Cache, as_cache
+from fastload.datasets.base import StoreDataset, check_function
 from fastload.datasets.forecast import announcing
 from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
@@ -23,7 +24,7 @@ from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
-from fastload.rows import Allocate, Failures, Todo
+from fastload.rows import Allocate, Failures, Todo, own_samples
 from fastload.stats import Counters
 from fastload.store import open_store
 
@@ -34,8 +35,11 @@ __all__ = ["ObjectDataset", "decode_into"]
 _CHUNK = 8
 
 
-class ObjectDataset(Dataset[Any]):
+class ObjectDataset(StoreDataset):
     """A map-style dataset with one sample per object under `url`.
+
+    A subclass may override `__getitem__` or `__getitems__`: a loader then asks it for every sample, as
+    torch's does, and still reads ahead. `transform` may be set again at any time.
 
     Args:
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
@@ -56,9 +60,6 @@ class ObjectDataset(Dataset[Any]):
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
-    _images_only = False
-    _labels = False
-
     def __init__(
         self,
         url: str,
@@ -74,30 +75,22 @@ class ObjectDataset(Dataset[Any]):
         if on_change not in ("error", "refresh"):
             raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
         self.on_change = on_change
-        for name, value in (("decode", decode), ("transform", transform)):
-            if value is not None and not callable(value):
-                raise ArgumentError(f"{name} must be callable or None, found {value!r}")
+        check_function("decode", decode)
+        check_function("transform", transform)
         self.url = url
         self.decode = decode
         self.transform = transform
-        self.cache = as_cache(cache)
+        kept_in = as_cache(cache)
         self.counters = Counters()
-        self._prefix = Prefix(self.cache, decode, fingerprint)
+        self._prefix = Prefix(kept_in, decode, fingerprint)
         self._store = open_store(url, **(storage_options or {}))
-        if self.cache is not None and self._store.holds(self.cache.path):
+        if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
-                f"cache {self.cache.path!r} lies within {url!r}, and its files would be taken for samples: "
+                f"cache {kept_in.path!r} lies within {url!r}, and its files would be taken for samples: "
                 "give a directory beside it"
             )
-        self._manifest = Manifest.open(
-            self._store,
-            directory=None if self.cache is None else self.cache.manifests,
-            refresh=refresh,
-            images_only=self._images_only,
-            labels=self._labels,
-        )
-        if self._manifest.why_not_cached(self._store):  # a warning has said why
-            self.cache = None
+        self._manifest = self._list(None if kept_in is None else kept_in.manifests, refresh)
+        self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
         self._window: tuple[int, Window] | None = None  # (process id, window)
 
     def __len__(self) -> int:
@@ -164,6 +157,9 @@ class ObjectDataset(Dataset[Any]):
         return batch.finish()
 
     def why_not_encoded(self) -> str | None:
+        own = own_samples(self)
+        if own is not None:
+            return f"samples are made by {own}, in the workers: use decode='cpu'"
         fused = all(isinstance(transform, Crop) for transform in all_transforms(self.transform))
         if self.decode is not None or not fused:
             return (
@@ -218,6 +214,9 @@ class ObjectDataset(Dataset[Any]):
 
     # --- what the steps are made of
 
+    def _list(self, directory: Path | None, refresh: bool) -> Manifest:
+        return Manifest.open(self._store, directory=directory, refresh=refresh)
+
     @property
     def _fused(self) -> Crop | None:
         transform = current_transform(self.transform)
@@ -257,10 +256,11 @@ class ObjectDataset(Dataset[Any]):
         """What the window hands out -> sample."""
         try:
             value = self._open(self._prefix.restore(payload))
+            return value if self.transform is None else self.transform(value)
         except FastloadError as error:
-            error.key = self._manifest.key(index)
+            if error.key is None:
+                error.key = self._manifest.key(index)
             raise
-        return value if self.transform is None else self.transform(value)
 
     def _open(self, value: Any) -> Any:
         """What the prefix gives -> what the transform takes."""

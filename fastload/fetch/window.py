@@ -98,6 +98,7 @@ class Window:
         read = self._reads.get(index)
         if read is None:
             return self._take_now(self._new_read(index))
+        self._counters.add("get.ahead")
         if read.entry is not None:
             self._drop(read)
             return self._take_now(read)

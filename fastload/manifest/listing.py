@@ -31,7 +31,7 @@ from fastload.store.local import LocalStore
 __all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "TABLE", "Selection", "write_listing"]
 
 MAGIC = b"fastload"
-FORMAT = 2
+FORMAT = 2  # 2: classes are all folders, also those without images
 SECTIONS = ("key_offsets", "sizes", "labels", "version_offsets", "keys", "versions", "facts")
 # magic, format, size of both headers, checksum of all that follows
 HEADER = struct.Struct("<8sIIQ")
@@ -75,19 +75,22 @@ def write_listing(
         store: what to list.
         descriptor: the file, open for writing.
         images_only: leave out keys without an image extension.
-        labels: torchvision's ImageFolder: a class is a first path component, only images count, ordered by
-            class, then directory, then file name. Else the order is that of the keys.
+        labels: torchvision's ImageFolder: a class is a folder directly below the URL, with images or without,
+            only images count, ordered by class, then directory, then file name. Else the order is that of the
+            keys.
         selection: which objects to take; None: all.
         progress: called with the number of objects listed so far, after every page.
 
     Raises:
-        NotFoundError: nothing to read below the URL, or a class without any image.
+        NotFoundError: nothing to read below the URL.
         StoreError: the listing failed.
     """
     rows = _Rows(images_only=images_only or labels, labels=labels, selection=selection)
     for page in _heads(store, selection.required) if selection and selection.heads else store.list():
         rows.add(page)
         progress(rows.listed)
+    if labels:
+        rows.folders.update(store.folders())
     rows.check(store.url, local=isinstance(store, LocalStore))
     rows.arrange()
     facts = {
@@ -115,7 +118,7 @@ class _Rows:
         self.sizes, self.labels = array("q"), array("q")
         self.classes: list[str] = []  # in order of appearance, until arranged
         self._class_of: dict[str, int] = {}
-        self._directories: set[str] = set()  # every first path component, with images or without
+        self.folders: set[str] = set()  # directly below the URL, with images or without
         self._ordered, self._last = True, b""
 
     def add(self, page: Page) -> None:
@@ -124,7 +127,7 @@ class _Rows:
         self._example = self._example or next((info.key for info in page), "")
         if self._labels:
             page = [info for info in page if "/" in info.key]
-            self._directories.update(info.key.partition("/")[0] for info in page)
+            self.folders.update(info.key.partition("/")[0] for info in page)
         if self._pattern is not None:
             wanted, match = self._required, self._pattern.fullmatch
             page = [info for info in page if info.key in wanted or match(info.key)]
@@ -147,18 +150,16 @@ class _Rows:
     def check(self, url: str, *, local: bool = False) -> None:
         """Raise `NotFoundError` where torchvision, or common sense, would."""
         known = ", ".join(IMAGE_EXTENSIONS)
-        empty = sorted(self._directories - set(self._class_of))
+        if self._labels and self.folders:
+            return
         if not self.listed and local:
             why = "this directory holds no files: check the path"
         elif not self.listed:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
-        elif self._labels and not self._directories:
+        elif self._labels:
             why = (
                 f"{self.listed:,} objects there, but no class directories: give the parent of class/file.jpg"
             )
-        elif self._labels and empty:
-            names = ", ".join(map(repr, empty[:10])) + (", ..." if len(empty) > 10 else "")
-            why = f"no valid image for the classes {names}. Supported extensions: {known}"
         elif self._missing:
             some = sorted(self._missing)
             names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
@@ -175,7 +176,7 @@ class _Rows:
 
     def arrange(self) -> None:
         """Number the classes by name, and put the rows in order unless they came so."""
-        names = sorted(self.classes)
+        names = sorted(self.folders)
         if names != self.classes:
             position = {name: index for index, name in enumerate(names)}
             renumber = np.array([position[name] for name in self.classes], dtype=np.int64)

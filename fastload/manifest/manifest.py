@@ -12,8 +12,9 @@ import mmap
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from multiprocessing import context, reduction
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ import numpy.typing as npt
 import xxhash
 
 from fastload.cache.folder import open_kept, save_kept
-from fastload.errors import CacheError
+from fastload.errors import CacheError, FastloadError
+from fastload.manifest.classes import check_classes
 from fastload.manifest.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.manifest.progress import ListingProgress
 from fastload.store import Store, clients_live_here
@@ -43,7 +45,7 @@ class Manifest:
     Attributes:
         sizes: int64, shape (n,), bytes of each object.
         labels: int64, shape (n,), index into `classes`; None without labels.
-        classes: sorted class names, or None.
+        classes: sorted class names, of those without images too; or None.
         identity: the `identity` of the store that was listed.
         listed_at: when, as an ISO 8601 UTC time.
         total_bytes: the sum of `sizes`.
@@ -84,6 +86,11 @@ class Manifest:
         start, stop = self._key_offsets[index : index + 2].tolist()
         return str(self._keys[start:stop], "utf-8", "surrogateescape")
 
+    def keys(self, start: int, stop: int) -> list[str]:
+        """The keys of the objects [start, stop)."""
+        ends = self._key_offsets[start : stop + 1].tolist()
+        return [str(self._keys[a:b], "utf-8", "surrogateescape") for a, b in pairwise(ends)]
+
     def version(self, index: int) -> str:
         """The version of object `index` when it was listed."""
         start, stop = self._version_offsets[index : index + 2].tolist()
@@ -107,6 +114,8 @@ class Manifest:
         refresh: bool = False,
         images_only: bool = False,
         labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
         selection: Selection | None = None,
     ) -> Manifest:
         """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
@@ -122,21 +131,33 @@ class Manifest:
             directory: where manifests are kept. None: nowhere.
             refresh: list even where a saved manifest exists, and replace it.
             images_only, labels, selection: what to take; see `write_listing`.
+            classes, allow_empty: with labels, see `check_classes`.
 
         Raises:
-            NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not answer, refuses
-                access, or there is nothing to read.
+            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
+                answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
         """
         name = _file_name(store.identity, images_only, labels, selection)
         path = None if directory is None else Path(directory) / name
         if path is not None and not refresh and not store.unidentified:
             saved = cls._load(path, store.identity)
+            if saved is not None and labels:
+                try:
+                    check_classes(saved, store.url, classes, allow_empty)
+                except FastloadError:  # of what was there then: what is there now decides
+                    saved = None
             if saved is not None:
                 _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
                 return saved
         with ListingProgress(store.url) as progress:
             manifest = cls.build(
-                store, images_only=images_only, labels=labels, selection=selection, progress=progress
+                store,
+                images_only=images_only,
+                labels=labels,
+                classes=classes,
+                allow_empty=allow_empty,
+                selection=selection,
+                progress=progress,
             )
         why = manifest.why_not_cached(store)
         if why:
@@ -155,10 +176,12 @@ class Manifest:
         *,
         images_only: bool = False,
         labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
         selection: Selection | None = None,
         progress: Callable[[int], None] = lambda listed: None,
     ) -> Manifest:
-        """List a store into memory; arguments and errors as for `open` and `write_listing`."""
+        """List a store into memory; arguments and errors as for `open`."""
         descriptor = os.memfd_create("fastload-manifest")
 
         def work(report: Callable[[int], None]) -> None:
@@ -180,7 +203,10 @@ class Manifest:
             os.close(descriptor)
             raise
         store.reached = True
-        return cls(descriptor)
+        manifest = cls(descriptor)
+        if labels:
+            check_classes(manifest, store.url, classes, allow_empty)
+        return manifest
 
     def why_not_cached(self, store: Store) -> str:
         """Why nothing of this store may be cached, in words; "" where it may."""

@@ -110,6 +110,14 @@ class Store(ABC):
         """
         return self._list() if self._client_is_here() else self._process.iterate(self, "_list")
 
+    def folders(self) -> set[str]:
+        """Return the names of the folders directly below the URL that the store knows of by themselves.
+
+        With objects in them or without: empty directories, and directory markers such as an empty "name/".
+        """
+        found: set[str] = self._attempt("_folders")
+        return found
+
     def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
         """Return size and version of one object. `wait` as in `read`."""
         info: ObjectInfo = self._retried(lambda: self._attempt("_head", key), wait)
@@ -159,6 +167,9 @@ class Store(ABC):
         return self._process.call(self, method, *arguments)
 
     # One attempt each.
+
+    def _folders(self) -> set[str]:
+        return set()
 
     @abstractmethod
     def _list(self) -> Iterator[Page]: ...

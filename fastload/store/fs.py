@@ -93,6 +93,13 @@ class FsspecStore(Store):
             if page:
                 yield page
 
+    def _folders(self) -> set[str]:
+        with self._place.errors("list"):
+            entries = self._fs().ls(self._root or "/", detail=True)
+            names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
+            # Some name the directory itself too.
+            return {name.rpartition("/")[2] for name in names if name.strip("/") != self._root.strip("/")}
+
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._place.errors("get", key):

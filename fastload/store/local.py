@@ -68,6 +68,10 @@ class LocalStore(Store):
             if page:
                 yield page
 
+    def _folders(self) -> set[str]:
+        with self._place.errors("list"), os.scandir(self._root) as entries:
+            return {entry.name for entry in entries if entry.is_dir()}
+
     def _walk(self, below: str, parents: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
         """Files of one directory and those under it; `parents` ends the round trips of looping links."""
         directory = os.path.join(self._root, below)  # noqa: PTH118 - `below` is "" for the root

@@ -154,6 +154,12 @@ class NativeStore(Store):
                 found = slashes.rest() if page is None else slashes.without(infos)
             yield found
 
+    def _folders(self) -> set[str]:
+        import obstore
+
+        with self._place.errors("list"):
+            return set(obstore.list_with_delimiter(self._lister())["common_prefixes"])
+
     def _head(self, key: str) -> ObjectInfo:
         import obstore
 

@@ -81,6 +81,17 @@ class S3fsStore(Store):
                 return
             request["ContinuationToken"] = answer["NextContinuationToken"]
 
+    def _folders(self) -> set[str]:
+        request = {"Bucket": self._bucket, "Prefix": self._prefix, "Delimiter": "/"}
+        found: set[str] = set()
+        while True:
+            answer = self._retried(lambda: self._page(request))
+            prefixes = [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
+            found.update(prefix[len(self._prefix) :].rstrip("/") for prefix in prefixes)
+            if not answer.get("IsTruncated"):
+                return found
+            request["ContinuationToken"] = answer["NextContinuationToken"]
+
     def _page(self, request: Mapping[str, Any]) -> dict[str, Any]:
         with self._place.errors("list"):
             return self._call("list_objects_v2", request)

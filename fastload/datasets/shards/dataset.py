@@ -9,10 +9,9 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from fastload.cache import Cache, as_cache
 from fastload.cache.cache import Digest, parse_size
+from fastload.datasets.base import StoreDataset, check_function
 from fastload.datasets.shards.fields import Fields
 from fastload.datasets.shards.held import Held
 from fastload.datasets.shards.listing import ShardList
@@ -42,7 +41,7 @@ _MOST_CACHED_MISSING = 0.1
 _COMPRESSED_PATIENCE = 1.0  # seconds to wait for the cache's writer: a miss costs a whole shard later
 
 
-class ShardDataset(Dataset[Any]):
+class ShardDataset(StoreDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset."""
 
     def __init__(
@@ -67,18 +66,17 @@ class ShardDataset(Dataset[Any]):
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
-        if decode is not None and not callable(decode):
-            raise ArgumentError(f"decode must be callable or None, found {decode!r}")
+        check_function("decode", decode)
         self.url = url
         self.decode = decode
+        self._fields = fields
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
-        self.cache = as_cache(cache)
+        kept_in = as_cache(cache)
         self.counters = Counters()
         self._form = form
-        self._maker = SampleMaker(fields, decode is not None, transform)
-        self._prefix = RecordPrefix(self.cache, fields, decode, fingerprint)
-        directory = None if self.cache is None else self.cache.manifests
+        self._prefix = RecordPrefix(kept_in, fields, decode, fingerprint)
+        directory = None if kept_in is None else kept_in.manifests
         self._shards = ShardList(
             url,
             names,
@@ -88,7 +86,8 @@ class ShardDataset(Dataset[Any]):
             storage_options=storage_options or {},
         )
         if not self._shards.cacheable:  # a warning has said why
-            self.cache = directory = None
+            kept_in = directory = None
+        self.cache = kept_in
         self._book = PlaceBook(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._book.give(shard, table)
@@ -111,6 +110,21 @@ class ShardDataset(Dataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
+
+    @property
+    def transform(self) -> Any:
+        """As it was given; it may be set again."""
+        return self._transform
+
+    @transform.setter
+    def transform(self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None) -> None:
+        self._maker = SampleMaker(self._fields, self.decode is not None, transform)
+        self._transform = transform
+
+    @property
+    def runs_user_code(self) -> bool:
+        """See `fastload.rows.runs_user_code`."""
+        return self._maker.runs_user_code
 
     def __len__(self) -> int:
         if not self._book.complete():
@@ -322,6 +336,7 @@ class ShardDataset(Dataset[Any]):
         if record not in self._held:
             return self._open_window().take(record)
         self._offsets[record] = self._held.offset(record)
+        self.counters.add("get.ahead")
         return self._held.take(record)
 
     def _finish(self, record: int, payload: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastload.datasets.base import check_function
 from fastload.datasets.objects import decode_into
 from fastload.datasets.shards.columns import copy_value, new_column, number_view, put_value
 from fastload.datasets.shards.fields import Fields
@@ -63,6 +64,7 @@ class SampleMaker:
         for part in parts:
             if part is not None and not callable(part):
                 raise ArgumentError(f"transform must be callable, a dict of these or None, found {part!r}")
+            check_function("transform", part)
         fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
         if self._fields is None and (fused or isinstance(transform, Mapping)):
             raise ArgumentError(
@@ -84,6 +86,13 @@ class SampleMaker:
     def fused(self) -> bool:
         """Whether images are written straight into the batch."""
         return any(isinstance(current_transform(part), Crop) for part in self._parts())
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether functions of the user run as rows are filled."""
+        return any(
+            part is not None and not isinstance(current_transform(part), Crop) for part in self._parts()
+        )
 
     def sample(self, value: Any) -> Any:
         """What `RecordPrefix.restore` gives -> sample.

@@ -1,0 +1,51 @@
+"""What all datasets of a store share: which attributes may be set again, and how functions are checked."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch.utils.data import Dataset
+
+from fastload.errors import ArgumentError
+
+__all__ = ["StoreDataset", "check_function"]
+
+
+class StoreDataset(Dataset[Any]):
+    """A dataset whose transforms may be set at any time; what is read and kept goes by its other arguments.
+
+    Attributes:
+        settled: attributes that are set once, by the constructor.
+        computed: attributes that are never set -> what to do instead.
+    """
+
+    settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
+    computed: ClassVar[dict[str, str]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.computed:
+            raise ArgumentError(f"{name} of {type(self).__name__} cannot be set: {self.computed[name]}")
+        if name in self.settled and name in self.__dict__:
+            raise ArgumentError(
+                f"{name} of {type(self).__name__} cannot be set again, as what is read and kept goes by it: "
+                f"make a new dataset with {name}="
+            )
+        super().__setattr__(name, value)
+
+
+def check_function(name: str, value: Any) -> None:
+    """An argument that is a function or None.
+
+    Raises:
+        ArgumentError: it cannot be called, or is a class where one of its instances is meant.
+    """
+    if value is None:
+        return
+    if not callable(value):
+        raise ArgumentError(f"{name} must be callable or None, found {value!r}")
+    if isinstance(value, type) and (
+        issubclass(value, Dataset) or any("__call__" in vars(base) for base in value.__mro__)
+    ):  # others, such as `float`, make the result when they are called
+        raise ArgumentError(
+            f"{name} is the class {value.__name__}: make an instance of it first, as in {value.__name__}(...)"
+        )

@@ -1,0 +1,450 @@
+"""A subclass that makes its samples itself is obeyed, as by torch's loader, and read ahead all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faultserver import Fault, FaultServer
+from sharddata import IMAGE, LABEL, TOTAL, shards, write
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+import fastload
+from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
+from fastload.dali import why_no_dali
+from fastload.errors import ArgumentError, NotFoundError
+from fastload.rows import own_samples
+from tests.photos import pillow_jpeg, scene
+
+COUNT = 24
+FUSED = CenterCrop((16, 16), resize=20)
+
+
+def plain(image: Any) -> torch.Tensor:
+    """A transform that is not fused: of a PIL image, or of a file's bytes."""
+    return FUSED(image)
+
+
+class OwnItems(ImageFolder):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, label + 100, self.key(index)
+
+
+class OwnLists(ImageFolder):
+    """Samples say how many were asked for at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(image, label + 100, len(indices)) for image, label in (self[index] for index in indices)]
+
+
+class Mixin(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, label + 100, "mixed in"
+
+
+class OwnByMixin(Mixin, ImageFolder):
+    pass
+
+
+class OwnObjects(ObjectDataset):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index), index + 100, self.key(index)
+
+
+class OwnTar(TarDataset):
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample[IMAGE["tar"]], sample[LABEL["tar"]] + 100
+
+
+class OwnTFRecord(fastload.TFRecordDataset):
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        return sample[IMAGE["tfrecord"]], sample[LABEL["tfrecord"]] + 100
+
+
+class OwnTarLists(TarDataset):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [(sample["jpg"], sample["cls"] + 100) for sample in map(self.__getitem__, indices)]
+
+
+SHARDS: dict[str, Any] = {"tar": OwnTar, "tfrecord": OwnTFRecord, "tar, lists": OwnTarLists}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photos")
+    for k in range(COUNT):
+        path = root / "abc"[k // 8] / f"{k % 8:02}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pillow_jpeg(scene(40 + k, 36, k)))
+    return root
+
+
+@pytest.fixture
+def opened(no_leaks: None, fork_workers: None) -> Iterator[Callable[[Any], Any]]:
+    made: list[Any] = []
+
+    def keep(dataset: Any) -> Any:
+        made.append(dataset)
+        return dataset
+
+    yield keep
+    while made:
+        made.pop().close()
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of any size are worth a request each, where index files name their places."""
+    monkeypatch.setattr("fastload.datasets.shards.dataset._SMALL_RECORD", 0)
+
+
+def told(batch: Any) -> Any:
+    """A batch as lists, to be compared."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    return [told(part) for part in batch] if isinstance(batch, list | tuple) else batch
+
+
+def as_list(samples: Any) -> Any:
+    return samples
+
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "batches": {"batch_size": 5},
+    "samples": {"batch_size": None},
+    "own collate_fn": {"batch_size": 5, "collate_fn": as_list},
+    "shuffled": {"batch_size": 5, "shuffle": True},
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("transform", [FUSED, plain], ids=["fused", "plain"])
+@pytest.mark.parametrize("kind", [OwnItems, OwnLists, OwnByMixin, OwnObjects])
+def test_a_subclass_with_samples_of_its_own_is_obeyed_as_by_torch(
+    kind: Any, transform: Any, workers: int, photos: Path, opened: Any
+) -> None:
+    dataset = opened(kind(str(photos), transform=transform))
+    chosen = Subset(Subset(dataset, range(1, COUNT)), range(0, 20, 2))
+    for name, arguments in LOADERS.items():
+        if workers and name in ("shuffled", "own collate_fn"):
+            continue
+        for data in (dataset, chosen):
+            batches = []
+            for loader, count in ((torch.utils.data.DataLoader, 0), (DataLoader, workers)):
+                torch.manual_seed(3)
+                batches.append(told(list(loader(data, num_workers=count, **arguments))))
+            assert batches[0] == batches[1], name
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("policy", ["skip", "replace"])
+@pytest.mark.parametrize("kind", [OwnItems, OwnLists])
+def test_a_subclass_is_obeyed_where_samples_are_bad(
+    kind: Any, policy: str, workers: int, photos: Path, tmp_path: Path, opened: Any
+) -> None:
+    for path in photos.rglob("*.jpg"):
+        copy = tmp_path / path.relative_to(photos)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    (tmp_path / "b/02.jpg").write_bytes(b"<html>")
+    dataset = opened(kind(str(tmp_path), FUSED))
+    loader = DataLoader(dataset, 6, num_workers=workers, on_error=policy)
+    batches = list(loader)
+    good = [row for row in range(COUNT) if row != 10]
+    labels = torch.cat([batch[1] for batch in batches])
+    assert labels[good].tolist() == [dataset.targets[row] + 100 for row in good] and labels[10] >= 100
+    if kind is OwnLists:
+        assert [batch[2].tolist() for batch in batches] == [[6] * 6, [1] * 6, [6] * 6, [6] * 6]
+    assert {key for key, _ in loader.stats()["bad"]} == {"b/02.jpg"}
+    with pytest.raises(fastload.errors.DecodeError, match=r"b/02\.jpg"):
+        list(DataLoader(dataset, 6, num_workers=workers))
+
+
+def test_getitems_with_a_seed_is_asked_for_one_sample_at_a_time(photos: Path, opened: Any) -> None:
+    """What is random in a sample does not depend on the others in its batch."""
+
+    class Noisy(ImageFolder):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [(random.random(), torch.rand(1).item(), len(indices)) for _ in indices]
+
+    dataset = opened(Noisy(str(photos), FUSED))
+    runs = []
+    for workers, size in ((0, 4), (2, 6)):
+        batches = list(DataLoader(dataset, size, num_workers=workers, seed=5))
+        runs.append([torch.cat(column).tolist() for column in zip(*batches, strict=True)])
+    assert runs[0] == runs[1] and runs[0][2] == [1] * COUNT and len(set(runs[0][1])) == COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("index", [False, True], ids=["streams", "indexed"])
+@pytest.mark.parametrize("transform", [RandomResizedCrop(16), None], ids=["fused", "plain"])
+@pytest.mark.parametrize("kind", list(SHARDS))
+def test_a_subclass_of_shards_is_obeyed(
+    kind: str, transform: Any, index: bool, workers: int, tmp_path: Path, opened: Any, large: None
+) -> None:
+    form = kind.partition(",")[0]
+    url = write(tmp_path, shards(form, index=index))
+    features = {} if form == "tar" else {"features": {"image": bytes, "label": int, "name": str}}
+    dataset = opened(SHARDS[kind](url, transform=transform, **features))
+    assert dataset.must_stream() is not index
+    collate = as_list if transform is None else default_collate
+    loader = DataLoader(dataset, 16, shuffle=True, num_workers=workers, collate_fn=collate)
+    for _ in range(2):
+        batches = list(loader)
+        rows = [
+            row for batch in batches for row in (batch if transform is None else zip(*batch, strict=True))
+        ]
+        assert sorted(int(label) for _, label in rows) == [number + 100 for number in range(TOTAL)]
+    assert loader.stats()["counters"]["get.ahead"] == 2 * TOTAL, "the streams' samples were read again"
+    if "lists" not in kind:  # torch asks `__getitem__` for single samples
+        single = DataLoader(dataset, batch_size=None, num_workers=workers)
+        assert sorted(int(sample[1]) for sample in single) == [number + 100 for number in range(TOTAL)]
+
+
+# --- which classes keep the rows
+
+
+class Shorter(ImageFolder):
+    def __len__(self) -> int:
+        return 10
+
+
+class OwnRows(ImageFolder):
+    """Writes both ways, and differently, so that it shows which one was taken."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)
+
+    def new_batch(self, n: int, allocate: Any) -> Any:
+        return super().new_batch(n, allocate)
+
+
+class BelowOwnRows(OwnRows):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Shorter, OwnRows, BelowOwnRows])
+def test_a_subclass_without_samples_of_its_own_keeps_the_rows(kind: Any, photos: Path, opened: Any) -> None:
+    """Rows are drawn from (seed, epoch, index), samples by `__getitem__` from torch's generator."""
+    crop = RandomResizedCrop(16)
+    ours, base = opened(kind(str(photos), crop)), opened(ImageFolder(str(photos), crop))
+    expected = list(DataLoader(Subset(base, range(len(ours))), 5, seed=1))
+    assert own_samples(ours) is None
+    assert told(list(DataLoader(ours, 5, seed=1))) == told(expected)
+
+
+def test_methods_put_into_the_class_or_the_object_later_are_obeyed(
+    photos: Path, opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = opened(ImageFolder(str(photos), FUSED))
+    dataset.__getitems__ = lambda indices: [(7, len(indices)) for _ in indices]
+    assert told(next(iter(DataLoader(dataset, 3)))) == [[7] * 3, [3] * 3]
+    del dataset.__getitems__
+    assert len(told(next(iter(DataLoader(dataset, 3))))[0][0]) == 3  # channels
+    original = ImageFolder.__getitem__
+    monkeypatch.setattr(ImageFolder, "__getitem__", lambda self, index: original(self, index)[1] + 100)
+    assert told(next(iter(DataLoader(dataset, 3)))) == [100] * 3
+    monkeypatch.undo()
+    monkeypatch.setattr(ImageFolder, "__getitems__", lambda self, indices: list(indices), raising=False)
+    assert told(next(iter(DataLoader(dataset, 3)))) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("decode", ["dali", "nvjpeg", "auto"])
+@pytest.mark.parametrize("kind", [OwnItems, OwnLists, OwnObjects])
+def test_decoding_on_the_device_is_refused_for_samples_of_its_own(
+    kind: Any, decode: str, photos: Path, opened: Any
+) -> None:
+    dataset = opened(kind(str(photos), transform=FUSED))
+    name = "__getitems__" if kind is OwnLists else "__getitem__"
+    for data in (dataset, Subset(dataset, range(3))):
+        with pytest.raises(ArgumentError, match=rf"{kind.__name__}\.{name}, in the workers: .*decode='cpu'"):
+            DataLoader(data, 4, decode=decode)
+
+
+# --- reading ahead
+
+
+@pytest.mark.parametrize("kind", [OwnItems, OwnLists, OwnObjects])
+def test_a_subclass_is_read_ahead(kind: Any, photos: Path) -> None:
+    objects = {str(path.relative_to(photos)): path.read_bytes() for path in photos.rglob("*.jpg")}
+    with FaultServer(objects) as server:
+        for key in objects:
+            server.script(key, Fault(delay=0.2), repeat=True)
+        dataset = kind("s3://bucket", transform=FUSED, storage_options=server.options)
+        loader = DataLoader(dataset, 4)
+        assert len(list(loader)) == COUNT / 4
+        counters = loader.stats()["counters"]
+        dataset.close()
+        assert counters["get.ahead"] == counters["get.requests"] == COUNT
+        assert server.most_at_once >= 4, "one read after the other"
+
+
+def test_a_sample_that_is_drawn_twice_is_read_once(photos: Path, opened: Any) -> None:
+    dataset = opened(OwnItems(str(photos), FUSED))
+    order = [index for index in range(COUNT) for _ in range(3)]
+    loader = DataLoader(dataset, 4, sampler=order)
+    assert torch.cat([labels for _, labels, _ in loader]).tolist() == [
+        dataset.targets[index] + 100 for index in order
+    ]
+    assert loader.stats()["counters"]["get.requests"] == COUNT
+
+
+class KeysAlone(ObjectDataset):
+    def __getitem__(self, index: int) -> Any:
+        return self.key(index)
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_what_is_read_ahead_and_not_asked_for_is_let_go_of_and_not_read_for_ever(
+    chosen: bool, tmp_path: Path, opened: Any
+) -> None:
+    for number in range(1500):
+        (tmp_path / f"{number:04}").write_bytes(b"x" * 1000)
+    dataset = opened(KeysAlone(str(tmp_path)))
+    data = Subset(dataset, range(1500)) if chosen else dataset
+    loader = DataLoader(data, 10)
+    assert [key for batch in loader for key in batch] == [f"{number:04}" for number in range(1500)]
+    assert loader.stats()["counters"].get("get.requests", 0) <= 256 + 10 + 256 + 10
+    window = dataset._open_window()
+    window.cancel(())
+    assert window._reads == {}, "what was not asked for is kept"
+
+
+class TarKeysAlone(TarDataset):
+    def __getitem__(self, index: int) -> Any:
+        return self.key(index)
+
+
+def test_records_of_streams_that_are_not_asked_for_are_let_go_of(tmp_path: Path, opened: Any) -> None:
+    dataset = opened(TarKeysAlone(write(tmp_path, shards("tar")), transform=RandomResizedCrop(16)))
+    ids: list[int] = []
+    open_stream = dataset.open_stream
+
+    def noted(state: Any) -> Any:
+        stream = open_stream(state)
+        take = stream.take
+        stream.take = lambda n: ids.extend(found := take(n)) or found
+        return stream
+
+    dataset.open_stream = noted
+    assert len([key for batch in DataLoader(dataset, 16) for key in batch]) == len(ids) == TOTAL
+    assert not any(one in dataset._held for one in ids), "what was not asked for is kept"
+
+
+# --- attributes that are set later
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["folder", "objects", "tar", "tfrecord"])
+def test_a_transform_that_is_set_later_is_obeyed(
+    kind: str, workers: int, photos: Path, tmp_path: Path, opened: Any, large: None
+) -> None:
+    image: Any = {"tar": "jpg", "tfrecord": "image", "folder": 0, "objects": slice(None)}[kind]
+    if kind in ("tar", "tfrecord"):
+        url = write(tmp_path, shards(kind, index=True))
+        features = {} if kind == "tar" else {"features": {"image": bytes, "label": int}}
+        base = TarDataset if kind == "tar" else fastload.TFRecordDataset
+        dataset = opened(base(url, transform=FUSED, **features))
+    else:
+        dataset = opened((ImageFolder if kind == "folder" else ObjectDataset)(str(photos), transform=FUSED))
+    loader = DataLoader(dataset, 4, num_workers=workers)
+    assert next(iter(loader))[image].shape == (4, 3, 16, 16)
+    dataset.transform = RandomResizedCrop(24)
+    assert dataset.transform.height == 24 and next(iter(loader))[image].shape == (4, 3, 24, 24)
+    assert dataset[0][image].shape == (3, 24, 24)
+    dataset.transform = {"jpg": plain, "cls": str} if kind == "tar" else len if kind == "objects" else None
+    if kind == "tar":
+        batch = next(iter(loader))
+        assert batch["jpg"].shape == (4, 3, 16, 16) and batch["cls"] == ["0", "1", "2", "3"]
+    if kind == "objects":
+        assert next(iter(loader)).tolist() == dataset._manifest.sizes[:4].tolist()
+
+
+@pytest.mark.parametrize("name", ["decode", "cache", "url", "on_change"])
+def test_attributes_that_decide_what_is_read_cannot_be_set_again(
+    name: str, photos: Path, tmp_path: Path, opened: Any
+) -> None:
+    datasets = [ImageFolder(str(photos)), TarDataset(write(tmp_path, shards("tar")))]
+    for dataset in datasets[: 1 if name == "on_change" else 2]:
+        with pytest.raises(ArgumentError, match=rf"{name} of \w+ cannot be set again.*make a new dataset"):
+            setattr(opened(dataset), name, len)
+
+
+@pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_transform_that_is_set_later_and_cannot_be_decoded_on_the_device_is_refused(
+    workers: int, photos: Path, opened: Any
+) -> None:
+    dataset = opened(ImageFolder(str(photos), FUSED))
+    loader = DataLoader(dataset, 4, num_workers=workers, decode="dali")
+    dataset.transform = plain
+    with pytest.raises(ArgumentError, match=r"decode= of the loader does not work here.*transform=<function"):
+        list(loader)
+
+
+# --- user functions beside the rows
+
+
+def shaken(value: int) -> float:
+    return value + torch.rand(1).item() + random.random()
+
+
+def test_functions_beside_a_fused_transform_are_seeded_sample_by_sample(
+    tmp_path: Path, opened: Any, large: None
+) -> None:
+    url = write(tmp_path, shards("tar", index=True))
+    dataset = opened(TarDataset(url, transform={"jpg": RandomResizedCrop(16), "cls": shaken}))
+    runs = [
+        torch.cat([batch["cls"] for batch in DataLoader(dataset, size, num_workers=workers, seed=2)])
+        for workers, size in ((0, 4), (2, 7))
+    ]
+    assert torch.equal(*runs)
+    assert len(set((runs[0] - torch.arange(TOTAL)).tolist())) == TOTAL
+
+
+# --- classes in place of instances
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda url: DataLoader(ImageFolder), r"dataset is the class ImageFolder: .*ImageFolder\(\.\.\.\)"),
+        (lambda url: DataLoader(TensorDataset), "dataset is the class TensorDataset"),
+        (lambda url: fastload.cached(ImageFolder, url), "dataset is the class ImageFolder"),
+        (
+            lambda url: ImageFolder(url, RandomResizedCrop),
+            r"transform is the class RandomResizedCrop: make an",
+        ),
+        (lambda url: ImageFolder(url, ImageFolder), "transform is the class ImageFolder"),
+        (lambda url: ObjectDataset(url, torch.nn.ReLU), "decode is the class ReLU"),
+        (lambda url: ImageFolder(url, None, torch.nn.ReLU), "target_transform is the class ReLU"),
+        (lambda url: TarDataset(url, transform={"jpg": CenterCrop}), "transform is the class CenterCrop"),
+    ],
+)
+def test_a_class_in_place_of_an_instance_is_refused(make: Any, words: str, photos: Path) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        make(str(photos))
+
+
+def test_types_that_make_the_result_are_functions(photos: Path, opened: Any) -> None:
+    dataset = opened(ImageFolder(str(photos), FUSED, float))
+    assert dataset[9][1] == 1.0 and type(dataset[9][1]) is float
+    assert opened(ObjectDataset(str(photos), bytearray))[0][:2] == b"\xff\xd8"
+
+
+def test_a_wrapper_obeys_a_subclass(photos: Path, tmp_path: Path, opened: Any) -> None:
+    kept = fastload.cached(opened(OwnItems(str(photos), FUSED)), Cache(tmp_path / "cache", "decoded"))
+    for _ in range(2):
+        labels = torch.cat([labels for _, labels, _ in DataLoader(kept, 5)])
+        assert labels.tolist() == [100] * 8 + [101] * 8 + [102] * 8
+    kept.close_cache()
+    with pytest.raises(NotFoundError):
+        OwnItems(str(tmp_path / "nothing"))
