@@ -18,6 +18,7 @@ a message read at the consumer says both. Builtin parents are there for callers 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 __all__ = [
@@ -72,6 +73,35 @@ class ArgumentError(FastloadError, ValueError):
     """An argument has a value that cannot work; raised before any worker starts."""
 
     stage = "argument"
+
+
+def refuse_class(argument: str, value: Any) -> None:
+    """Raise where a transform's class was given in place of an instance: of fastload, torchvision or torch.nn.
+
+    Other classes are let through: one whose constructor makes the sample is a callable like any other.
+
+    Raises:
+        ArgumentError: it is such a class, or derived from one; the message says what to write.
+    """
+    if not isinstance(value, type):
+        return
+    for base in value.__mro__:
+        home = base.__module__.partition(".")[0]
+        if home in ("fastload", "torchvision") or base.__module__ == "torch.nn.modules.module":
+            raise ArgumentError(f"{argument} is a class: write {_call_of(value)}")
+
+
+def _call_of(kind: type) -> str:
+    """How an instance is made, as far as the signature tells."""
+    empty = inspect.Parameter.empty
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # type: ignore[assignment]
+    needed = [
+        one.name for one in parameters if one.default is empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    return f"{kind.__name__}({', '.join('224' if name == 'size' else name for name in needed)})"
 
 
 class StoreError(FastloadError, OSError):

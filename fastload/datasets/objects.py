@@ -17,9 +17,10 @@ from fastload.datasets.forecast import announcing
 from fastload.datasets.prefix import Prefix
 from fastload.datasets.warm import Warmed, warm
 from fastload.encoded import EncodedBatch
-from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
 from fastload.fetch import ObjectSource, Window
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
+from fastload.images.decode import Oriented
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
@@ -70,6 +71,7 @@ class ObjectDataset(Dataset[Any]):
             raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
         self.on_change = on_change
         for name, value in (("decode", decode), ("transform", transform)):
+            refuse_class(name, value)
             if value is not None and not callable(value):
                 raise ArgumentError(f"{name} must be callable or None, found {value!r}")
         self.url = url
@@ -254,6 +256,8 @@ class ObjectDataset(Dataset[Any]):
 
     def _open(self, value: Any) -> Any:
         """What the prefix gives -> what the transform takes."""
+        if isinstance(value, Oriented):
+            return value.pixels
         return bytes(value) if isinstance(value, memoryview) and self._fused is None else value
 
     def _checked(self, index: int) -> int:

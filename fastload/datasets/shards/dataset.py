@@ -21,7 +21,7 @@ from fastload.datasets.shards.prefix import RecordPrefix
 from fastload.datasets.shards.samples import SampleMaker
 from fastload.datasets.shards.source import RecordSource, ShardFormat, record_name
 from fastload.datasets.shards.streams import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch import Window
 from fastload.fetch.interleave import Found
 from fastload.images.rng import sample_seed
@@ -65,6 +65,7 @@ class ShardDataset(Dataset[Any]):
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
+        refuse_class("decode", decode)
         if decode is not None and not callable(decode):
             raise ArgumentError(f"decode must be callable or None, found {decode!r}")
         self.url = url

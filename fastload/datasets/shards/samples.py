@@ -10,7 +10,7 @@ import torch
 from fastload.datasets.objects import decode_into
 from fastload.datasets.shards.columns import copy_value, new_column, number_view, put_value
 from fastload.datasets.shards.fields import Fields
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.transforms import Crop
 from fastload.rows import Allocate
@@ -50,6 +50,7 @@ class SampleMaker:
         self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
         parts = self._parts()
         for part in parts:
+            refuse_class("transform", part)
             if part is not None and not callable(part):
                 raise ArgumentError(f"transform must be callable, a dict of these or None, found {part!r}")
         fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
