@@ -76,7 +76,7 @@ class ArgumentError(FastloadError, ValueError):
 
 
 def refuse_class(argument: str, value: Any) -> None:
-    """Raise where a transform's class was given in place of an instance: of fastload, torchvision or torch.nn.
+    """Raise where a class of fastload, torchvision or torch.nn was given in place of an instance.
 
     Other classes are let through: one whose constructor makes the sample is a callable like any other.
 
@@ -98,9 +98,8 @@ def _call_of(kind: type) -> str:
         parameters = inspect.signature(kind).parameters.values()
     except (TypeError, ValueError):
         parameters = ()  # type: ignore[assignment]
-    needed = [
-        one.name for one in parameters if one.default is empty and one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    needed = [one.name for one in parameters if one.default is empty and one.kind in kinds]
     return f"{kind.__name__}({', '.join('224' if name == 'size' else name for name in needed)})"
 
 

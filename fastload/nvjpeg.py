@@ -71,7 +71,10 @@ class TorchvisionEngine:
 def why_no_nvjpeg(device: torch.device) -> str | None:
     """None where it can be used on this device; else what to do. Does not touch the device."""
     if device.type != "cuda":
-        return f"nvJPEG decodes on a CUDA device, and the batches go to {device.type}: give device='cuda', or decode='cpu'"
+        return (
+            f"nvJPEG decodes on a CUDA device, and the batches go to {device.type}: give device='cuda', or "
+            "decode='cpu'"
+        )
     try:
         import torchvision.io  # noqa: F401
     except ImportError as error:

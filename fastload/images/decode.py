@@ -6,7 +6,7 @@ True (the default) makes corrupt or missing data an error, and refuses a file wi
 of it is wanted; False serves what could be decoded, as a viewer would.
 
 Pixels lie as they are stored, as torchvision's default loader leaves them. The EXIF orientation is kept
-beside them, so that a transform that goes by it (`ImageOps.exif_transpose`) finds it, whatever the cache's mode.
+beside them, so that a transform that goes by it (`ImageOps.exif_transpose`) finds it, in every cache mode.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def decode_resized(
 
 
 def decode_oriented(data: Source, short_side: int) -> Pixels | Oriented:
-    """As `decode_resized`, with the EXIF orientation where the image has one: what the cache keeps of pixels."""
+    """As `decode_resized`, with the EXIF orientation where there is one: what a cache of pixels keeps."""
     opened = _open(data, MAX_PIXELS, True)
     pixels, orientation = _resized(opened, short_side, MAX_PIXELS, True), opened.turned
     return pixels if orientation == 1 else Oriented(pixels, orientation)
