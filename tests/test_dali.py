@@ -34,7 +34,7 @@ def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
     """Batches of three images; the middle one of those in `bad` is one that nobody can decode."""
     return [
         encode(
-            RandomResizedCrop(24),
+            RandomResizedCrop(24, flip=0.5),
             {f"{k}a": GOOD, f"{k}b": undecodable(GOOD) if k in bad else GOOD, f"{k}c": GOOD},
             seed=10 * k,
         )
@@ -46,12 +46,15 @@ def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
 @pytest.mark.parametrize(
     ("crop", "least"),
     [
-        (RandomResizedCrop(64), 50),
-        (RandomResizedCrop((160, 120)), 50),
-        (CenterCrop(96), 50),
+        (RandomResizedCrop(64, flip=0.5), 50),
+        (RandomResizedCrop((160, 120), flip=0.5), 50),
+        (CenterCrop(96, resize=110), 50),
         (CenterCrop((48, 96), resize=140), 50),
+        (CenterCrop(96), 50),
+        (CenterCrop((150, 90)), 50),  # higher than the images: padded
+        (CenterCrop(64, resize=50, channels_last=True), 50),
         # The kernel decodes at a smaller scale where the crop is that small: see test_kernel.
-        (RandomResizedCrop((20, 30), channels_last=True), 35),
+        (RandomResizedCrop((20, 30), channels_last=True, flip=0.5), 35),
     ],
 )
 def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, least: float, seed: int) -> None:
@@ -152,13 +155,13 @@ def test_other_sizes_and_larger_batches() -> None:
     """As with a progressive resolution, and with a last batch that is smaller."""
     decoder = _decoder()
     for size, n in ((24, 2), (24, 1), (24, 5), (40, 2), ((24, 40), 2), (24, 3)):
-        encoded = encode(RandomResizedCrop(size), {str(k): GOOD for k in range(n)})
+        encoded = encode(RandomResizedCrop(size, flip=0.5), {str(k): GOOD for k in range(n)})
         pending = decoder.start(encoded), decoder.start(encoded)
         for result in pending:
             _check(result(), encoded)
-    encoded = encode(RandomResizedCrop(24, channels_last=True), {"a": GOOD})
+    encoded = encode(RandomResizedCrop(24, channels_last=True, flip=0.5), {"a": GOOD})
     assert decoder.start(encoded)().shape == (1, 24, 24, 3)
-    nothing = encode(RandomResizedCrop(24), {"png": png_of(30, 30)})
+    nothing = encode(RandomResizedCrop(24, flip=0.5), {"png": png_of(30, 30)})
     assert decoder.start(nothing)().shape == (1, 3, 24, 24)
     decoder.close()
 
@@ -199,7 +202,7 @@ def test_damage_that_dali_does_not_mind() -> None:
     """Known, and in the README: bad codes in the middle of a JPEG are an error of the kernel only."""
     middle = GOOD.index(b"\xff\xda") + 40
     damaged = GOOD[:middle] + b"\xff\xc4" + GOOD[middle + 2 :]
-    encoded = encode(RandomResizedCrop(24, scale=(1, 1)), {"a": damaged})
+    encoded = encode(RandomResizedCrop(24, scale=(1, 1), flip=0.5), {"a": damaged})
     with pytest.raises(DecodeError):
         decode_by_kernel(encoded, "raise")
     decoder = _decoder()
@@ -235,7 +238,9 @@ def test_no_leaks(no_leaks: None) -> None:
 
 
 def test_batches_are_the_kernels_type() -> None:
-    batch = EncodedBatch(RandomResizedCrop(8), 1, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    batch = EncodedBatch(
+        RandomResizedCrop(8, flip=0.5), 1, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype)
+    )
     assert batch.fill([0], [np.frombuffer(GOOD, np.uint8)], [0], ["a"]) == []
     decoder = _decoder()
     assert decoder.start(batch.finish())().shape == (1, 3, 8, 8)
