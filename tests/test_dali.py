@@ -51,8 +51,6 @@ def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
         (CenterCrop(96, resize=110), 50),
         (CenterCrop((48, 96), resize=140), 50),
         (CenterCrop(96), 50),
-        (CenterCrop((150, 90)), 50),  # higher than the images: padded
-        (CenterCrop(64, resize=50, channels_last=True), 50),
         # The kernel decodes at a smaller scale where the crop is that small: see test_kernel.
         (RandomResizedCrop((20, 30), channels_last=True, flip=0.5), 35),
     ],
@@ -67,6 +65,21 @@ def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, lea
     found = {key: psnr(images[row], expected[row]) for row, key in enumerate(encoded.keys)}
     assert min(found.values()) >= least, found
     assert decoder.counters["decoder.samples"] == len(encoded.encoded_rows) > 0
+    decoder.close()
+
+
+@pytest.mark.parametrize("crop", [CenterCrop((110, 150)), CenterCrop(60, resize=50, channels_last=True)])
+def test_images_that_have_to_be_padded_are_those_of_the_kernel(crop: CenterCrop) -> None:
+    """Beside images of the same batch that DALI decodes."""
+    files = {"a": pillow_jpeg(scene(161, 119)), "b": pillow_jpeg(scene(90, 200)), "c": png_of(20, 30)}
+    encoded = encode(crop, files)
+    decoder = _decoder()
+    images = decoder.start(encoded)()
+    expected = np.empty(encoded.shape, np.uint8)
+    assert crop.fill(expected, list(files.values()), range(3)) == []
+    assert len(encoded.encoded_rows) == (1 if crop.resize is None else 0)
+    for image, other in zip(images, torch.from_numpy(expected), strict=True):
+        assert psnr(image, other) >= 50
     decoder.close()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -512,6 +513,38 @@ def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = backend()
     assert found["jpeg"] == "twin" and found["simd"] is None
     assert "libjpeg-turbo" in found["advice"][0]
+
+
+WITHOUT_KERNEL = """
+import sys, warnings
+warnings.simplefilter("always")
+sys.modules["fastload.images._kernel"] = None  # as where it was not built
+import fastload
+from fastload.images import backend, native
+dataset = fastload.ImageFolder(sys.argv[1], fastload.CenterCrop(8))
+print(backend()["jpeg"], file=sys.stderr)
+print("not told yet", file=sys.stderr)
+for _ in range(2):
+    for images, labels in fastload.DataLoader(dataset, 1, num_workers=int(sys.argv[2])):
+        assert images.any()
+dataset[0]
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_missing_kernel_is_warned_of_once_by_a_process_and_its_workers(
+    tmp_path: Path, num_workers: int
+) -> None:
+    (tmp_path / "a").mkdir()
+    for k in range(9):
+        (tmp_path / "a" / f"{k}.jpg").write_bytes(PHOTO)
+    command = [sys.executable, "-c", WITHOUT_KERNEL, str(tmp_path), str(num_workers)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode == 0, result.stderr
+    before, _, after = result.stderr.partition("not told yet")
+    assert "twin" in before and "RuntimeWarning" not in before
+    assert after.count("RuntimeWarning: fastload's compiled kernel is missing") == 1
+    assert "`fastload doctor` says what to install" in after
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ class SampleMaker:
         self._making: _Making | None = None
         self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
         parts = self._parts()
-        for part in parts:
-            refuse_class("transform", part)
+        for name, part in zip(self._part_names(), parts, strict=True):
+            refuse_class(name, part)
             if part is not None and not callable(part):
                 raise ArgumentError(f"transform must be callable, a dict of these or None, found {part!r}")
         fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
@@ -59,6 +59,10 @@ class SampleMaker:
                 f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
                 "function of what decode returns"
             )
+
+    def _part_names(self) -> list[str]:
+        fields = self._transform
+        return [f"transform[{name!r}]" for name in fields] if isinstance(fields, Mapping) else ["transform"]
 
     def _parts(self) -> list[Any]:
         return list(self._transform.values()) if isinstance(self._transform, Mapping) else [self._transform]
