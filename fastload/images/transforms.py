@@ -215,7 +215,7 @@ class RandomResizedCrop(Crop):
     Up to 10 times: an area of U(scale) of the image's, with an aspect ratio whose logarithm is uniform
     between log(ratio[0]) and log(ratio[1]); the first that fits is placed uniformly. If none fits: the
     largest centred box whose ratio is within bounds. It comes out as a uint8 tensor, (3, H, W), where
-    torchvision's is of the kind that it was given.
+    torchvision's is of the kind that it was given. An EXIF orientation is not applied.
 
     Args:
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
@@ -293,7 +293,7 @@ class CenterCrop(Crop):
     Where the image is smaller than `size`, it lies in the middle of a black result. With `resize` it is
     torchvision's Resize(resize) and CenterCrop(size), evaluation's usual transform, without the pixels that
     are cut away: for example CenterCrop(224, resize=256). It comes out as a uint8 tensor, (3, H, W), where
-    torchvision's is of the kind that it was given.
+    torchvision's is of the kind that it was given. An EXIF orientation is not applied.
 
     Args:
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
