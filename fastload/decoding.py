@@ -172,6 +172,9 @@ class Decoding:
             self._decoder = None
 
     def _new(self, name: str) -> ImageDecoder:
+        why = _missing(self._device)[name]
+        if why is not None:
+            raise FastloadError(f"decode={name!r} cannot start: {why}", stage="decode")
         try:
             device = torch.empty(0, device=self._device).device  # "cuda" with its index
             if name == "dali":

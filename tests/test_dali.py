@@ -83,6 +83,24 @@ def test_images_that_have_to_be_padded_are_those_of_the_kernel(crop: CenterCrop)
     decoder.close()
 
 
+def test_outputs_are_those_of_the_dynamic_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name: with the other one they would be overwritten while they are copied on a GPU."""
+    import nvidia.dali
+
+    asked = []
+
+    class Recorded(nvidia.dali.Pipeline):  # type: ignore[misc]
+        def __init__(self, **options: object) -> None:
+            asked.append(options.get("exec_dynamic"))
+            super().__init__(**options)
+
+    monkeypatch.setattr(nvidia.dali, "Pipeline", Recorded)
+    decoder, [batch] = _decoder(), _batches(set(), 1)
+    _check(decoder.start(batch)(), batch)
+    decoder.close()
+    assert asked == [True]
+
+
 def png_of(width: int, height: int) -> bytes:
     from PIL import Image
 

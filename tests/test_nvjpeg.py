@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from fastload import DataLoader, ObjectDataset
+from fastload.decoding import Decoding
 from fastload.encoded import EncodedImages, decode_by_kernel
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.images import CenterCrop, RandomResizedCrop
-from fastload.nvjpeg import Engine, NvJpegDecoder, why_no_nvjpeg
+from fastload.nvjpeg import Engine, NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
 from fastload.stats import Counters
 from tests.encodedimages import CpuEngine, encode, psnr, undecodable
 from tests.photos import pillow_jpeg, scene, variants
+from tests.realtorchvision import torchvision
 
 CPU = torch.device("cpu")
 GOOD = pillow_jpeg(scene(96, 72))
@@ -215,6 +218,30 @@ def test_torchvision_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(tmp_path))
     why = str(why_no_nvjpeg(torch.device("cuda")))
     assert words in why and f"belongs to torch {torch.__version__}" in why
+
+
+def test_a_decoder_on_the_cpu_cannot_start() -> None:
+    """As the benchmarks ask for it, past the loader's own check."""
+    decoding = Decoding("nvjpeg", CPU, workers=0, on_error="raise", counters=Counters(), bad=[])
+    with pytest.raises(FastloadError, match=r"decode='nvjpeg' cannot start: nvJPEG decodes on a CUDA device"):
+        decoding.start(encode(CenterCrop(32), {"a": GOOD}))
+
+
+def test_torchvision_without_nvjpeg_is_found_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tiny image, and not by a fallback for every batch."""
+
+    def refuse(*arguments: object, **options: object) -> list[torch.Tensor]:
+        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support")
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(RuntimeError, match="not compiled with nvJPEG"):
+        TorchvisionEngine(torch.device("cuda"))
 
 
 def test_an_engine_that_cannot_start_is_an_error_of_the_first_batch(
