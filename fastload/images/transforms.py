@@ -115,7 +115,9 @@ class Crop(ABC):
     def fill(
         self, out: np.ndarray[Any, Any], images: Sequence[Source], seeds: Sequence[int]
     ) -> list[tuple[int, DecodeError]]:
-        """Transform a batch into memory that the caller owns; the GIL is released for all its JPEGs at once.
+        """Transform a batch into memory that the caller owns.
+
+        The GIL is released for all its JPEGs at once; those that are padded are decoded one by one.
 
         Args:
             out: (n, *sample_shape) uint8, C-contiguous and writable. Rows of failed images are undefined.
