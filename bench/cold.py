@@ -72,7 +72,7 @@ def cpu_seconds() -> float:
 
 
 def cold(place: Place) -> Callable[[], Run]:
-    dataset = ImageFolder(place.url, RandomResizedCrop(SIZE), storage_options=place.options)
+    dataset = ImageFolder(place.url, RandomResizedCrop(SIZE, flip=0.5), storage_options=place.options)
     return lambda: epoch(DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS))
 
 
@@ -165,7 +165,7 @@ def first_batch_by_forkserver(place: Place) -> float:
         "    url, options = json.loads(sys.argv[1])\n"
         "    store = open_store(url, **options)\n"
         "    next(store.list())\n"
-        f"    data = ImageFolder(url, RandomResizedCrop({SIZE}), storage_options=options)\n"
+        f"    data = ImageFolder(url, RandomResizedCrop({SIZE}, flip=0.5), storage_options=options)\n"
         "    start = time.perf_counter()\n"
         f"    next(iter(DataLoader(data, {BATCH}, shuffle=True, num_workers={WORKERS})))\n"
         "    print(time.perf_counter() - start)\n"
@@ -207,7 +207,7 @@ def contenders(at: dict[int, Place]) -> dict[str, Callable[[], Run]]:
     near = at[20]
     filling, warm = filling_and_cached(
         lambda cache: ImageFolder(
-            near.url, RandomResizedCrop(SIZE), cache=cache, storage_options=near.options
+            near.url, RandomResizedCrop(SIZE, flip=0.5), cache=cache, storage_options=near.options
         )
     )
     found = {f"crops, {ms} ms": cold(at[ms]) for ms in LATENCIES}

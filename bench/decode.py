@@ -52,7 +52,7 @@ def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]
     """One thread, images in memory. Also the mean bytes per image."""
     small = [shrink(photo, KEPT_SIDE, KEPT_QUALITY) for photo in photos]
     pixels = [decode_resized(photo, KEPT_SIDE) for photo in photos]
-    crop, kernel = RandomResizedCrop(SIZE), native.kernel
+    crop, kernel = RandomResizedCrop(SIZE, flip=0.5), native.kernel
     contenders: dict[str, Contender] = {
         RAW: RoiDecode(photos, crop),
         "raw: kernel": Fill(photos, crop, kernel),

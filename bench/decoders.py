@@ -25,7 +25,9 @@ def encoded_batch(photos: int, batch: int) -> Any:
     """The first batch of the bench's photos as workers would send it."""
     from bench.photos import photo_folder
 
-    dataset: Any = fastload.ImageFolder(str(photo_folder(photos, 95)), fastload.RandomResizedCrop(224))
+    dataset: Any = fastload.ImageFolder(
+        str(photo_folder(photos, 95)), fastload.RandomResizedCrop(224, flip=0.5)
+    )
 
     def allocate(shape: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())

@@ -152,7 +152,7 @@ def _image_loader(args: argparse.Namespace) -> Any:
 
     options: dict[str, Any] = {} if args.decode == "cpu" else {"decode": args.decode}
     return fastload.DataLoader(
-        fastload.ImageFolder(str(photo_folder(args.photos, 95)), fastload.RandomResizedCrop(224)),
+        fastload.ImageFolder(str(photo_folder(args.photos, 95)), fastload.RandomResizedCrop(224, flip=0.5)),
         args.batch,
         shuffle=True,
         num_workers=args.workers,

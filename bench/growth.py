@@ -165,7 +165,7 @@ def our_loader(job: SimpleNamespace) -> Any:
 
     access = {"endpoint_url": job.endpoint, "key": job.key, "secret": job.secret}
     data = ImageFolder(
-        f"s3://{job.bucket}/", RandomResizedCrop(SIZE), cache=job.cache, storage_options=access
+        f"s3://{job.bucket}/", RandomResizedCrop(SIZE, flip=0.5), cache=job.cache, storage_options=access
     )
     return DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS)
 

@@ -113,7 +113,7 @@ class Pillow:
 def pillow_sample(image: Any, transform: RandomResizedCrop, rng: Any) -> np.ndarray[Any, Any]:
     """Crop, resize and flip by Pillow: (3, SIZE, SIZE) uint8."""
     image = image.convert("RGB")
-    box, flip = transform._place(*image.size, rng)
+    box, flip, _ = transform._place(*image.size, rng)
     image = image.crop(tuple(map(int, box))).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

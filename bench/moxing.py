@@ -39,7 +39,7 @@ def makers(photos: Path, shards: Path, options: dict[str, str]) -> dict[str, Mak
     return {
         "bytes": lambda cache: ObjectDataset(url, cache=cache, storage_options=options),
         "images": lambda cache: ImageFolder(
-            url, RandomResizedCrop(SIZE), cache=cache, storage_options=options
+            url, RandomResizedCrop(SIZE, flip=0.5), cache=cache, storage_options=options
         ),
         "tfrecord": lambda cache: TFRecordDataset(records, cache=cache, index=False, storage_options=options),
     }

@@ -86,13 +86,15 @@ def shard_dataset(at: Place, form: str, cache: Cache | None, *, index: bool) -> 
         "index": None if index else False,
     }
     if form == "tar":
-        return TarDataset(url, transform=RandomResizedCrop(SIZE), **options)
-    return TFRecordDataset(url, FEATURES, transform=RandomResizedCrop(SIZE), **options)
+        return TarDataset(url, transform=RandomResizedCrop(SIZE, flip=0.5), **options)
+    return TFRecordDataset(url, FEATURES, transform=RandomResizedCrop(SIZE, flip=0.5), **options)
 
 
 def makers(at: Place) -> dict[str, Make]:
     def folder(cache: Cache | None) -> Any:
-        return ImageFolder(at.photos, RandomResizedCrop(SIZE), cache=cache, storage_options=at.options)
+        return ImageFolder(
+            at.photos, RandomResizedCrop(SIZE, flip=0.5), cache=cache, storage_options=at.options
+        )
 
     found: dict[str, Make] = {"loose objects": folder}
     for form in ("tar", "tfrecord"):

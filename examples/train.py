@@ -27,7 +27,7 @@ def main() -> None:
     device = start_process_group()
     torch.manual_seed(0)  # the same initial weights on every rank
 
-    dataset = ImageFolder(args.url, RandomResizedCrop(args.size), cache=args.cache)
+    dataset = ImageFolder(args.url, RandomResizedCrop(args.size, flip=0.5), cache=args.cache)
     sampler = DistributedSampler(dataset, seed=0)  # finds rank and world size by itself
     loader = DataLoader(
         dataset,

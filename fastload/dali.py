@@ -274,6 +274,7 @@ class DaliDecoder:
             num_threads=threads,
             device_id=self._device.index if gpu else None,
             prefetch_queue_depth=self._options.queue_depth,
+            exec_dynamic=True,  # with the other executor, outputs are overwritten once they are released
         )
         mixed: dict[str, Any] = {}
         if gpu:

@@ -26,7 +26,7 @@ from fastload.encoded import (
     finish_decoding,
     start_decoding,
 )
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.nvjpeg import NvJpegDecoder, why_no_nvjpeg
 from fastload.rows import as_encoded_rows
 from fastload.stats import Counters
@@ -50,6 +50,7 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
     Raises:
         ArgumentError: it is not what it can be, or does not go with the rest.
     """
+    refuse_class("decode", decode)
     if not isinstance(decode, Dali) and decode not in _CHOICES:
         raise ArgumentError(f"decode must be one of {_CHOICES} or a fastload.Dali, found {decode!r}")
     if decode == "cpu":
@@ -171,6 +172,9 @@ class Decoding:
             self._decoder = None
 
     def _new(self, name: str) -> ImageDecoder:
+        why = _missing(self._device)[name]
+        if why is not None:
+            raise FastloadError(f"decode={name!r} cannot start: {why}", stage="decode")
         try:
             device = torch.empty(0, device=self._device).device  # "cuda" with its index
             if name == "dali":

@@ -6,7 +6,8 @@
 
 A crop is drawn from the size in the JPEG's header, by the rules and the per-sample randomness of the CPU
 path, so a sample has the same box and flip whoever decodes it. Images that are no plain JPEG (PNG,
-progressive, CMYK ...) are decoded here and travel as pixels; damaged headers are errors here (`on_error`).
+progressive, CMYK ...), and those that have to be padded, are decoded here and travel as pixels; damaged
+headers are errors here (`on_error`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from fastload.errors import DecodeError
 from fastload.images.headers import is_plain_jpeg
 from fastload.images.native import Item, Pixels, Source
+from fastload.images.rng import SampleRng
 from fastload.images.transforms import Crop
 from fastload.rows import Allocate
 from fastload.stats import Counters
@@ -154,15 +156,15 @@ class EncodedBatch:
         return failures
 
     def _fill_row(self, row: int, image: Source, seed: int) -> None:
-        source, width, height, box, flip = self._crop.place(image, seed)
-        self._sizes[row], self._boxes[row], self._flips[row] = (width, height), box, flip
-        if not isinstance(source, np.ndarray) and is_plain_jpeg(source):
+        source, width, height, place = self._crop.place(image, SampleRng(seed))
+        self._sizes[row], self._boxes[row], self._flips[row] = (width, height), place.box, place.flip
+        # A small image in a black frame is decoded here too: decoders fill whole rows.
+        if place.inner is None and not isinstance(source, np.ndarray) and is_plain_jpeg(source):
             self._sources[row] = source
             return
-        pixels = np.empty((1, *self._crop.sample_shape), np.uint8)
-        for _, error in self._crop.render(pixels, [(0, source, *box, flip)]):
-            raise error
-        self._sources[row] = pixels[0]
+        pixels = np.empty(self._crop.sample_shape, np.uint8)
+        self._crop.render_one(pixels, source, place)
+        self._sources[row] = pixels
 
     def copy_row(self, target: int, source: int) -> None:
         """Make row `target` equal to row `source`."""

@@ -18,6 +18,7 @@ a message read at the consumer says both. Builtin parents are there for callers 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 __all__ = [
@@ -72,6 +73,32 @@ class ArgumentError(FastloadError, ValueError):
     """An argument has a value that cannot work; raised before any worker starts."""
 
     stage = "argument"
+
+
+def refuse_class(argument: str, value: Any) -> None:
+    """Raise where a class was given and an instance is meant: its instances can be called, or are fastload's.
+
+    Other classes, such as `float`, are let through: their constructor is a function like any other.
+
+    Raises:
+        ArgumentError: it is such a class; the message says what to write.
+    """
+    if not isinstance(value, type):
+        return
+    if any("__call__" in vars(base) or base.__module__.startswith("fastload.") for base in value.__mro__):
+        raise ArgumentError(f"{argument} is a class: write {_call_of(value)}")
+
+
+def _call_of(kind: type) -> str:
+    """How an instance is made, as far as the signature tells."""
+    empty = inspect.Parameter.empty
+    try:
+        parameters = inspect.signature(kind).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # type: ignore[assignment]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    needed = [one.name for one in parameters if one.default is empty and one.kind in kinds]
+    return f"{kind.__name__}({', '.join('224' if name == 'size' else name for name in needed)})"
 
 
 class StoreError(FastloadError, OSError):

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 from fastload.autoscale import Autoscaler, ceiling, fixed_by
 from fastload.cuda import checked
 from fastload.device import Feed
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, refuse_class
 from fastload.in_process import InProcessIterator
 from fastload.rows import as_streams, check_dataset
 from fastload.sampler import ShardSampler, find_rank
@@ -52,13 +52,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         device: where the batches come to lie. None: in host memory. "cuda", "cuda:1" or a torch.device: on
             that GPU, copied one or two batches ahead beside the running work; `pin_memory` is then of no use.
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
-        batch_transform: called with every batch in this process, for example `fastload.Normalize`; on a GPU
-            after the copy, beside the running work. It may be called for batches that are never handed out.
+        batch_transform: called with every batch in this process, for example `fastload.Normalize(mean, std)`;
+            on a GPU after the copy, beside the running work. It may be called for batches that are never
+            handed out. On a GPU its stream does not wait for the training's, so it must not read tensors that
+            the training loop changes in place, such as averaged weights or a learned augmentation.
         decode: who decodes images. "cpu": the workers. "dali", "nvjpeg": the device, by NVIDIA DALI (install
-            `fastload[dali-cuda13]` or `[dali-cuda12]`) or torchvision's nvJPEG; workers then only fetch, and
-            draw the same crops and flips. "auto": times what there is on the first batches, keeps the fastest
-            and says so in `stats()["decode"]`. A `fastload.Dali`: DALI with other settings. All but "cpu"
-            need an ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk".
+            `fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators for the CPU too) or torchvision's
+            nvJPEG (on a CUDA device only); workers then only fetch, and draw the same crops and flips.
+            "auto": times what there is on the first batches, keeps the fastest and says so in
+            `stats()["decode"]`. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
+            ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk".
             Damage in the middle of a JPEG is an error with "cpu"; the others may show it.
         on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
             is repeated in its place); "replace" (another sample takes its place, the same one in every run).
@@ -268,6 +271,7 @@ def _check(dataset: Any, num_workers: Any, batch_transform: Any, on_error: Any, 
         raise ArgumentError(f"on_error={on_error!r}: what an iterable dataset raises ends it; use 'raise'")
     if isinstance(num_workers, str) and num_workers != "auto":
         raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
+    refuse_class("batch_transform", batch_transform)
     if not (batch_transform is None or callable(batch_transform)):
         raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
     if seed is not None and not isinstance(seed, int):

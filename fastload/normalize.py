@@ -7,18 +7,28 @@ the copy to the device does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fastload.errors import ArgumentError
+from fastload.nested import mapped, tensors
 
 __all__ = ["Normalize"]
 
 
 class Normalize:
-    """`(image / 255 - mean) / std` per channel, of a batch of uint8 images or of one image.
+    """`(image / 255 - mean) / std` per channel, of the uint8 images in a batch: a `batch_transform`.
+
+    `DataLoader(dataset, batch_transform=Normalize(mean, std))` takes every kind of batch. In a list, tuple,
+    dict or dataclass, nested or not, the images are the one uint8 tensor of 4 dimensions that has as many
+    channels as there are means. Labels, masks of one channel and all else stay as they are. Where there is no
+    such tensor, or where there are two (an image and a mask in colours, two views), nothing is guessed: it is
+    an error, and `batch_transform=lambda batch: (normalize(batch[0]), batch[1])` says which one is meant.
+
+    It is also called with images themselves, a tensor of 4 dimensions, or of 3 for one image; so it may stand
+    behind RandomResizedCrop or CenterCrop in torchvision's Compose.
 
     Args:
         mean, std: one number per channel, in units of 0 to 1, as for torchvision's Normalize.
@@ -31,7 +41,8 @@ class Normalize:
 
     Raises:
         ArgumentError: not as many means as standard deviations, one that is not finite or not above 0; when
-            called: a tensor that is not uint8, or of other channels.
+            called: a tensor that is not uint8, or of other channels; a batch without images, or with two
+            tensors that may be these; what is neither a tensor nor a batch, such as a PIL image.
     """
 
     def __init__(
@@ -59,14 +70,56 @@ class Normalize:
         self.memory_format = memory_format
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Images of shape (N, C, H, W) or (C, H, W), or with C last; uint8, on any device."""
+    def __call__(self, batch: Any) -> Any:
+        """The batch with its images normalised: (N, C, H, W) floats in place of uint8, on the same device.
+
+        Args:
+            batch: uint8 images of shape (N, C, H, W) or (C, H, W), or with C last, on any device; or what
+                holds such images, (N, C, H, W) only, see above. It is not changed.
+        """
+        if isinstance(batch, torch.Tensor):
+            if batch.ndim not in (3, 4) or not self._fits(batch):
+                raise ArgumentError(f"Normalize takes {self._wanted()}; found {_kind(batch)}")
+            return self._normalized(batch)
+        images: list[torch.Tensor] = []
+
+        def find(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.ndim == 4 and self._fits(leaf):
+                images.append(leaf)
+            return leaf
+
+        mapped(batch, find)
+        if len(images) != 1:
+            raise ArgumentError(self._why_not(batch, images))
+        return mapped(batch, lambda leaf: self._normalized(leaf) if leaf is images[0] else leaf)
+
+    def _fits(self, images: torch.Tensor) -> bool:
         axis = -1 if self.channels_last else -3
-        if images.dtype != torch.uint8 or images.ndim not in (3, 4) or images.shape[axis] != len(self.mean):
-            raise ArgumentError(
-                f"Normalize takes uint8 images with {len(self.mean)} channels, channels "
-                f"{'last' if self.channels_last else 'first'}; found {images.dtype} {tuple(images.shape)}"
+        return images.dtype == torch.uint8 and images.shape[axis] == len(self.mean)
+
+    def _wanted(self) -> str:
+        order = "last" if self.channels_last else "first"
+        return f"uint8 images with {len(self.mean)} channels, channels {order}"
+
+    def _why_not(self, batch: Any, images: list[torch.Tensor]) -> str:
+        """Why the images of a batch cannot be told."""
+        which = "say which with batch_transform=lambda batch: (normalize(batch[0]), batch[1])"
+        if images:
+            shapes = ", ".join(str(tuple(one.shape)) for one in images)
+            return f"this batch has {len(images)} tensors of {self._wanted()}, {shapes}: {which}"
+        found = ", ".join(map(_kind, tensors(batch)))
+        if found or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
+            return (
+                f"Normalize found no batch of {self._wanted()}, in this {type(batch).__name__}. Its tensors "
+                f"are: {found or 'none'}. Make uint8 tensors by a transform such as RandomResizedCrop(224)"
             )
+        return (
+            f"Normalize takes batches of {self._wanted()}, not a {type(batch).__module__}."
+            f"{type(batch).__qualname__}. It is no transform of a dataset: write DataLoader(dataset, "
+            "batch_transform=Normalize(mean, std)), and as the transform RandomResizedCrop(224)"
+        )
+
+    def _normalized(self, images: torch.Tensor) -> torch.Tensor:
         if self.channels_last:
             images = images.movedim(-1, -3)
         scale, shift = self._on(images.device)
@@ -97,6 +150,10 @@ class Normalize:
         shown += ", channels_last=True" if self.channels_last else ""
         shown += f", memory_format={self.memory_format}" if self.memory_format is not None else ""
         return f"Normalize({self.mean}, {self.std}{shown})"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Decoding by nvJPEG through torchvision, where DALI is not installed; on the CPU by simplejpeg.
+"""Decoding by nvJPEG through torchvision, on a CUDA device, where DALI is not installed.
 
     start ─▶ [wait for the stream] ─▶ decode_jpeg(files) ─▶ crop, resize, flip by torch ─▶ uint8 batch
 
@@ -12,10 +12,10 @@ it has read it.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import simplejpeg
 import torch
 from torch.nn import functional
@@ -24,7 +24,7 @@ from fastload.encoded import Bad, EncodedImages, decode_by_kernel
 from fastload.errors import FastloadError
 from fastload.stats import Counters
 
-__all__ = ["CpuEngine", "Engine", "NvJpegDecoder", "TorchvisionEngine", "why_no_nvjpeg"]
+__all__ = ["Engine", "NvJpegDecoder", "TorchvisionEngine", "why_no_nvjpeg"]
 
 
 class Engine(Protocol):
@@ -38,12 +38,21 @@ class Engine(Protocol):
 
 
 class TorchvisionEngine:
-    """torchvision's decode_jpeg on one CUDA device."""
+    """torchvision's decode_jpeg on one CUDA device.
+
+    Raises:
+        RuntimeError: it decodes nothing here: a torchvision without nvJPEG, a driver that is too old.
+    """
 
     def __init__(self, device: torch.device) -> None:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         self._device, self._decode, self._rgb = device, decode_jpeg, ImageReadMode.RGB
+        # Otherwise each batch would fail, and be decoded by the kernel in the trainer's process.
+        tiny = simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8))
+        self.wait()
+        self.decode([torch.frombuffer(bytearray(tiny), dtype=torch.uint8)])
+        self.wait()
 
     def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         try:
@@ -59,25 +68,22 @@ class TorchvisionEngine:
         torch.cuda.current_stream(self._device).synchronize()
 
 
-class CpuEngine:
-    """simplejpeg: so that this path runs, and is tested, without a GPU. Slower than decode="cpu"."""
-
-    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            torch.from_numpy(
-                simplejpeg.decode_jpeg(file.numpy(), "RGB", fastdct=False, fastupsample=False)
-            ).permute(2, 0, 1)
-            for file in files
-        ]
-
-    def wait(self) -> None:
-        pass
-
-
 def why_no_nvjpeg(device: torch.device) -> str | None:
-    """None where it can be used on this device; else what to do."""
-    if device.type == "cuda" and importlib.util.find_spec("torchvision") is None:
-        return "nvJPEG is used through torchvision, which is not installed: pip install torchvision"
+    """None where it can be used on this device; else what to do. Does not touch the device."""
+    if device.type != "cuda":
+        return (
+            f"nvJPEG decodes on a CUDA device, and the batches go to {device.type}: give device='cuda', or "
+            "decode='cpu'"
+        )
+    try:
+        import torchvision.io  # noqa: F401
+    except ImportError as error:
+        return f"nvJPEG is used through torchvision, and that is missing: pip install torchvision ({error})"
+    except (OSError, RuntimeError) as error:  # its operators are of another build than torch
+        return (
+            f"nvJPEG is used through torchvision, and that does not load: {error}. Install the torchvision "
+            f"that belongs to torch {torch.__version__}"
+        )
     return None
 
 
@@ -85,10 +91,10 @@ class NvJpegDecoder:
     """An `ImageDecoder`.
 
     Args:
-        device: "cuda" with an index, or "cpu".
+        device: where the engine leaves its images: "cuda" with an index.
         on_error: as the loader's.
         counters, bad: where it counts, see `ImageDecoder`.
-        engine: for tests. None: torchvision on a GPU, simplejpeg on the CPU.
+        engine: what decodes; None: torchvision's nvJPEG.
     """
 
     def __init__(
@@ -102,7 +108,7 @@ class NvJpegDecoder:
         self._device = device
         self._on_error = on_error
         self.counters, self.bad = counters, bad
-        self._engine: Engine = engine or (TorchvisionEngine(device) if device.type == "cuda" else CpuEngine())
+        self._engine: Engine = engine or TorchvisionEngine(device)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         # All of it at once: the call into torchvision returns when the images are there, so that there is

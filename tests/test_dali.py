@@ -34,7 +34,7 @@ def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
     """Batches of three images; the middle one of those in `bad` is one that nobody can decode."""
     return [
         encode(
-            RandomResizedCrop(24),
+            RandomResizedCrop(24, flip=0.5),
             {f"{k}a": GOOD, f"{k}b": undecodable(GOOD) if k in bad else GOOD, f"{k}c": GOOD},
             seed=10 * k,
         )
@@ -46,12 +46,13 @@ def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
 @pytest.mark.parametrize(
     ("crop", "least"),
     [
-        (RandomResizedCrop(64), 50),
-        (RandomResizedCrop((160, 120)), 50),
-        (CenterCrop(96), 50),
+        (RandomResizedCrop(64, flip=0.5), 50),
+        (RandomResizedCrop((160, 120), flip=0.5), 50),
+        (CenterCrop(96, resize=110), 50),
         (CenterCrop((48, 96), resize=140), 50),
+        (CenterCrop(96), 50),
         # The kernel decodes at a smaller scale where the crop is that small: see test_kernel.
-        (RandomResizedCrop((20, 30), channels_last=True), 35),
+        (RandomResizedCrop((20, 30), channels_last=True, flip=0.5), 35),
     ],
 )
 def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, least: float, seed: int) -> None:
@@ -65,6 +66,39 @@ def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, lea
     assert min(found.values()) >= least, found
     assert decoder.counters["decoder.samples"] == len(encoded.encoded_rows) > 0
     decoder.close()
+
+
+@pytest.mark.parametrize("crop", [CenterCrop((110, 150)), CenterCrop(60, resize=50, channels_last=True)])
+def test_images_that_have_to_be_padded_are_those_of_the_kernel(crop: CenterCrop) -> None:
+    """Beside images of the same batch that DALI decodes."""
+    files = {"a": pillow_jpeg(scene(161, 119)), "b": pillow_jpeg(scene(90, 200)), "c": png_of(20, 30)}
+    encoded = encode(crop, files)
+    decoder = _decoder()
+    images = decoder.start(encoded)()
+    expected = np.empty(encoded.shape, np.uint8)
+    assert crop.fill(expected, list(files.values()), range(3)) == []
+    assert len(encoded.encoded_rows) == (1 if crop.resize is None else 0)
+    for image, other in zip(images, torch.from_numpy(expected), strict=True):
+        assert psnr(image, other) >= 50
+    decoder.close()
+
+
+def test_outputs_are_those_of_the_dynamic_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by name: with the other one they would be overwritten while they are copied on a GPU."""
+    import nvidia.dali
+
+    asked = []
+
+    class Recorded(nvidia.dali.Pipeline):  # type: ignore[misc]
+        def __init__(self, **options: object) -> None:
+            asked.append(options.get("exec_dynamic"))
+            super().__init__(**options)
+
+    monkeypatch.setattr(nvidia.dali, "Pipeline", Recorded)
+    decoder, [batch] = _decoder(), _batches(set(), 1)
+    _check(decoder.start(batch)(), batch)
+    decoder.close()
+    assert asked == [True]
 
 
 def png_of(width: int, height: int) -> bytes:
@@ -152,13 +186,13 @@ def test_other_sizes_and_larger_batches() -> None:
     """As with a progressive resolution, and with a last batch that is smaller."""
     decoder = _decoder()
     for size, n in ((24, 2), (24, 1), (24, 5), (40, 2), ((24, 40), 2), (24, 3)):
-        encoded = encode(RandomResizedCrop(size), {str(k): GOOD for k in range(n)})
+        encoded = encode(RandomResizedCrop(size, flip=0.5), {str(k): GOOD for k in range(n)})
         pending = decoder.start(encoded), decoder.start(encoded)
         for result in pending:
             _check(result(), encoded)
-    encoded = encode(RandomResizedCrop(24, channels_last=True), {"a": GOOD})
+    encoded = encode(RandomResizedCrop(24, channels_last=True, flip=0.5), {"a": GOOD})
     assert decoder.start(encoded)().shape == (1, 24, 24, 3)
-    nothing = encode(RandomResizedCrop(24), {"png": png_of(30, 30)})
+    nothing = encode(RandomResizedCrop(24, flip=0.5), {"png": png_of(30, 30)})
     assert decoder.start(nothing)().shape == (1, 3, 24, 24)
     decoder.close()
 
@@ -199,7 +233,7 @@ def test_damage_that_dali_does_not_mind() -> None:
     """Known, and in the README: bad codes in the middle of a JPEG are an error of the kernel only."""
     middle = GOOD.index(b"\xff\xda") + 40
     damaged = GOOD[:middle] + b"\xff\xc4" + GOOD[middle + 2 :]
-    encoded = encode(RandomResizedCrop(24, scale=(1, 1)), {"a": damaged})
+    encoded = encode(RandomResizedCrop(24, scale=(1, 1), flip=0.5), {"a": damaged})
     with pytest.raises(DecodeError):
         decode_by_kernel(encoded, "raise")
     decoder = _decoder()
@@ -235,7 +269,9 @@ def test_no_leaks(no_leaks: None) -> None:
 
 
 def test_batches_are_the_kernels_type() -> None:
-    batch = EncodedBatch(RandomResizedCrop(8), 1, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    batch = EncodedBatch(
+        RandomResizedCrop(8, flip=0.5), 1, lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype)
+    )
     assert batch.fill([0], [np.frombuffer(GOOD, np.uint8)], [0], ["a"]) == []
     decoder = _decoder()
     assert decoder.start(batch.finish())().shape == (1, 3, 8, 8)

@@ -30,7 +30,7 @@ from fastload.encoded import EncodedBatch, EncodedImages
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.nvjpeg import NvJpegDecoder
 from fastload.stats import Counters
-from tests.encodedimages import encode, psnr, undecodable
+from tests.encodedimages import CpuEngine, encode, psnr, undecodable
 from tests.photos import pillow_jpeg, png, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
@@ -51,6 +51,13 @@ def _photo(k: int) -> bytes:
     return png(Image.fromarray(pixels)) if k % 8 == 6 else pillow_jpeg(pixels)
 
 
+@pytest.fixture(autouse=True)
+def nvjpeg_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All around nvJPEG runs here, with an engine of the tests in its place."""
+    monkeypatch.setattr("fastload.decoding.why_no_nvjpeg", lambda device: None)
+    monkeypatch.setattr("fastload.nvjpeg.TorchvisionEngine", lambda device: CpuEngine())
+
+
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     for k in range(COUNT):
@@ -65,7 +72,7 @@ def folder(photos: Path) -> Iterator[Callable[..., ImageFolder]]:
     made: list[ImageFolder] = []
 
     def make(transform: Any = None, **options: Any) -> ImageFolder:
-        made.append(ImageFolder(str(photos), transform or RandomResizedCrop(32), **options))
+        made.append(ImageFolder(str(photos), transform or RandomResizedCrop(32, flip=0.5), **options))
         return made[-1]
 
     yield make
@@ -122,7 +129,7 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
 @every_decoder
 @pytest.mark.parametrize("mode", ["raw", "shrunk"])
 def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) -> None:
-    dataset = folder(CenterCrop(48), cache=Cache(tmp_path / "cache", mode, short_side=60))
+    dataset = folder(CenterCrop(48, resize=55), cache=Cache(tmp_path / "cache", mode, short_side=60))
     ours, theirs = (DataLoader(dataset, 8, num_workers=2, decode=each) for each in (decode, "cpu"))
     for _ in range(2):
         assert _alike(_epoch(ours)[0], _epoch(theirs)[0])
@@ -132,7 +139,7 @@ def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) 
 @every_decoder
 def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> None:
     """The transform gets pixels; Normalize is on whatever device the decoder is."""
-    dataset = folder(RandomResizedCrop(32, channels_last=True))
+    dataset = folder(RandomResizedCrop(32, channels_last=True, flip=0.5))
     normalize = fastload.Normalize((0.5,) * 3, (0.25,) * 3, channels_last=True)
 
     def transform(batch: Any) -> Any:
@@ -151,7 +158,7 @@ def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> N
 @every_decoder
 @every_workers
 def test_objects_and_subsets(photos: Path, decode: str, num_workers: int) -> None:
-    dataset = ObjectDataset(str(photos), transform=CenterCrop(32))
+    dataset = ObjectDataset(str(photos), transform=CenterCrop(32, resize=37))
     subset = Subset(dataset, range(0, COUNT, 3))
     for ours, loaded in ((dataset, COUNT), (subset, COUNT // 3)):
         images = torch.cat(list(DataLoader(ours, 4, num_workers=num_workers, decode=decode)))
@@ -236,8 +243,14 @@ def test_datasets_that_cannot(folder: Any, photos: Path, tmp_path: Path, decode:
         (folder(transform=_picture), "RandomResizedCrop or CenterCrop"),
         (folder(cache=Cache(tmp_path / "c", "decoded")), "mode 'decoded' keeps pixels"),
         (ObjectDataset(str(photos)), "RandomResizedCrop or CenterCrop"),
-        (ObjectDataset(str(photos), decode=bytes, transform=CenterCrop(8)), "decode=<class 'bytes'>"),
-        (folder(transform=fastload.ByEpoch({0: CenterCrop(8), 2: _picture})), "RandomResizedCrop or"),
+        (
+            ObjectDataset(str(photos), decode=bytes, transform=CenterCrop(8, resize=9)),
+            "decode=<class 'bytes'>",
+        ),
+        (
+            folder(transform=fastload.ByEpoch({0: CenterCrop(8, resize=9), 2: _picture})),
+            "RandomResizedCrop or",
+        ),
     ]
     for dataset, text in cases:
         with pytest.raises(ArgumentError, match=text):
@@ -270,7 +283,9 @@ def test_dali_with_settings(folder: Any) -> None:
 @needs_dali
 def test_progressive_resolution(folder: Any) -> None:
     """Another size from the second epoch on, with the same workers and the same decoder."""
-    dataset = folder(fastload.ByEpoch({0: RandomResizedCrop(16), 1: RandomResizedCrop(40)}))
+    dataset = folder(
+        fastload.ByEpoch({0: RandomResizedCrop(16, flip=0.5), 1: RandomResizedCrop(40, flip=0.5)})
+    )
     loader = DataLoader(dataset, 5, num_workers=2, persistent_workers=True, decode="dali")
     assert [_epoch(loader)[0].shape[-1] for _ in range(3)] == [16, 40, 40]
 
@@ -301,7 +316,7 @@ def test_resumed_in_the_middle(folder: Any, decode: str) -> None:
 @every_decoder
 def test_epochs_that_are_broken_off(folder: Any, decode: str) -> None:
     """Two iterators over one loader, and some never finished: results stay with their batches."""
-    dataset = folder(CenterCrop(32))
+    dataset = folder(CenterCrop(32, resize=37))
     loader = DataLoader(dataset, 4, num_workers=2, decode=decode)
     reference = [images for images, _ in DataLoader(dataset, 4)]
     for taken in range(3):
@@ -405,7 +420,7 @@ def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.Mon
 
 def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel decodes what came encoded for the trial; its pixels are to be where all others are."""
-    encoded = encode(RandomResizedCrop(24), {"a": pillow_jpeg(scene(96, 72))})
+    encoded = encode(RandomResizedCrop(24, flip=0.5), {"a": pillow_jpeg(scene(96, 72))})
     kernel = _Kernel(torch.device("meta"), "raise", Counters(), [])
     assert kernel.start(encoded)().device.type == "meta"
     for reason in ("why_no_dali", "why_no_nvjpeg"):
@@ -428,7 +443,7 @@ def test_auto_with_bad_images_and_few_batches(folder: Any, spoilt: Path) -> None
 def test_measure_decoder(decode: str) -> None:
     kind: Any = {"dali": DaliDecoder, "nvjpeg": NvJpegDecoder}[decode]
     decoder = kind(torch.device("cpu"), "raise", Counters(), [])
-    encoded = encode(RandomResizedCrop(24), {"a": pillow_jpeg(scene(96, 72))})
+    encoded = encode(RandomResizedCrop(24, flip=0.5), {"a": pillow_jpeg(scene(96, 72))})
     assert measure_decoder(decoder, encoded, rounds=3) > 0
     assert decoder.counters["decoder.batches"] == 3
     decoder.close()
@@ -441,7 +456,7 @@ def test_exif_is_not_applied(tmp_path: Path) -> None:
     file = BytesIO()
     Image.fromarray(scene(120, 60)).save(file, "JPEG", exif=exif, quality=95)
     (tmp_path / "a.jpg").write_bytes(file.getvalue())
-    dataset = ObjectDataset(str(tmp_path), transform=CenterCrop(48))
+    dataset = ObjectDataset(str(tmp_path), transform=CenterCrop(48, resize=55))
     [expected] = DataLoader(dataset, 1)
     for decode in [d.values[0] if hasattr(d, "values") else d for d in DECODERS]:
         if decode == "dali" and why_no_dali() is not None:

@@ -91,7 +91,13 @@ def test_header_check_takes_any_bytes(change: bytes | tuple[int, int] | int) -> 
 
 
 @pytest.mark.parametrize(
-    "crop", [RandomResizedCrop(40), CenterCrop(48), RandomResizedCrop((20, 30), channels_last=True)]
+    "crop",
+    [
+        RandomResizedCrop(40, flip=0.5),
+        CenterCrop(48, resize=55),
+        CenterCrop(48),
+        RandomResizedCrop((20, 30), channels_last=True, flip=0.5),
+    ],
 )
 def test_the_kernel_makes_the_same_of_it(crop: RandomResizedCrop | CenterCrop) -> None:
     """The same boxes, flips and pixels as the CPU path, through slots too."""
@@ -111,10 +117,20 @@ def test_the_kernel_makes_the_same_of_it(crop: RandomResizedCrop | CenterCrop) -
         assert np.array_equal(images.numpy(), expected)
 
 
+@pytest.mark.parametrize(
+    "crop", [CenterCrop(200), CenterCrop((60, 200)), CenterCrop(70, resize=60, channels_last=True)]
+)
+def test_images_that_have_to_be_padded_travel_as_pixels(crop: CenterCrop) -> None:
+    encoded, expected = _encode(crop, {"a": variants()["420"]})
+    assert len(encoded.encoded_rows) == 0
+    images, _ = decode_by_kernel(encoded, "raise")
+    assert np.array_equal(images.numpy(), expected) and not expected.all()
+
+
 def test_bytes_are_laid_out_to_fit() -> None:
     """Exactly the bytes of the files; a row copied from another shares its file."""
     files = {"a": variants()["420"], "b": variants()["gray"], "c": variants()["progressive"]}
-    batch = EncodedBatch(RandomResizedCrop(16), 5, ordinary)
+    batch = EncodedBatch(RandomResizedCrop(16, flip=0.5), 5, ordinary)
     assert batch.fill([0, 2, 4], list(files.values()), [1, 2, 3], list(files)) == []
     batch.copy_row(1, 0)
     batch.copy_row(3, 4)
@@ -130,7 +146,7 @@ def test_bytes_are_laid_out_to_fit() -> None:
 
 def test_nothing_to_decode() -> None:
     """A batch without a single JPEG carries no bytes."""
-    encoded, expected = _encode(RandomResizedCrop(16), {"png": png(Image.fromarray(scene(60, 50)))})
+    encoded, expected = _encode(RandomResizedCrop(16, flip=0.5), {"png": png(Image.fromarray(scene(60, 50)))})
     assert encoded.data.numel() == 0 and len(encoded.encoded_rows) == 0
     assert np.array_equal(decode_by_kernel(encoded, "raise")[0].numpy(), expected)
 
@@ -139,10 +155,10 @@ def test_bad_images_are_found_where_they_are_read() -> None:
     """Damaged headers, cut files, no images and too large ones: errors of `fill`, each with its position."""
     good = variants()["420"]
     images = [good, good[:-40], b"", b"<html>", good[:30], png(Image.fromarray(scene(9, 9)))[:50]]
-    batch = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119), len(images), ordinary)
+    batch = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119, flip=0.5), len(images), ordinary)
     failures = batch.fill(range(len(images)), images, range(len(images)), "abcdef")
     assert [position for position, _ in failures] == [1, 2, 3, 4, 5]
-    small = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119 - 1), 1, ordinary)
+    small = EncodedBatch(RandomResizedCrop(16, max_pixels=161 * 119 - 1, flip=0.5), 1, ordinary)
     [(position, error)] = small.fill([0], [good], [0], ["a"])
     assert position == 0 and "max_pixels" in str(error)
 
@@ -155,7 +171,7 @@ def _damaged(data: bytes) -> bytes:
 
 def test_on_error_where_nobody_can_decode() -> None:
     good = pillow_jpeg(scene(64, 48))
-    crop = RandomResizedCrop(16, scale=(1, 1))
+    crop = RandomResizedCrop(16, scale=(1, 1), flip=0.5)
     encoded, _ = _encode(crop, {"a": good, "b": good})
     spoilt = EncodedBatch(crop, 3, ordinary)
     assert spoilt.fill([0, 1, 2], [good, _damaged(good), good], [0, 1, 2], ["a", "bad.jpg", "c"]) == []
@@ -184,7 +200,7 @@ class _Recorder:
 
 
 def test_encoded_images_anywhere_in_a_batch() -> None:
-    encoded, expected = _encode(RandomResizedCrop(16), {"a": variants()["420"]})
+    encoded, expected = _encode(RandomResizedCrop(16, flip=0.5), {"a": variants()["420"]})
     decoder, labels = _Recorder(), torch.tensor([3])
     started = start_decoding([encoded, {"x": (encoded, labels)}, "text"], decoder.start)
     assert decoder.started == 2
@@ -199,5 +215,5 @@ def test_exif_orientation_is_not_applied() -> None:
     exif[0x0112] = 6
     file = BytesIO()
     Image.fromarray(scene(80, 40)).save(file, "JPEG", exif=exif)
-    encoded, _ = _encode(RandomResizedCrop(16), {"a": file.getvalue()})
+    encoded, _ = _encode(RandomResizedCrop(16, flip=0.5), {"a": file.getvalue()})
     assert encoded.sizes.tolist() == [[80, 40]]

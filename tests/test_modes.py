@@ -55,7 +55,7 @@ def folder(photos: Path, tmp_path: Path) -> Iterator[Callable[..., ImageFolder]]
 
     def make(mode: Any, transform: Any = None, **options: Any) -> ImageFolder:
         cache = Cache(tmp_path / "cache", mode, **{"short_side": 100, **options})
-        dataset = ImageFolder(str(photos), transform or RandomResizedCrop(32), cache=cache)
+        dataset = ImageFolder(str(photos), transform or RandomResizedCrop(32, flip=0.5), cache=cache)
         made.append(dataset)
         return dataset
 
@@ -96,7 +96,7 @@ def test_samples_come_from_what_the_mode_keeps(folder: Any, photos: Path, mode: 
         "shrunk": lambda data: shrink(data, 100, 90),
         "decoded": lambda data: decode_resized(data, 100),
     }
-    transform = CenterCrop(32)
+    transform = CenterCrop(32, resize=37)
     images, _ = run(folder(mode, transform))
     for image, path in zip(images, sorted(photos.rglob("*.*")), strict=True):
         expected = torch.empty(1, 3, 32, 32, dtype=torch.uint8)
@@ -107,8 +107,8 @@ def test_samples_come_from_what_the_mode_keeps(folder: Any, photos: Path, mode: 
 @every_mode
 def test_modes_show_the_same_pictures(folder: Any, mode: str) -> None:
     """Smaller, but no other: no colour is swapped, nothing is turned or cut."""
-    raw, _ = run(folder("raw", CenterCrop(32)))
-    images, _ = run(folder(mode, CenterCrop(32)))
+    raw, _ = run(folder("raw", CenterCrop(32, resize=37)))
+    images, _ = run(folder(mode, CenterCrop(32, resize=37)))
     for name, ours, theirs in zip(sorted(FILES), images, raw, strict=True):
         if "strip" not in name:
             assert psnr(ours.numpy(), theirs.numpy()) > 28, name
@@ -254,7 +254,9 @@ def test_memory_of_a_worker_is_flat(photos: Path, folder: Any, tmp_path: Path, m
     def started(worker_id: int) -> None:
         (tmp_path / "pid").write_text(str(os.getpid()))
 
-    dataset = torch.utils.data.Subset(folder(mode, RandomResizedCrop(224)), [*range(len(FILES))] * 40)
+    dataset = torch.utils.data.Subset(
+        folder(mode, RandomResizedCrop(224, flip=0.5)), [*range(len(FILES))] * 40
+    )
     loader = DataLoader(
         dataset, 16, shuffle=True, num_workers=1, persistent_workers=True, worker_init_fn=started
     )

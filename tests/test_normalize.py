@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from PIL import Image
 
-from fastload import Normalize
+from fastload import CenterCrop, DataLoader, ImageFolder, Normalize
 from fastload.errors import ArgumentError
+from tests.photos import pillow_jpeg, scene
+from tests.realtorchvision import torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGES = torch.randint(0, 256, (5, 3, 7, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -101,3 +106,143 @@ def test_arguments_are_checked(arguments: Any) -> None:
 def test_images_are_checked(images: torch.Tensor) -> None:
     with pytest.raises(ArgumentError, match="channels first; found"):
         Normalize(MEAN, STD)(images)
+
+
+# --- batches
+
+
+class Pair(NamedTuple):
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass
+class Record:
+    images: torch.Tensor
+    name: str
+
+
+LABELS = torch.arange(5)
+MASKS = IMAGES[:, :1]
+BATCHES: list[Any] = [
+    [IMAGES, LABELS],
+    (IMAGES, LABELS),
+    (LABELS, IMAGES),
+    [IMAGES],
+    Pair(IMAGES, LABELS),
+    Record(IMAGES, "x"),
+    {"jpg": IMAGES, "cls": LABELS, "__key__": ["a", "b", "c", "d", "e"]},
+    {"jpg": IMAGES, "mask": MASKS, "flat": IMAGES[:, 0], "depth": IMAGES.float(), "n": 3, "none": None},
+    {"inputs": [{"image": IMAGES}, "text"], "labels": (LABELS, LABELS)},
+    [IMAGES, IMAGES],  # one tensor, twice
+]
+
+
+def leaves(batch: Any) -> list[Any]:
+    if isinstance(batch, Record):
+        return [batch.images, batch.name]
+    if isinstance(batch, dict):
+        return [leaf for part in batch.values() for leaf in leaves(part)]
+    return [leaf for part in batch for leaf in leaves(part)] if isinstance(batch, list | tuple) else [batch]
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=range(len(BATCHES)))
+def test_batch_with_one_tensor_of_images_has_these_normalised_and_all_else_left_alone(batch: Any) -> None:
+    before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(batch)]
+    result = Normalize(MEAN, STD)(batch)
+    assert type(result) is type(batch)
+    for given, old, new in zip(leaves(batch), before, leaves(result), strict=True):
+        if given is IMAGES:
+            torch.testing.assert_close(new, expected(IMAGES))
+            assert torch.equal(given, old)
+        else:
+            assert new is given
+
+
+def test_batch_with_channels_last() -> None:
+    last = IMAGES.permute(0, 2, 3, 1).contiguous()
+    images, labels = Normalize(MEAN, STD, channels_last=True)((last, LABELS))
+    torch.testing.assert_close(images, expected(IMAGES))
+    assert labels is LABELS
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([IMAGES, IMAGES.clone()], r"has 2 tensors of uint8 images with 3 channels.*say which with batch_"),
+        ({"a": IMAGES, "b": (IMAGES[:2], 1)}, r"\(5, 3, 7, 9\), \(2, 3, 7, 9\): say which"),
+        ([IMAGES.float(), LABELS], r"in this list.*float32 \(5, 3, 7, 9\), int64 \(5,\).*RandomResizedCrop"),
+        ((IMAGES[0], 3), r"in this tuple. Its tensors are: uint8 \(3, 7, 9\)"),
+        ({"mask": MASKS}, r"in this dict. Its tensors are: uint8 \(5, 1, 7, 9\)"),
+        ([IMAGES.permute(0, 2, 3, 1), LABELS], r"uint8 \(5, 7, 9, 3\), int64"),
+        (["a", 3], "in this list. Its tensors are: none"),
+        ([], "in this list. Its tensors are: none"),
+    ],
+)
+def test_batch_in_which_the_images_cannot_be_told_is_refused(batch: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        Normalize(MEAN, STD)(batch)
+
+
+@pytest.mark.parametrize("sample", [Image.new("RGB", (8, 8)), IMAGES[0].numpy(), b"bytes", "text", 3, None])
+def test_as_transform_of_a_sample_it_says_where_it_belongs(sample: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"no transform of a dataset: write DataLoader\(dataset, batch_tr"
+    ):
+        Normalize(MEAN, STD)(sample)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> str:
+    for k in range(6):
+        path = tmp_path / "photos" / "ab"[k % 2] / f"{k}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pillow_jpeg(scene(60, 50, k)))
+    return str(tmp_path / "photos")
+
+
+@pytest.mark.usefixtures("fork_workers")
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_as_batch_transform_of_image_folder_it_normalises_images(
+    photos: str, num_workers: int, device: str | None
+) -> None:
+    """As the docstring of DataLoader has it."""
+    dataset = ImageFolder(photos, CenterCrop(40))
+    plain = DataLoader(dataset, 4, num_workers=num_workers)
+    loader = DataLoader(
+        dataset, 4, num_workers=num_workers, device=device, batch_transform=Normalize(MEAN, STD)
+    )
+    for (images, labels), (floats, same) in zip(plain, loader, strict=True):
+        torch.testing.assert_close(floats, expected(images))
+        assert same.tolist() == labels.tolist()
+    dataset.close()
+
+
+@pytest.mark.usefixtures("fork_workers")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_as_transform_of_image_folder_it_is_refused_in_words(photos: str, num_workers: int) -> None:
+    dataset = ImageFolder(photos, Normalize(MEAN, STD))
+    with pytest.raises(ArgumentError, match=r"no transform of a dataset.*batch_transform=Normalize"):
+        next(iter(DataLoader(dataset, 2, num_workers=num_workers)))
+    dataset.close()
+
+
+def test_behind_a_crop_in_compose_it_takes_single_images(photos: str) -> None:
+    chain = torchvision.transforms.Compose([CenterCrop(40), Normalize(MEAN, STD)])
+    floats = ImageFolder(photos, chain)[0][0]
+    torch.testing.assert_close(floats, expected(ImageFolder(photos, CenterCrop(40))[0][0]))
+
+
+@pytest.mark.parametrize("change", ["dtype", "device"])
+def test_the_default_dtype_and_device_change_nothing(change: str) -> None:
+    wanted = [Normalize(MEAN, STD, dtype=dtype)([IMAGES, LABELS])[0] for dtype in (torch.float32, torch.half)]
+    try:
+        torch.set_default_dtype(torch.float64 if change == "dtype" else torch.float32)
+        torch.set_default_device("meta" if change == "device" else None)
+        found = [Normalize(MEAN, STD, dtype=one.dtype)([IMAGES, LABELS])[0] for one in wanted]
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype is other.dtype and torch.equal(one, other)

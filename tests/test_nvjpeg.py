@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from fastload import DataLoader, ObjectDataset
+from fastload.decoding import Decoding
 from fastload.encoded import EncodedImages, decode_by_kernel
-from fastload.errors import DecodeError
+from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.images import CenterCrop, RandomResizedCrop
-from fastload.nvjpeg import CpuEngine, Engine, NvJpegDecoder, why_no_nvjpeg
+from fastload.nvjpeg import Engine, NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
 from fastload.stats import Counters
-from tests.encodedimages import encode, psnr, undecodable
+from tests.encodedimages import CpuEngine, encode, psnr, undecodable
 from tests.photos import pillow_jpeg, scene, variants
+from tests.realtorchvision import torchvision
 
 CPU = torch.device("cpu")
 GOOD = pillow_jpeg(scene(96, 72))
 
 
 def _decoder(on_error: str = "raise", engine: Engine | None = None) -> NvJpegDecoder:
-    return NvJpegDecoder(CPU, on_error, Counters(), [], engine)
+    return NvJpegDecoder(CPU, on_error, Counters(), [], engine or CpuEngine())
 
 
 @pytest.mark.parametrize("seed", [0, 100])
 @pytest.mark.parametrize(
     ("crop", "least"),
     [
-        (RandomResizedCrop(64), 50),
-        (CenterCrop(96), 50),
+        (RandomResizedCrop(64, flip=0.5), 50),
+        (CenterCrop(96, resize=110), 50),
         (CenterCrop((48, 96), resize=140), 50),
-        (RandomResizedCrop((20, 30), channels_last=True), 35),  # where the kernel decodes at a smaller scale
+        (CenterCrop(96), 50),
+        (CenterCrop((150, 90)), 50),  # higher than the images: padded
+        (CenterCrop(64, resize=50, channels_last=True), 50),
+        (
+            RandomResizedCrop((20, 30), channels_last=True, flip=0.5),
+            35,
+        ),  # where the kernel decodes at a smaller scale
     ],
 )
 def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, least: float, seed: int) -> None:
@@ -94,7 +106,7 @@ class _NeverWaitsAfter(_LateEngine):
 
 def _run(engine: _LateEngine) -> tuple[bool, bool]:
     """(what was queued has read what was there, the images are right)."""
-    encoded = encode(RandomResizedCrop(32), {"a": GOOD, "b": GOOD})
+    encoded = encode(RandomResizedCrop(32, flip=0.5), {"a": GOOD, "b": GOOD})
     decoder = _decoder(engine=engine)
     expected = _decoder().start(encoded)()
     engine.queue_read(torch.tensor([1, 2, 3]))
@@ -124,7 +136,7 @@ class _Broken(_LateEngine):
 def test_engines_are_waited_for_when_they_fail() -> None:
     """The file's memory is a slot, which goes back to its worker."""
     engine = _Broken()
-    encoded = encode(RandomResizedCrop(32), {"a": GOOD})
+    encoded = encode(RandomResizedCrop(32, flip=0.5), {"a": GOOD})
     decoder = _decoder(engine=engine)
     expected, _ = decode_by_kernel(encoded, "raise")
     assert torch.equal(decoder.start(encoded)(), expected)
@@ -139,19 +151,21 @@ def test_an_engine_that_makes_another_size() -> None:
         def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             return [image.transpose(1, 2) for image in super().decode(files)]
 
-    encoded = encode(RandomResizedCrop(32), {"a": GOOD})
+    encoded = encode(RandomResizedCrop(32, flip=0.5), {"a": GOOD})
     expected, _ = decode_by_kernel(encoded, "raise")
     assert torch.equal(_decoder(engine=Turning()).start(encoded)(), expected)
 
 
 def _batch(k: int) -> EncodedImages:
-    return encode(RandomResizedCrop(24), {"a": GOOD, f"bad{k}": undecodable(GOOD), "c": GOOD}, seed=k)
+    return encode(
+        RandomResizedCrop(24, flip=0.5), {"a": GOOD, f"bad{k}": undecodable(GOOD), "c": GOOD}, seed=k
+    )
 
 
 def test_bad_images() -> None:
     decoder = _decoder()
     failing = decoder.start(_batch(1))
-    good = encode(RandomResizedCrop(24), {"a": GOOD})
+    good = encode(RandomResizedCrop(24, flip=0.5), {"a": GOOD})
     assert decoder.start(good)().shape == (1, 3, 24, 24)
     with pytest.raises(DecodeError, match="bad1"):
         failing()
@@ -162,11 +176,84 @@ def test_bad_images() -> None:
     assert decoder.counters["bad.samples"] == 1
 
 
-def test_torchvision_is_asked_for_on_a_gpu_only() -> None:
-    assert why_no_nvjpeg(CPU) is None
-    try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        assert "pip install torchvision" in str(why_no_nvjpeg(torch.device("cuda")))
-    else:
-        assert why_no_nvjpeg(torch.device("cuda")) is None
+# --- where there is no nvJPEG
+
+
+@pytest.fixture
+def photo(tmp_path: Path) -> str:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "a.jpg").write_bytes(GOOD)
+    return str(tmp_path / "photos")
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_nvjpeg_without_a_cuda_device_is_refused_at_the_loader(photo: str, device: str | None) -> None:
+    dataset = ObjectDataset(photo, transform=CenterCrop(32))
+    with pytest.raises(ArgumentError, match=r"decode='nvjpeg'.*batches go to cpu: give device='cuda'"):
+        DataLoader(dataset, 1, device=device, decode="nvjpeg")
+    with pytest.raises(ArgumentError, match="CUDA" if torch.cuda.is_available() else "needs CUDA"):
+        DataLoader(dataset, 1, device="cuda" if not torch.cuda.is_available() else "cpu", decode="nvjpeg")
+
+
+def test_auto_without_a_cuda_device_does_not_try_nvjpeg(photo: str) -> None:
+    loader = DataLoader(ObjectDataset(photo, transform=CenterCrop(32)), 1, decode="auto")
+    for _ in range(8):
+        list(loader)
+    decode = loader.stats()["decode"]
+    assert "nvjpeg" not in decode["rates"] and "CUDA device" in decode["missing"]["nvjpeg"]
+
+
+def test_torchvision_that_is_missing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert "pip install torchvision" in str(why_no_nvjpeg(torch.device("cuda")))
+
+
+def test_torchvision_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As one whose operators are of another build than torch."""
+    (tmp_path / "torchvision").mkdir()
+    words = "operator torchvision::nms does not exist"
+    (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError({words!r})")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    why = str(why_no_nvjpeg(torch.device("cuda")))
+    assert words in why and f"belongs to torch {torch.__version__}" in why
+
+
+def test_a_decoder_on_the_cpu_cannot_start() -> None:
+    """As the benchmarks ask for it, past the loader's own check."""
+    decoding = Decoding("nvjpeg", CPU, workers=0, on_error="raise", counters=Counters(), bad=[])
+    with pytest.raises(FastloadError, match=r"decode='nvjpeg' cannot start: nvJPEG decodes on a CUDA device"):
+        decoding.start(encode(CenterCrop(32), {"a": GOOD}))
+
+
+def test_torchvision_without_nvjpeg_is_found_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tiny image, and not by a fallback for every batch."""
+
+    def refuse(*arguments: object, **options: object) -> list[torch.Tensor]:
+        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support")
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    with pytest.raises(RuntimeError, match="not compiled with nvJPEG"):
+        TorchvisionEngine(torch.device("cuda"))
+
+
+def test_an_engine_that_cannot_start_is_an_error_of_the_first_batch(
+    photo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torchvision without nvJPEG decodes nothing: it is not the kernel that decodes under its name."""
+
+    def refuse(device: torch.device) -> Engine:
+        raise RuntimeError("torchvision not compiled with nvJPEG support")
+
+    monkeypatch.setattr("fastload.decoding.why_no_nvjpeg", lambda device: None)
+    monkeypatch.setattr("fastload.nvjpeg.TorchvisionEngine", refuse)
+    loader = DataLoader(ObjectDataset(photo, transform=CenterCrop(32)), 1, decode="nvjpeg")
+    with pytest.raises(FastloadError, match=r"decode='nvjpeg' cannot start: .*not compiled with nvJPEG"):
+        list(loader)

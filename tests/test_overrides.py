@@ -421,12 +421,15 @@ def test_functions_beside_a_fused_transform_are_seeded_sample_by_sample(
         (lambda url: fastload.cached(ImageFolder, url), "dataset is the class ImageFolder"),
         (
             lambda url: ImageFolder(url, RandomResizedCrop),
-            r"transform is the class RandomResizedCrop: make an",
+            r"transform is a class: write RandomResizedCrop\(224\)",
         ),
-        (lambda url: ImageFolder(url, ImageFolder), "transform is the class ImageFolder"),
-        (lambda url: ObjectDataset(url, torch.nn.ReLU), "decode is the class ReLU"),
-        (lambda url: ImageFolder(url, None, torch.nn.ReLU), "target_transform is the class ReLU"),
-        (lambda url: TarDataset(url, transform={"jpg": CenterCrop}), "transform is the class CenterCrop"),
+        (lambda url: ImageFolder(url, ImageFolder), r"transform is a class: write ImageFolder\(url\)"),
+        (lambda url: ObjectDataset(url, torch.nn.ReLU), r"decode is a class: write ReLU\(\)"),
+        (lambda url: ImageFolder(url, None, torch.nn.ReLU), r"target_transform is a class: write ReLU\(\)"),
+        (
+            lambda url: TarDataset(url, transform={"jpg": CenterCrop}),
+            r"transform\['jpg'\] is a class: write CenterCrop\(224\)",
+        ),
     ],
 )
 def test_a_class_in_place_of_an_instance_is_refused(make: Any, words: str, photos: Path) -> None:

@@ -499,7 +499,7 @@ def test_rows_that_are_read_ahead(workers: tuple[int, int], tmp_path: Path) -> N
     make_photos(tmp_path)
 
     def make(**options: Any) -> fastload.DataLoader[Any]:
-        dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16))
+        dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16, flip=0.5))
         return fastload.DataLoader(dataset, batch_size=5, shuffle=True, **options)
 
     torch.manual_seed(7)
@@ -606,7 +606,7 @@ def test_set_epoch_for_the_epoch_to_come(
     make_photos(tmp_path)
 
     def make(options: dict[str, Any]) -> tuple[Any, fastload.DataLoader[Any]]:
-        dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16))
+        dataset = fastload.ImageFolder(tmp_path.as_uri(), fastload.RandomResizedCrop(16, flip=0.5))
         sampler = kind(dataset, 2, 1)
         return sampler, fastload.DataLoader(
             dataset, batch_size=5, sampler=sampler, generator=seeded(), **options

@@ -51,7 +51,7 @@ from fastload.rows import RowDataset, StreamDataset
 from tests.patience import PATIENCE
 
 KINDS = ["tar", "tfrecord"]
-CROP = RandomResizedCrop(24)
+CROP = RandomResizedCrop(24, flip=0.5)
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
@@ -769,7 +769,7 @@ def test_members_that_are_not_what_they_say(members: dict[str, bytes], says: str
 
 def test_transforms_by_field(tmp_path: Path) -> None:
     objects = {"x.tar": tar_of(*({"jpg": jpeg(i), "seg.png": jpeg(i), "cls": b"%d" % i} for i in range(20)))}
-    both = {"jpg": CROP, "seg.png": RandomResizedCrop(24), "cls": lambda label: label + 100}
+    both = {"jpg": CROP, "seg.png": RandomResizedCrop(24, flip=0.5), "cls": lambda label: label + 100}
     data = closing(fastload.TarDataset(write(tmp_path, objects), transform=both))
     ((_, batch), *_) = read(data, workers=1, shuffle=False)
     assert batch["cls"].tolist() == list(range(100, 116))

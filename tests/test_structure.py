@@ -44,7 +44,7 @@ MAY_IMPORT = {
         "errors",
         "stats",
     },
-    "normalize": {"errors"},
+    "normalize": {"nested", "errors"},
     "slots": {"channel", "errors"},
     "nested": set(),
     "cuda": {"errors"},

@@ -16,7 +16,7 @@ from fastload.images import decode_resized, shrink
 
 
 def dataset(job, source, cache):
-    crop = RandomResizedCrop(job.size)
+    crop = RandomResizedCrop(job.size, flip=0.5)
     if source == "files":
         return ImageFolder(job.folder, crop, cache=cache)
     access = {"endpoint_url": job.endpoint, "key": job.key, "secret": job.secret}
@@ -54,7 +54,7 @@ def decoding(job, mode):
         "decoded": lambda data: decode_resized(data, 300),
     }
     photos = [kept[mode](photo) for photo, _ in in_memory(job)]
-    crop = RandomResizedCrop(job.size)
+    crop = RandomResizedCrop(job.size, flip=0.5)
     out = np.empty((job.batch, *crop.sample_shape), np.uint8)
 
     def epoch():

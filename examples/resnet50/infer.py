@@ -196,8 +196,8 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
     args = parse(arguments)
     for name in ("torchao", "torch.utils._pytree"):  # of CUDA kernels that are not for here, of each other
         logging.getLogger(name).setLevel(logging.ERROR)
-    evaluation = make_loader(args, "val", CenterCrop(args.size), shuffle=False)
-    training = make_loader(args, "train", RandomResizedCrop(args.size), shuffle=True)
+    evaluation = make_loader(args, "val", CenterCrop(args.size, resize=round(args.size * 256 / 224)), False)
+    training = make_loader(args, "train", RandomResizedCrop(args.size, flip=0.5), True)
     network = load(args, len(training.dataset.classes))
     calibration = [
         inputs for inputs, _ in endless(training, args.calibrate) if len(inputs) == args.batch_size

@@ -55,9 +55,10 @@ def images(args: argparse.Namespace, mode: str) -> ImageFolder:
     """The samples of mode "train" or "eval"."""
     sizes = resolutions(args.resolution)
     if mode == "eval":
-        crop = CenterCrop(args.eval_size or max(sizes.values()), channels_last=args.channels_last)
+        size = args.eval_size or max(sizes.values())
+        crop = CenterCrop(size, resize=round(size * 256 / 224), channels_last=args.channels_last)
         return ImageFolder(f"{args.url}/val", crop, cache=cache(args))
-    options = {"scale": (args.min_area, 1), "channels_last": args.channels_last}
+    options = {"scale": (args.min_area, 1), "flip": 0.5, "channels_last": args.channels_last}
     crops = {epoch: RandomResizedCrop(size, **options) for epoch, size in sizes.items()}
     return ImageFolder(f"{args.url}/train", ByEpoch(crops), cache=cache(args))
 

@@ -140,7 +140,7 @@ def _probe_modes(
     if not shrunk or not pixels:
         shrink(payloads[0], side, quality)  # says why: damaged, or of a format that needs Pillow
         raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
-    crop = fastload.RandomResizedCrop(size)
+    crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
     for name, samples, prepare_cpu in (

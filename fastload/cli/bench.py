@@ -81,7 +81,7 @@ def _list(
     start = time.perf_counter()
     dataset = ImageFolder(
         url,
-        RandomResizedCrop(size),
+        RandomResizedCrop(size, flip=0.5),
         cache=None if cache is None else Cache(cache),
         storage_options=options,
     )

@@ -174,7 +174,7 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
 
     dataset = fastload.ImageFolder(
         f"s3://{bucket.name}/",
-        fastload.RandomResizedCrop(SIZE),
+        fastload.RandomResizedCrop(SIZE, flip=0.5),
         cache=fastload.Cache(cache),
         storage_options={**bucket.credentials, "endpoint_url": bucket.proxy.url},
     )

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, refuse_class
 
 __all__ = ["StoreDataset", "check_function"]
 
@@ -39,13 +39,6 @@ def check_function(name: str, value: Any) -> None:
     Raises:
         ArgumentError: it cannot be called, or is a class where one of its instances is meant.
     """
-    if value is None:
-        return
-    if not callable(value):
+    refuse_class(name, value)
+    if value is not None and not callable(value):
         raise ArgumentError(f"{name} must be callable or None, found {value!r}")
-    if isinstance(value, type) and (
-        issubclass(value, Dataset) or any("__call__" in vars(base) for base in value.__mro__)
-    ):  # others, such as `float`, make the result when they are called
-        raise ArgumentError(
-            f"{name} is the class {value.__name__}: make an instance of it first, as in {value.__name__}(...)"
-        )

@@ -21,6 +21,7 @@ from fastload.encoded import EncodedBatch
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.fetch import ObjectSource, Window
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
+from fastload.images.decode import Oriented
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
@@ -264,6 +265,8 @@ class ObjectDataset(StoreDataset):
 
     def _open(self, value: Any) -> Any:
         """What the prefix gives -> what the transform takes."""
+        if isinstance(value, Oriented):
+            return value.pixels
         return bytes(value) if isinstance(value, memoryview) and self._fused is None else value
 
     def _checked(self, index: int) -> int:

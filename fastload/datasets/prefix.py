@@ -3,8 +3,9 @@
     mode      the cache keeps                         the transform gets
     raw       the object's bytes                      the bytes (or decode(bytes))
     shrunk    a JPEG with a smaller short side        its bytes
-    decoded   pixels at a smaller short side, or      the (H, W, 3) array, or
-              what the user's `decode` returned       that object
+    decoded   pixels at a smaller short side, and     the (H, W, 3) array, or
+              the EXIF orientation, or                that object
+              what the user's `decode` returned
 
 In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution.
 """
@@ -18,12 +19,12 @@ from fastload.cache import Cache
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.layout import dump, load
 from fastload.errors import ArgumentError
-from fastload.images.decode import decode_resized, shrink
+from fastload.images.decode import Oriented, decode_oriented, shrink
 
 __all__ = ["Prefix", "check_fingerprint", "key_of"]
 
-# Part of the cache's keys: raise it when `shrink` or `decode_resized` give other pixels.
-_VERSION = "1"
+# Part of the cache's keys: raise it when `shrink` or `decode_oriented` give something else.
+_VERSION = "2"
 
 
 class Prefix:
@@ -68,16 +69,18 @@ class Prefix:
             DecodeError: the payload is not what it should be.
         """
         if self.mode == "decoded":
-            return load(payload, readonly=readonly)
+            value = load(payload, readonly=readonly)
+            return Oriented(*value) if self._decode is None and type(value) is tuple else value
         return payload if self._decode is None else self._decode(bytes(payload))
 
     def _shrink(self, data: Any) -> bytes:
         return shrink(data, self._short_side, self._quality)
 
     def _to_record(self, data: Any) -> bytes:
-        return dump(
-            decode_resized(data, self._short_side) if self._decode is None else self._decode(bytes(data))
-        )
+        if self._decode is not None:
+            return dump(self._decode(bytes(data)))
+        pixels = decode_oriented(data, self._short_side)
+        return dump(tuple(pixels) if isinstance(pixels, Oriented) else pixels)
 
 
 def key_of(decode: Callable[[Any], Any] | None, fingerprint: str | None) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, refuse_class
 
 __all__ = ["ByEpoch", "all_transforms", "current_transform"]
 
@@ -33,6 +33,7 @@ class ByEpoch:
         for epoch, transform in transforms.items():
             if not isinstance(epoch, int) or epoch < 0:
                 raise ArgumentError(f"an epoch must be an integer from 0 on, not {epoch!r}")
+            refuse_class(f"the transform from epoch {epoch} on", transform)
             if not callable(transform):
                 raise ArgumentError(f"what is used from epoch {epoch} on must be callable: not {transform!r}")
         self.transforms = dict(sorted(transforms.items()))

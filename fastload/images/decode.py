@@ -4,24 +4,37 @@ JPEG goes through the kernel or its twin; every other format through Pillow, on 
 size is compared with `max_pixels` before its pixels are allocated. `strict` is the switch for damaged JPEGs:
 True (the default) makes corrupt or missing data an error, and refuses a file without its end whatever part
 of it is wanted; False serves what could be decoded, as a viewer would.
+
+Pixels lie as they are stored, as torchvision's default loader leaves them. The EXIF orientation is kept
+beside them, so that a transform that goes by it (`ImageOps.exif_transpose`) finds it, in every cache mode.
 """
 
 from __future__ import annotations
 
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images import native
+from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from fastload.images.native import Pixels, Source
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["MAX_PIXELS", "decode_image", "decode_pil", "decode_resized", "open_image", "shrink"]
+__all__ = [
+    "MAX_PIXELS",
+    "Oriented",
+    "decode_image",
+    "decode_oriented",
+    "decode_pil",
+    "decode_resized",
+    "open_image",
+    "shrink",
+]
 
 # Where Pillow refuses to open an image ("decompression bomb"): 0.5 GB of RGB.
 MAX_PIXELS = 2 * 89_478_485
@@ -38,6 +51,24 @@ _SIGNATURES = (
     (b"MM\0*", "TIFF"),
     *((b"P%d" % kind, "PPM") for kind in range(1, 7)),
 )
+
+
+class Oriented(NamedTuple):
+    """Decoded pixels as they are stored, of an image whose EXIF orientation (2 to 8) says to turn them."""
+
+    pixels: Pixels
+    orientation: int
+
+
+class _Opened(NamedTuple):
+    source: Source  # a JPEG's bytes, or the pixels of what is none
+    width: int
+    height: int
+    orientation: int | None  # None: as the JPEG's header says
+
+    @property
+    def turned(self) -> int:
+        return jpeg_orientation(self.source) if self.orientation is None else self.orientation
 
 
 def decode_image(data: Source, *, max_pixels: int = MAX_PIXELS, strict: bool = True) -> Pixels:
@@ -65,6 +96,8 @@ def decode_pil(
 ) -> Image:
     """Decode an image to a PIL image in RGB, for transforms that take one; torchvision's default loader.
 
+    Of the file's EXIF data the image has the orientation, which `ImageOps.exif_transpose` goes by.
+
     Args:
         min_size: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, which is faster, as long as no side
             falls below this many pixels. None: always the full size.
@@ -75,20 +108,23 @@ def decode_pil(
         DecodeError: as `decode_image`.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise ArgumentError(
             "transforms on PIL images need Pillow: pip install 'fastload[simd]' or 'fastload[pillow]'"
         ) from None
-    source, width, height = open_image(data, max_pixels, strict)
+    opened = _open(data, max_pixels, strict)
+    source, width, height, _ = opened
     if not _is_pixels(source):
         denominator = 1
         while min_size is not None and denominator < 8 and min(width, height) >= 2 * denominator * min_size:
             denominator *= 2
         source = _decode_jpeg(source, width, height, denominator, max_pixels, strict)
     image = Image.fromarray(source)
-    turn = _exif_turn(data) if exif and not _is_pixels(data) else None
-    return image if turn is None else image.transpose(turn)
+    orientation = opened.turned
+    if orientation != 1:
+        image.info["exif"] = exif_of(orientation)
+    return ImageOps.exif_transpose(image) if exif else image
 
 
 def decode_resized(
@@ -98,7 +134,18 @@ def decode_resized(
 
     The longer side is rounded down, as torchvision's Resize does; the filter is antialiased bilinear.
     """
-    source, width, height = open_image(data, max_pixels, strict)
+    return _resized(_open(data, max_pixels, strict), short_side, max_pixels, strict)
+
+
+def decode_oriented(data: Source, short_side: int) -> Pixels | Oriented:
+    """As `decode_resized`, with the EXIF orientation where there is one: what a cache of pixels keeps."""
+    opened = _open(data, MAX_PIXELS, True)
+    pixels, orientation = _resized(opened, short_side, MAX_PIXELS, True), opened.turned
+    return pixels if orientation == 1 else Oriented(pixels, orientation)
+
+
+def _resized(opened: _Opened, short_side: int, max_pixels: int, strict: bool) -> Pixels:
+    source, width, height, _ = opened
     if min(width, height) <= short_side:
         return _whole(source, width, height, max_pixels, strict)
     new_width, new_height = resized_size(width, height, short_side)
@@ -112,17 +159,18 @@ def decode_resized(
 def shrink(
     data: Source, short_side: int, quality: int, *, max_pixels: int = MAX_PIXELS, strict: bool = True
 ) -> bytes:
-    """Re-encode an image as a JPEG (4:2:0) whose shorter side is `short_side`.
+    """Re-encode an image as a JPEG (4:2:0) whose shorter side is `short_side`, with its EXIF orientation.
 
     A JPEG that is not larger than that comes back as it is: encoding it again would cost quality and gain
     little. It is then looked at no further than to see that it was not cut.
     """
-    source, width, height = open_image(data, max_pixels, strict)
-    if not _is_pixels(source) and min(width, height) <= short_side:
-        return bytes(source)
-    pixels = decode_resized(source, short_side, max_pixels=max_pixels, strict=strict)
+    opened = _open(data, max_pixels, strict)
+    if not _is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
+        return bytes(opened.source)
+    pixels = _resized(opened, short_side, max_pixels, strict)
     encoded: bytes = simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False)
-    return encoded
+    orientation = opened.turned
+    return encoded if orientation == 1 else with_orientation(encoded, orientation)
 
 
 def resized_size(width: int, height: int, short_side: int) -> tuple[int, int]:
@@ -138,18 +186,23 @@ def open_image(image: Source, max_pixels: int, strict: bool) -> tuple[Source, in
     Raises:
         DecodeError: as `decode_image`.
     """
-    if _is_pixels(image):
-        pixels = _check_pixels(image)
-        return pixels, pixels.shape[1], pixels.shape[0]
+    return _open(image, max_pixels, strict)[:3]
+
+
+def _open(image: Source, max_pixels: int, strict: bool) -> _Opened:
+    pixels, orientation = image if isinstance(image, Oriented) else (image, 1)
+    if _is_pixels(pixels):
+        pixels = _check_pixels(pixels)
+        return _Opened(pixels, pixels.shape[1], pixels.shape[0], orientation)
     data = _as_bytes(image)
     if _sniff(data) == "JPEG":
         try:
             width, height = native.active().jpeg_size(data, max_pixels, strict)
         except ValueError as error:
             raise DecodeError(str(error)) from error
-        return data, width, height
-    pixels = _decode_other(data, max_pixels)
-    return pixels, pixels.shape[1], pixels.shape[0]
+        return _Opened(data, width, height, None)
+    pixels, orientation = _decode_other(data, max_pixels)
+    return _Opened(pixels, pixels.shape[1], pixels.shape[0], orientation)
 
 
 def _is_pixels(image: Source) -> bool:
@@ -219,8 +272,8 @@ def _decode_jpeg(
     return out
 
 
-def _decode_other(data: memoryview, max_pixels: int) -> Pixels:
-    """RGB pixels of anything that is not a JPEG, by Pillow."""
+def _decode_other(data: memoryview, max_pixels: int) -> tuple[Pixels, int]:
+    """(RGB pixels, EXIF orientation) of anything that is not a JPEG, by Pillow."""
     name = _sniff(data)
     try:
         from PIL import Image, features
@@ -240,28 +293,18 @@ def _decode_other(data: memoryview, max_pixels: int) -> Pixels:
                 )
             if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
                 # The same colours; straight to RGB Pillow warns about every such image.
-                return np.array(image.convert("RGBA").convert("RGB"))
-            return np.array(image.convert("RGB"))
+                pixels = np.array(image.convert("RGBA").convert("RGB"))
+            else:
+                pixels = np.array(image.convert("RGB"))
+            return pixels, _orientation_of(image)
     except Exception as error:  # on hostile bytes Pillow's plugins raise whatever their parsing runs into
         raise DecodeError(f"{name}: {error}") from error
 
 
-def _exif_turn(data: Source) -> Any:
-    """How to transpose an image so that it stands as its EXIF orientation says; None: as it is."""
-    from PIL import Image
-
-    turns = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }
+def _orientation_of(image: Image) -> int:
+    """As Pillow reads it, once the pixels are loaded: by then it has turned those of a TIFF."""
     try:
-        with Image.open(BytesIO(data), formats=[_sniff(_as_bytes(data))]) as image:
-            orientation = image.getexif().get(0x0112)
-            return turns.get(orientation) if isinstance(orientation, int) else None
-    except (OSError, ValueError, SyntaxError, KeyError, TypeError):
-        return None  # broken EXIF of an image that decodes: it stays as it is
+        orientation = image.getexif().get(0x0112)
+    except Exception:  # broken EXIF data of an image that decodes: it stays as it is
+        return 1
+    return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

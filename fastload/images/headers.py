@@ -1,17 +1,26 @@
-"""Which JPEGs every decoder reads, and in the same way: told from their headers, in a few microseconds.
+"""What the headers of a JPEG say, found in a few microseconds.
 
-ITU-T T.81 for the segments (B.2) and frame types (table B.1), T.872 for Adobe's APP14.
+Whether every decoder reads it, and in the same way; and the orientation in which it is to be seen.
+
+ITU-T T.81 for the segments (B.2) and frame types (table B.1), T.872 for Adobe's APP14, Exif 2.32 for APP1.
 """
 
 from __future__ import annotations
 
+import re
+import struct
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["is_plain_jpeg"]
+__all__ = ["exif_of", "is_plain_jpeg", "jpeg_orientation", "with_orientation"]
 
-_SOF0, _SOF1, _SOS, _EOI, _APP0, _APP14 = 0xC0, 0xC1, 0xDA, 0xD9, 0xE0, 0xEE
+_SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
+_APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
 # All other frame types: progressive, lossless, hierarchical, arithmetic-coded. (C4, C8 and CC are no frames.)
 _OTHER_FRAMES = frozenset(range(0xC2, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
+_ORIENTATION = 0x0112
+_TYPES = {1: "B", 3: "H", 4: "I"}  # TIFF's BYTE, SHORT, LONG
 # Sampling factors (horizontal << 4 | vertical) of luma over chroma's 0x11: 4:4:4, 4:2:2, 4:2:0, 4:4:0, 4:1:1.
 _LUMA_FACTORS = frozenset({0x11, 0x21, 0x22, 0x12, 0x41})
 
@@ -27,17 +36,9 @@ def is_plain_jpeg(data: Any) -> bool:
         data: the file, in anything with the buffer protocol. It may be any bytes at all.
     """
     view = memoryview(data).cast("B")
-    if bytes(view[:2]) != b"\xff\xd8":
-        return False
-    at, jfif, adobe, components = 2, False, -1, b""
-    while at + 4 <= len(view) and view[at] == 0xFF:
-        marker = view[at + 1]
-        if marker == 0xFF:  # fill
-            at += 1
-            continue
-        length = view[at + 2] << 8 | view[at + 3]
-        body = view[at + 4 : at + 2 + length]
-        if length < 2 or len(body) != length - 2 or marker in _OTHER_FRAMES or marker == _EOI:
+    jfif, adobe, components = False, -1, b""
+    for marker, body in _segments(view):
+        if marker in _OTHER_FRAMES or marker == _EOI:
             return False
         if marker in (_SOF0, _SOF1):
             components = _components(bytes(body))
@@ -48,8 +49,72 @@ def is_plain_jpeg(data: Any) -> bool:
         elif marker == _SOS:
             all_in_one_scan = len(body) > 0 and body[0] * 3 == len(components)
             return all_in_one_scan and (len(components) == 3 or _is_ycbcr(components, jfif, adobe))
-        at += 2 + length
     return False
+
+
+def jpeg_orientation(data: Any) -> int:
+    """The orientation of a JPEG, 1 to 8, as Pillow's `exif_transpose` reads it: from EXIF, or else from XMP.
+
+    1 where there is none, or none that can be read.
+    """
+    exif = xmp = b""
+    for marker, body in _segments(memoryview(data).cast("B")):
+        if marker == _SOS:
+            break
+        if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
+            exif += bytes(body[len(_EXIF) :])  # a second segment continues the first
+        elif marker == _APP1 and bytes(body[: len(_XMP)]) == _XMP:
+            xmp = bytes(body[len(_XMP) :])
+    found = _tiff_orientation(exif)
+    if found is None:
+        match = re.search(rb'tiff:Orientation(?:="|>)([0-9])', xmp)
+        found = int(match[1]) if match else 1
+    return found if 1 <= found <= 8 else 1
+
+
+def exif_of(orientation: int) -> bytes:
+    """EXIF data that say an orientation, and nothing else."""
+    entry = struct.pack(">HHIHH", _ORIENTATION, 3, 1, orientation, 0)
+    return _EXIF + b"MM\0*" + struct.pack(">IH", 8, 1) + entry + bytes(4)
+
+
+def with_orientation(jpeg: bytes, orientation: int) -> bytes:
+    """A JPEG that has no EXIF data, with an orientation."""
+    at = 4 + int.from_bytes(jpeg[4:6], "big") if jpeg[2:4] == b"\xff\xe0" else 2  # behind JFIF's segment
+    exif = exif_of(orientation)
+    return jpeg[:at] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[at:]
+
+
+def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(marker, body) of the segments of a JPEG, until one is damaged. The last one of use is SOS."""
+    at = 2 if bytes(view[:2]) == b"\xff\xd8" else len(view)
+    while at + 4 <= len(view) and view[at] == 0xFF:
+        marker = view[at + 1]
+        if marker == 0xFF:  # fill
+            at += 1
+            continue
+        length = view[at + 2] << 8 | view[at + 3]
+        body = view[at + 4 : at + 2 + length]
+        if length < 2 or len(body) != length - 2:
+            return
+        yield marker, body
+        at += 2 + length
+
+
+def _tiff_orientation(tiff: bytes) -> int | None:
+    """From the first directory of TIFF data, as EXIF has them; None where it has none."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None or len(tiff) < 8:
+        return None
+    (start,) = struct.unpack_from(order + "I", tiff, 4)
+    if start + 2 > len(tiff):
+        return None
+    (entries,) = struct.unpack_from(order + "H", tiff, start)
+    for at in range(start + 2, min(start + 2 + 12 * entries, len(tiff) - 11), 12):
+        tag, kind, count = struct.unpack_from(order + "HHI", tiff, at)
+        if tag == _ORIENTATION and kind in _TYPES and count == 1:
+            return int(struct.unpack_from(order + _TYPES[kind], tiff, at + 8)[0])
+    return None
 
 
 def _components(frame: bytes) -> bytes:

@@ -1,12 +1,14 @@
 """Which code decodes: the compiled kernel where it was built, its Python twin where it was not.
 
 The choice is made once, at import, and shows in `backend()`. Both offer the functions of `Kernel` and agree
-within the tolerance that the tests state.
+within the tolerance that the tests state. A missing kernel is told of at the first decode.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import mmap
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -58,10 +60,26 @@ try:
 except ImportError:
     kernel = None
 
+# Whether the missing kernel was told of. Shared memory, so that of a process and its forked workers, and of
+# the workers of one fork server, only the first to decode says it.
+_told = mmap.mmap(-1, 1) if kernel is None else None
+
 
 def active() -> Kernel:
     """The kernel if it was built, else the twin. Tests set `kernel` to None to reach the twin."""
+    if _told is not None and not _told[0]:
+        _tell(_told)
     return twin if kernel is None else kernel
+
+
+def _tell(told: mmap.mmap) -> None:
+    told[0] = 1
+    warnings.warn(
+        "fastload's compiled kernel is missing, so images are decoded by the slower Python path. "
+        "`fastload doctor` says what to install",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def backend() -> dict[str, Any]:

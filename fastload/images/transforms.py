@@ -2,15 +2,17 @@
 
 Geometry is torchvision's, in pixels of the full-resolution image; what comes out is RGB uint8. As long as
 `transform` is one of these, only the part of a JPEG that the crop needs is decoded, at the smallest scale
-that has enough pixels, straight into the caller's memory.
+that has enough pixels, straight into the caller's memory. Images lie as they are stored: an EXIF orientation
+is not applied, and neither does torchvision's default loader apply one.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,9 +25,25 @@ from fastload.images.rng import SampleRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CenterCrop", "RandomResizedCrop"]
+__all__ = ["CenterCrop", "Crop", "Place", "RandomResizedCrop"]
 
 Box = tuple[float, float, float, float]
+_LARGEST = 8192  # side of a result
+
+
+class Place(NamedTuple):
+    """Where the pixels of a result come from.
+
+    Attributes:
+        box: (x0, y0, x1, y1) to be resized, in pixels of the full-resolution image.
+        flip: whether to flip that horizontally.
+        inner: (top, left, height, width), the part of the result that the box fills; the rest is black. None:
+            all of it.
+    """
+
+    box: Box
+    flip: bool = False
+    inner: tuple[int, int, int, int] | None = None
 
 
 class Rng(Protocol):
@@ -38,28 +56,32 @@ class Rng(Protocol):
 
 
 class TorchRng:
-    """torch's global generator, drawn from as torchvision's transforms do: the same seed, the same crops."""
+    """torch's global generator, drawn from as torchvision's transforms do: the same seed, the same crops.
+
+    Always in float32 on the CPU: a sample is the same whatever the script's default dtype and device are.
+    """
 
     def random(self) -> float:
         import torch
 
-        return torch.rand(1).item()
+        return torch.rand(1, dtype=torch.float32, device="cpu").item()
 
     def integers(self, n: int) -> int:
         import torch
 
-        return int(torch.randint(0, n, size=(1,)).item())
+        return int(torch.randint(0, n, size=(1,), device="cpu").item())
 
     def uniform(self, low: float, high: float) -> float:
         import torch
 
-        return torch.empty(1).uniform_(low, high).item()
+        return torch.empty(1, dtype=torch.float32, device="cpu").uniform_(low, high).item()
 
     def log_uniform(self, low: float, high: float) -> float:
         import torch
 
-        bounds = torch.log(torch.tensor((low, high)))
-        return torch.exp(torch.empty(1).uniform_(float(bounds[0]), float(bounds[1]))).item()
+        bounds = torch.log(torch.tensor((low, high), dtype=torch.float32, device="cpu"))
+        drawn = torch.empty(1, dtype=torch.float32, device="cpu").uniform_(float(bounds[0]), float(bounds[1]))
+        return torch.exp(drawn).item()
 
 
 class Crop(ABC):
@@ -87,13 +109,15 @@ class Crop(ABC):
         return (self.height, self.width, 3) if self.channels_last else (3, self.height, self.width)
 
     @abstractmethod
-    def _place(self, width: int, height: int, rng: Rng) -> tuple[Box, bool]:
-        """The box (x0, y0, x1, y1) to cut from an image of that size, and whether to flip it."""
+    def _place(self, width: int, height: int, rng: Rng) -> Place:
+        """What to cut from an image of that size."""
 
     def fill(
         self, out: np.ndarray[Any, Any], images: Sequence[Source], seeds: Sequence[int]
     ) -> list[tuple[int, DecodeError]]:
-        """Transform a batch into memory that the caller owns; the GIL is released for all its JPEGs at once.
+        """Transform a batch into memory that the caller owns.
+
+        The GIL is released for all its JPEGs at once; those that are padded are decoded one by one.
 
         Args:
             out: (n, *sample_shape) uint8, C-contiguous and writable. Rows of failed images are undefined.
@@ -112,14 +136,14 @@ class Crop(ABC):
         items: list[Item] = []
         for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
             try:
-                item = self._item(k, image, SampleRng(seed))
+                source, _, _, place = self.place(image, SampleRng(seed))
+                encoded = source is image or isinstance(source, memoryview)
+                if encoded and place.inner is None:
+                    items.append((k, source, *place.box, place.flip))
+                else:  # decoded here (PNG ...): done at once, so that only one such image is in memory
+                    self.render_one(out[k], source, place)
             except DecodeError as error:
                 failures[k] = error
-                continue
-            if item[1] is image or isinstance(item[1], memoryview):
-                items.append(item)
-            else:  # decoded here (PNG ...): done at once, so that only one such image is in memory
-                failures.update(self.render(out, [item]))
         failures.update(self.render(out, items))
         return sorted(failures.items())
 
@@ -137,23 +161,23 @@ class Crop(ABC):
 
         if hasattr(image, "convert"):
             image = np.asarray(image.convert("RGB"))
-        out = np.empty((1, *self.sample_shape), np.uint8)
-        for _, error in self.render(out, [self._item(0, image, TorchRng())]):
-            raise error
-        return torch.from_numpy(out[0])
+        out = np.empty(self.sample_shape, np.uint8)
+        source, _, _, place = self.place(image, TorchRng())
+        self.render_one(out, source, place)
+        return torch.from_numpy(out)
 
-    def place(self, image: Source, seed: int) -> tuple[Source, int, int, Box, bool]:
-        """What `fill` would do with an image, found without decoding it.
+    def place(self, image: Source, rng: Rng) -> tuple[Source, int, int, Place]:
+        """Where to cut an image, found without decoding it.
 
         Returns:
-            (source, width, height, box, flip): a JPEG's bytes, or the pixels of what is none; the size of the
-            full image; the box (x0, y0, x1, y1) to be resized, in its pixels; whether to flip the result.
+            (source, width, height, place): a JPEG's bytes, or the pixels of what is none; the size of the
+            full image; where the result's pixels come from.
 
         Raises:
             DecodeError: not an image, a damaged header, cut (if `strict`), or too large.
         """
         source, width, height = open_image(image, self.max_pixels, self.strict)
-        return source, width, height, *self._place(width, height, SampleRng(seed))
+        return source, width, height, self._place(width, height, rng)
 
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
         """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""
@@ -162,10 +186,23 @@ class Crop(ABC):
         )
         return [(row, DecodeError(reason)) for row, reason in failures]
 
-    def _item(self, k: int, image: Source, rng: Rng) -> Item:
-        source, width, height = open_image(image, self.max_pixels, self.strict)
-        box, flip = self._place(width, height, rng)
-        return (k, source, *box, flip)
+    def render_one(self, out: np.ndarray[Any, Any], source: Source, place: Place) -> None:
+        """Decode, crop and resize one image into `out`, of `sample_shape`; around the inner part it is black.
+
+        Raises:
+            DecodeError: the image cannot be decoded.
+        """
+        box = out
+        if place.inner is not None:
+            top, left, height, width = place.inner
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            shape = (height, width, 3) if self.channels_last else (3, height, width)
+            box = np.empty(shape, np.uint8)
+        for _, error in self.render(box[None], [(0, source, *place.box, place.flip)]):
+            raise error
+        if place.inner is not None:
+            out[:] = 0
+            out[(rows, columns) if self.channels_last else (slice(None), rows, columns)] = box
 
     def _options(self) -> str:
         """The arguments in `repr` that differ from their defaults, of those that both crops have."""
@@ -175,23 +212,28 @@ class Crop(ABC):
 
 
 class RandomResizedCrop(Crop):
-    """A random part of the image, resized to `size` and randomly flipped; torchvision's law.
+    """A random part of the image, resized to `size`: torchvision's law, and its arguments in its order.
 
     Up to 10 times: an area of U(scale) of the image's, with an aspect ratio whose logarithm is uniform
     between log(ratio[0]) and log(ratio[1]); the first that fits is placed uniformly. If none fits: the
-    largest centred box whose ratio is within bounds.
+    largest centred box whose ratio is within bounds. It comes out as a uint8 tensor, (3, H, W), where
+    torchvision's is of the kind that it was given. An EXIF orientation is not applied.
 
     Args:
-        size: of the result; an int means a square, a pair is (height, width).
+        size: of the result: an int or a sequence of one means a square, a pair is (height, width).
         scale: smallest and largest share of the area.
         ratio: smallest and largest width / height.
-        flip: probability of a horizontal flip; it is drawn after the box, and not at all at 0.
+        interpolation: "bilinear", the only one there is; torchvision's InterpolationMode.BILINEAR and
+            Pillow's 2 mean the same.
+        antialias: True, always; None means the same, as torchvision's does on PIL images.
+        flip: probability of a horizontal flip, as by a RandomHorizontalFlip(flip) that follows; it is drawn
+            after the box, and not at all at 0.
         channels_last: (H, W, 3) instead of (3, H, W).
         max_pixels: larger images are refused before they are decoded.
         strict: a damaged JPEG is an error (True) or served as far as it goes (False).
 
     Raises:
-        ArgumentError: an argument is out of range.
+        ArgumentError: an argument is out of range, or asks for what is not done here.
     """
 
     clamp = True
@@ -199,10 +241,12 @@ class RandomResizedCrop(Crop):
     def __init__(
         self,
         size: int | Sequence[int],
-        scale: tuple[float, float] = (0.08, 1.0),
-        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        interpolation: Any = "bilinear",
+        antialias: bool | None = True,
         *,
-        flip: float = 0.5,
+        flip: float = 0.0,
         channels_last: bool = False,
         max_pixels: int = MAX_PIXELS,
         strict: bool = True,
@@ -212,14 +256,15 @@ class RandomResizedCrop(Crop):
         self.ratio = _check_range("ratio", ratio)
         if self.scale[1] > 1:
             raise ArgumentError(f"scale is a share of the image's area, so at most 1: not {scale!r}")
-        if not 0 <= flip <= 1:
+        _check_filter(interpolation, antialias)
+        if isinstance(flip, bool) or not isinstance(flip, int | float) or not 0 <= flip <= 1:
             raise ArgumentError(f"flip is a probability between 0 and 1, not {flip!r}")
         self.flip = float(flip)
 
-    def _place(self, width: int, height: int, rng: Rng) -> tuple[Box, bool]:
+    def _place(self, width: int, height: int, rng: Rng) -> Place:
         top, left, rows, columns = self._sample(width, height, rng)
         flip = self.flip > 0 and rng.random() < self.flip
-        return (left, top, left + columns, top + rows), flip
+        return Place((left, top, left + columns, top + rows), flip)
 
     def _sample(self, width: int, height: int, rng: Rng) -> tuple[int, int, int, int]:
         """(top, left, height, width) of the crop."""
@@ -240,24 +285,26 @@ class RandomResizedCrop(Crop):
         return (height - rows) // 2, (width - columns) // 2, rows, columns
 
     def __repr__(self) -> str:
-        return (
-            f"RandomResizedCrop({(self.height, self.width)}, scale={self.scale}, ratio={self.ratio}, "
-            f"flip={self.flip}{self._options()})"
-        )
+        shown = f"scale={self.scale}, ratio={self.ratio}" + (f", flip={self.flip}" if self.flip else "")
+        return f"RandomResizedCrop({(self.height, self.width)}, {shown}{self._options()})"
 
 
 class CenterCrop(Crop):
-    """The shorter side resized to `resize`, then the centre `size` cut out: evaluation's usual transform.
+    """The centre of the image; torchvision's law, padding included.
 
-    The same as torchvision's Resize(resize) and CenterCrop(size), without the pixels that are cut away.
+    Where the image is smaller than `size`, it lies in the middle of a black result. With `resize` it is
+    torchvision's Resize(resize) and CenterCrop(size), evaluation's usual transform, without the pixels that
+    are cut away: for example CenterCrop(224, resize=256). It comes out as a uint8 tensor, (3, H, W), where
+    torchvision's is of the kind that it was given. An EXIF orientation is not applied.
 
     Args:
-        size: of the result; an int means a square, a pair is (height, width).
-        resize: length of the shorter side before the crop; None: 256/224 of `size`, rounded.
+        size: of the result: an int or a sequence of one means a square, a pair is (height, width).
+        resize: length of the image's shorter side before the crop; the longer one is rounded down. None: the
+            image keeps its size.
         channels_last, max_pixels, strict: as in RandomResizedCrop.
 
     Raises:
-        ArgumentError: an argument is out of range; `resize` is smaller than `size`.
+        ArgumentError: an argument is out of range.
     """
 
     clamp = False
@@ -265,36 +312,57 @@ class CenterCrop(Crop):
     def __init__(
         self,
         size: int | Sequence[int],
-        resize: int | None = None,
         *,
+        resize: int | None = None,
         channels_last: bool = False,
         max_pixels: int = MAX_PIXELS,
         strict: bool = True,
     ) -> None:
         super().__init__(size, channels_last=channels_last, max_pixels=max_pixels, strict=strict)
-        longest = max(self.height, self.width)
-        self.resize = round(longest * 256 / 224) if resize is None else resize
-        if not isinstance(self.resize, int) or self.resize < longest:
+        self.resize = None if resize is None else _whole(resize)
+        if resize is not None and not (self.resize and 1 <= self.resize <= _LARGEST):
             raise ArgumentError(
-                f"resize must be an integer of at least size ({longest}), not {resize!r}: "
-                "a smaller image would have to be padded"
+                f"resize is the length of the shorter side, an int from 1 to {_LARGEST}, not {resize!r}"
             )
 
-    def _place(self, width: int, height: int, rng: Rng) -> tuple[Box, bool]:
-        full_width, full_height = resized_size(width, height, self.resize)
-        left, top = round((full_width - self.width) / 2), round((full_height - self.height) / 2)
-        across, down = width / full_width, height / full_height
-        return (left * across, top * down, (left + self.width) * across, (top + self.height) * down), False
+    def _place(self, width: int, height: int, rng: Rng) -> Place:
+        full = (width, height) if self.resize is None else resized_size(width, height, self.resize)
+        left, x0, columns = _cut(full[0], self.width)
+        top, y0, rows = _cut(full[1], self.height)
+        across, down = width / full[0], height / full[1]
+        box = (x0 * across, y0 * down, (x0 + columns) * across, (y0 + rows) * down)
+        if (rows, columns) == (self.height, self.width):
+            return Place(box)
+        return Place(box, inner=(top, left, rows, columns))
 
     def __repr__(self) -> str:
-        return f"CenterCrop({(self.height, self.width)}, resize={self.resize}{self._options()})"
+        shown = "" if self.resize is None else f", resize={self.resize}"
+        return f"CenterCrop({(self.height, self.width)}{shown}{self._options()})"
+
+
+def _cut(length: int, size: int) -> tuple[int, int, int]:
+    """Of one axis of an image, by torchvision's roundings: (black pixels before it, first pixel, pixels)."""
+    if length < size:
+        return (size - length) // 2, 0, length
+    return 0, round((length - size) / 2), size
 
 
 def _check_size(size: int | Sequence[int]) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-    if len(pair) != 2 or not all(isinstance(side, int) and 1 <= side <= 8192 for side in pair):
-        raise ArgumentError(f"size must be an int or (height, width), each from 1 to 8192, not {size!r}")
-    return pair[0], pair[1]
+    sides = [_whole(side) for side in size] if isinstance(size, Sequence) else [_whole(size)]
+    height, width = sides if len(sides) == 2 else sides * 2 if len(sides) == 1 else (None, None)
+    if height is None or width is None or not (1 <= height <= _LARGEST and 1 <= width <= _LARGEST):
+        raise ArgumentError(
+            f"size must be an int or (height, width), each from 1 to {_LARGEST}, not {size!r}"
+        )
+    return height, width
+
+
+def _whole(number: Any) -> int | None:
+    """An int, also one of numpy's; None for all else."""
+    try:
+        return None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return None
 
 
 def _check_range(name: str, bounds: Sequence[float]) -> tuple[float, float]:
@@ -305,3 +373,18 @@ def _check_range(name: str, bounds: Sequence[float]) -> tuple[float, float]:
     if not 0 < low <= high < math.inf:
         raise ArgumentError(f"{name} must be (smallest, largest), both above 0, not {bounds!r}")
     return low, high
+
+
+def _check_filter(interpolation: Any, antialias: Any) -> None:
+    """torchvision's two arguments about the resize, as far as they ask for the one that is done here."""
+    wanted = getattr(interpolation, "value", interpolation)  # InterpolationMode.BILINEAR, PIL's BILINEAR
+    if isinstance(wanted, bool) or wanted not in ("bilinear", 2):
+        raise ArgumentError(
+            f"interpolation must be 'bilinear', found {interpolation!r}. For another one give a transform "
+            "that is not fused: any callable on a PIL image, such as torchvision's RandomResizedCrop"
+        )
+    if antialias is not None and antialias is not True:
+        raise ArgumentError(
+            f"antialias must be True, found {antialias!r}: the resize is antialiased, as torchvision's of "
+            "PIL images always is. Leave the argument out"
+        )

@@ -143,7 +143,7 @@ def _resize_torch(
         raise ValueError(
             f"{width} x {height} is too long to resize without Pillow: pip install 'fastload[simd]'"
         )
-    image = torch.tensor(pixels).permute(2, 0, 1)[None]
+    image = torch.tensor(pixels, device="cpu").permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(image, whole, mode="bilinear", antialias=True)
     top, left = round(box[1] * down), round(box[0] * across)
     resized = resized[0, :, top : top + size[0], left : left + size[1]]

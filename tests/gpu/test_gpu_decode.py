@@ -48,7 +48,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-@pytest.fixture(params=[RandomResizedCrop(64), CenterCrop(64)], ids=["random", "center"])
+@pytest.fixture(params=[RandomResizedCrop(64, flip=0.5), CenterCrop(64, resize=73)], ids=["random", "center"])
 def dataset(photos: Path, request: pytest.FixtureRequest) -> Iterator[ImageFolder]:
     made = ImageFolder(str(photos), request.param)
     yield made
@@ -71,7 +71,7 @@ def test_the_same_epochs(dataset: ImageFolder, decode: str) -> None:
 @every_decoder
 def test_a_bad_image_is_raised_and_the_rest_is_whole(photos: Path, decode: str) -> None:
     (photos / BAD).write_bytes(undecodable(pillow_jpeg(scene(300, 240))))
-    dataset = ImageFolder(str(photos), CenterCrop(64))
+    dataset = ImageFolder(str(photos), CenterCrop(64, resize=73))
     iterator = iter(DataLoader(dataset, 8, num_workers=2, device="cuda", decode=decode))
     seen, errors = 0, []
     while True:
@@ -124,7 +124,7 @@ def test_without_the_wait_it_would() -> None:
 
 def _overwritten(engine: TorchvisionEngine) -> int:
     """How often memory that was freed, with its reader still queued, is found to hold something else."""
-    encoded = encode(CenterCrop(64), {str(k): pillow_jpeg(scene(512, 512, k)) for k in range(4)})
+    encoded = encode(CenterCrop(64, resize=73), {str(k): pillow_jpeg(scene(512, 512, k)) for k in range(4)})
     decoder = NvJpegDecoder(CUDA, "raise", Counters(), [], engine)
     decoder.start(encoded)()
     matrix = torch.randn(4096, 4096, device=CUDA)
@@ -151,6 +151,8 @@ def test_auto_measures_and_keeps_one(dataset: ImageFolder, decode: str) -> None:
 @every_decoder
 def test_a_rate_can_be_measured(dataset: ImageFolder, decode: str) -> None:
     loader: Any = DataLoader(dataset, 4, num_workers=2, device="cuda", decode=decode)
-    encoded = encode(RandomResizedCrop(64), {str(k): pillow_jpeg(scene(300, 240, k)) for k in range(16)})
+    encoded = encode(
+        RandomResizedCrop(64, flip=0.5), {str(k): pillow_jpeg(scene(300, 240, k)) for k in range(16)}
+    )
     next(iter(loader))
     assert measure_decoder(loader._decoding._decoder, encoded, rounds=4) > 0

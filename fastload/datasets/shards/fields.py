@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fastload.errors import ArgumentError, DecodeError
+from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.formats.example import Spec, check_spec, parse_example
 from fastload.formats.tar import read_sample
-from fastload.images.decode import decode_pil
+from fastload.images.decode import Oriented, decode_pil
 
 __all__ = ["ExampleFields", "Fields", "MemberFields"]
 
@@ -89,6 +89,8 @@ class ExampleFields:
         return bytes(value) if isinstance(value, memoryview) else value
 
     def open_image(self, value: Any) -> Any:
+        if isinstance(value, Oriented):
+            return value.pixels
         return bytes(value) if isinstance(value, memoryview) else value
 
 
@@ -101,6 +103,8 @@ class MemberFields:
     """
 
     def __init__(self, decoders: Mapping[str, Callable[[bytes], Any]], *, unsafe: bool) -> None:
+        for name, function in decoders.items():
+            refuse_class(f"decode[{name!r}]", function)
         self._decoders = {name.lower().lstrip("."): function for name, function in decoders.items()}
         self._unsafe = unsafe
         self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images

@@ -17,12 +17,12 @@ from fastload.datasets.layout import dump, load
 from fastload.datasets.prefix import check_fingerprint, key_of
 from fastload.datasets.shards.fields import Fields
 from fastload.errors import ArgumentError
-from fastload.images.decode import decode_resized, shrink
+from fastload.images.decode import Oriented, decode_oriented, shrink
 
 __all__ = ["RecordPrefix"]
 
 # Part of the cache's keys: raise it when the same record would be kept as something else.
-_VERSION = "1"
+_VERSION = "2"
 
 
 class RecordPrefix:
@@ -79,7 +79,12 @@ class RecordPrefix:
         """
         if self.mode == "raw":
             return self._split(memoryview(payload))
-        return load(payload, readonly=readonly)
+        value = load(payload, readonly=readonly)
+        if self._decode is None and self._fields is not None:
+            for name in self._fields.images(value):
+                if type(value[name]) is tuple:
+                    value[name] = Oriented(*value[name])
+        return value
 
     def _split(self, payload: memoryview) -> Any:
         if self._fields is None:
@@ -98,7 +103,8 @@ class RecordPrefix:
     def _smaller(self, image: Any) -> Any:
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
-        return decode_resized(image, self._short_side)
+        pixels = decode_oriented(image, self._short_side)
+        return tuple(pixels) if isinstance(pixels, Oriented) else pixels
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -61,16 +61,18 @@ class SampleMaker:
         self._warned = False  # of masks
         self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
         parts = self._parts()
-        for part in parts:
-            if part is not None and not callable(part):
-                raise ArgumentError(f"transform must be callable, a dict of these or None, found {part!r}")
-            check_function("transform", part)
+        for name, part in zip(self._part_names(), parts, strict=True):
+            check_function(name, part)
         fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
         if self._fields is None and (fused or isinstance(transform, Mapping)):
             raise ArgumentError(
                 f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
                 "function of what decode returns"
             )
+
+    def _part_names(self) -> list[str]:
+        fields = self._transform
+        return [f"transform[{name!r}]" for name in fields] if isinstance(fields, Mapping) else ["transform"]
 
     def _parts(self) -> list[Any]:
         return list(self._transform.values()) if isinstance(self._transform, Mapping) else [self._transform]

@@ -1,0 +1,231 @@
+"""EXIF orientation: never applied by us, and found by a transform that applies it, in every cache mode."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
+from fastload.formats.write import TarWriter
+from fastload.images import decode_image, decode_pil, decode_resized, native, shrink
+from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
+from tests.photos import oriented, pillow_jpeg, png, psnr, scene
+
+pytestmark = pytest.mark.usefixtures("fork_workers")
+MODES = ["raw", "shrunk", "decoded"]
+XMP = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta><rdf:Description %s/></x:xmpmeta>"
+
+
+def tiff(image: Image.Image, orientation: int) -> bytes:
+    file = BytesIO()
+    image.save(file, "TIFF", exif=oriented(orientation))
+    return file.getvalue()
+
+
+def files(orientation: int) -> dict[str, bytes]:
+    """Larger and smaller than what a cache of mode "shrunk" keeps."""
+    large, small = scene(180, 120), scene(60, 40)
+    return {
+        "large.jpg": pillow_jpeg(large, exif=oriented(orientation), quality=97),
+        "small.jpg": pillow_jpeg(small, exif=oriented(orientation), quality=97),
+        "large.png": png(Image.fromarray(large), exif=oriented(orientation)),
+        "small.png": png(Image.fromarray(small), exif=oriented(orientation)),
+        "large.tiff": tiff(Image.fromarray(large), orientation),
+    }
+
+
+def upright(image: Image.Image) -> np.ndarray[Any, Any]:
+    """What many write as their transform."""
+    return np.asarray(ImageOps.exif_transpose(image).convert("RGB").resize((32, 32)))
+
+
+def upright_file(data: bytes) -> np.ndarray[Any, Any]:
+    return upright(Image.open(BytesIO(data)))
+
+
+def shape_of(image: Image.Image) -> tuple[int, int]:
+    """Whether it lies or stands, whatever size the cache made of it."""
+    width, height = ImageOps.exif_transpose(image).size
+    return (1, round(height / width)) if height > width else (round(width / height), 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
+    tmp_path: Path, mode: str, orientation: int
+) -> None:
+    """Over PIL images: those that torchvision's default loader hands to it, by their content."""
+    for name, data in files(orientation).items():
+        path = tmp_path / "photos" / "a" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    cache = Cache(tmp_path / "cache", mode, short_side=60)
+    with closing(ImageFolder(str(tmp_path / "photos"), upright, cache=cache)) as dataset:
+        for _ in range(2):  # made anew, and from the cache
+            for (key, _), (image, _) in zip(dataset.samples, dataset, strict=False):
+                expected = upright(Image.open(tmp_path / "photos" / key))
+                assert psnr(image, expected) > 24, key
+            dataset.flush_cache()
+
+
+@pytest.mark.parametrize("mode", ["raw", "shrunk"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_transform_that_turns_files_gets_them_alike_in_every_mode(
+    tmp_path: Path, mode: str, orientation: int
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for name, data in files(orientation).items():
+        (tmp_path / "photos" / name).write_bytes(data)
+    cache = Cache(tmp_path / "cache", mode, short_side=60)
+    with closing(ObjectDataset(str(tmp_path / "photos"), transform=upright_file, cache=cache)) as dataset:
+        for index in range(len(dataset)):
+            expected = upright(Image.open(tmp_path / "photos" / dataset.key(index)))
+            assert psnr(dataset[index], expected) > 24, dataset.key(index)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_members_of_tar_shards_keep_their_orientation(tmp_path: Path, mode: str) -> None:
+    stored = {name: data for name, data in files(6).items() if not name.endswith("tiff")}
+    (tmp_path / "shards").mkdir()
+    with (tmp_path / "shards" / "a.tar").open("wb") as file:
+        writer = TarWriter(file)
+        for number, (name, data) in enumerate(stored.items()):
+            writer.write(f"{number}", {name.rpartition(".")[2]: data})
+        writer.close()
+    cache = Cache(tmp_path / "cache", mode, short_side=60)
+    dataset = TarDataset(str(tmp_path / "shards"), cache=cache)
+    with closing(dataset):
+        for _ in range(2):
+            found = [sample for [sample] in DataLoader(dataset, 1, collate_fn=list)]
+            assert len(found) == len(stored)
+            for sample in found:
+                image = sample.get("jpg") or sample["png"]
+                assert shape_of(image) == (1, 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_transforms_turn_nothing_in_any_mode(tmp_path: Path, mode: str) -> None:
+    """As torchvision's default loader; with workers, one by one, and as pixels in a cache."""
+    path = tmp_path / "photos" / "a"
+    path.mkdir(parents=True)
+    for name, data in files(6).items():
+        if not name.endswith("tiff"):  # Pillow turns these itself
+            (path / name).write_bytes(data)
+    with closing(
+        ImageFolder(
+            str(tmp_path / "photos"),
+            CenterCrop((36, 48), resize=40, channels_last=True),
+            cache=Cache(tmp_path / "cache", mode, short_side=60),
+        )
+    ) as dataset:
+        for _ in range(2):
+            [(images, _)] = DataLoader(dataset, len(dataset), num_workers=2)
+            for image, (key, _) in zip(images, dataset.samples, strict=True):
+                stored = Image.open(tmp_path / "photos" / key).convert("RGB").resize((60, 40))
+                assert psnr(image.numpy(), np.asarray(stored)[2:38, 6:54]) > 24, key
+        np.testing.assert_array_equal(dataset[0][0].numpy(), images[0].numpy())
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pil_images_are_turned_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, orientation: int, kernel: bool
+) -> None:
+    if not kernel:
+        monkeypatch.setattr(native, "kernel", None)
+    for data in (
+        pillow_jpeg(scene(61, 43), exif=oriented(orientation), quality=100),
+        png(Image.fromarray(scene(61, 43)), exif=oriented(orientation)),
+    ):
+        stored = decode_pil(data)
+        assert stored.size == (61, 43) and stored.getexif().get(0x0112, 1) == orientation
+        expected = ImageOps.exif_transpose(Image.open(BytesIO(data)))
+        for ours in (decode_pil(data, exif=True), ImageOps.exif_transpose(stored)):
+            assert ours.size == expected.size and 0x0112 not in ours.getexif()
+            assert np.abs(np.asarray(ours).astype(int) - np.asarray(expected)).max() <= 2
+
+
+# ---------------------------------------------------------------- the bytes
+
+
+def header(*segments: bytes) -> bytes:
+    """A JPEG whose APP1 segments are these."""
+    jpeg = pillow_jpeg(scene(16, 8))
+    parts = b"".join(b"\xff\xe1" + (len(body) + 2).to_bytes(2, "big") + body for body in segments)
+    return jpeg[:2] + parts + jpeg[2:]
+
+
+def pillows(data: bytes) -> int:
+    return int(Image.open(BytesIO(data)).getexif().get(0x0112, 1))
+
+
+def exif_entry(kind: int, count: int, value: bytes, order: str = "big") -> bytes:
+    def number(n: int, size: int) -> bytes:
+        return n.to_bytes(size, order)  # type: ignore[arg-type]
+
+    head = b"MM\0*" if order == "big" else b"II*\0"
+    other = number(0x0100, 2) + number(4, 2) + number(1, 4) + number(7, 4)
+    entry = number(0x0112, 2) + number(kind, 2) + number(count, 4) + value
+    return b"Exif\0\0" + head + number(8, 4) + number(2, 2) + other + entry + bytes(4)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_of_a_jpeg_is_the_one_that_pillow_finds(orientation: int) -> None:
+    attribute = XMP % (b'tiff:Orientation="%d"' % orientation)
+    cases = [
+        pillow_jpeg(scene(16, 8), exif=oriented(orientation)),
+        header(exif_of(orientation)),
+        header(exif_entry(3, 1, orientation.to_bytes(2, "little") + bytes(2), "little")),
+        header(exif_entry(4, 1, orientation.to_bytes(4, "big"))),
+        header(attribute),
+        header(exif_of(orientation), XMP % b'tiff:Orientation="5"'),
+        header(exif_of(orientation)[:20], b"Exif\0\0" + exif_of(orientation)[20:]),
+        with_orientation(pillow_jpeg(scene(16, 8)), orientation),
+    ]
+    for data in cases:
+        assert jpeg_orientation(data) == pillows(data) == orientation
+        assert decode_image(data).shape == (8, 16, 3)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        header(),
+        header(b"Exif\0\0"),
+        header(b"Exif\0\0MM\0*\0\0\xff\xff"),
+        header(exif_of(6)[:-8]),
+        header(exif_of(0)),
+        header(exif_of(9)),
+        header(exif_entry(3, 2, b"\0\6\0\6")),
+        header(exif_entry(2, 1, b"6\0\0\0")),
+        header(XMP % b""),
+        b"",
+        b"\xff\xd8",
+        b"\xff\xd8\xff\xe1\xff\xff",
+        png(Image.fromarray(scene(8, 8))),
+    ],
+)
+def test_without_a_readable_orientation_there_is_none(data: bytes) -> None:
+    assert jpeg_orientation(data) == 1
+
+
+@pytest.mark.parametrize("jfif", [True, False])
+def test_a_shrunk_jpeg_says_its_orientation_once_and_has_no_other_pixels(jfif: bool) -> None:
+    data = pillow_jpeg(scene(180, 120), exif=oriented(6), quality=97)
+    plain = pillow_jpeg(scene(180, 120), quality=97)
+    small, other = shrink(data, 60, 90), shrink(plain, 60, 90)
+    assert jpeg_orientation(small) == 6 and jpeg_orientation(other) == 1
+    assert len(re.findall(b"Exif\0\0", small)) == 1 and b"Exif" not in other
+    np.testing.assert_array_equal(decode_image(small), decode_image(other))
+    np.testing.assert_array_equal(decode_resized(data, 60), decode_resized(plain, 60))
+    bare = other if jfif else other[:2] + other[4 + int.from_bytes(other[4:6], "big") :]
+    turned = with_orientation(bare, 3)
+    assert Image.open(BytesIO(turned)).info.get("jfif") == (257 if jfif else None)
+    np.testing.assert_array_equal(decode_image(turned), decode_image(bare))

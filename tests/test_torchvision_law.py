@@ -1,0 +1,295 @@
+"""The fused transforms against torchvision's own: the same boxes, the same pixels, the same distribution."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastload import CenterCrop, RandomResizedCrop
+from fastload.errors import ArgumentError
+from fastload.images import SampleRng, decode_image, native, sample_seed, twin
+from fastload.images.transforms import TorchRng
+from tests.photos import pillow_jpeg, psnr, scene
+from tests.realtorchvision import torchvision
+
+transforms: Any = torchvision.transforms
+Pixels = np.ndarray[Any, Any]
+
+GREY_LEVELS = 2  # by which a resized pixel may differ from Pillow's
+LAWS = [
+    ((0.08, 1.0), (3 / 4, 4 / 3)),
+    ((0.9, 1.0), (1.0, 1.0)),
+    ((0.01, 0.02), (0.2, 5.0)),
+    ((0.3, 1), (2, 3)),
+]
+
+
+@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way that images are decoded and resized."""
+    if request.param == "kernel" and native.kernel is None:
+        pytest.skip("the kernel is not built")
+    if request.param != "kernel":
+        monkeypatch.setattr(native, "kernel", None)
+    if request.param == "fallback without Pillow":
+        monkeypatch.setattr(twin, "Image", None)
+    yield request.param
+
+
+def filled(transform: Any, image: Any, seed: int = 0) -> Pixels:
+    """(H, W, 3) of one image, by `fill`."""
+    out = np.full((1, *transform.sample_shape), 77, np.uint8)
+    assert transform.fill(out, [image], [seed]) == []
+    return out[0] if transform.channels_last else out[0].transpose(1, 2, 0)
+
+
+def assert_alike(ours: Pixels, theirs: Any, path: str = "kernel") -> None:
+    expected = np.asarray(theirs)
+    assert ours.shape == expected.shape
+    if path == "fallback without Pillow":  # torch's filter, which ends at another place
+        assert psnr(ours, expected) > 40
+    else:
+        assert np.abs(ours.astype(int) - expected).max() <= GREY_LEVELS
+
+
+# ---------------------------------------------------------------- RandomResizedCrop
+
+
+@pytest.mark.parametrize(
+    "shape", [(500, 375), (375, 500), (31, 97), (2000, 3), (3, 2000), (1, 1), (224, 224), (5000, 37)]
+)
+@pytest.mark.parametrize("law", LAWS)
+def test_called_on_an_image_it_draws_torchvisions_boxes(shape: tuple[int, int], law: Any) -> None:
+    transform, image = RandomResizedCrop(224, *law, flip=0.5), Image.new("RGB", shape)
+    for seed in range(40):
+        torch.manual_seed(seed)
+        top, left, height, width = transforms.RandomResizedCrop.get_params(image, *law)
+        flip = bool(torch.rand(1) < 0.5)  # RandomHorizontalFlip's draw
+        torch.manual_seed(seed)
+        place = transform._place(*shape, TorchRng())
+        assert place == ((left, top, left + width, top + height), flip, None)
+
+
+@pytest.mark.parametrize("size", [64, (40, 72), (300, 20), 1, [33]])
+@pytest.mark.parametrize("flip", [0.0, 0.5, 1.0])
+def test_called_on_an_image_it_gives_torchvisions_pixels(path: str, size: Any, flip: float) -> None:
+    theirs = transforms.Compose(
+        [transforms.RandomResizedCrop(size)] + [transforms.RandomHorizontalFlip(flip)] * (flip > 0)
+    )
+    photo = pillow_jpeg(scene(161, 119), quality=97)
+    for seed, shape in enumerate([(161, 119), (97, 300), (3, 90), (1, 1), (161, 119)]):
+        pixels = scene(*shape) if seed < 4 else decode_image(photo)
+        torch.manual_seed(seed)
+        expected = theirs(Image.fromarray(pixels))
+        for given in (pixels, Image.fromarray(pixels)):
+            torch.manual_seed(seed)
+            ours = RandomResizedCrop(size, flip=flip)(given)
+            assert ours.dtype is torch.uint8
+            assert_alike(ours.permute(1, 2, 0).numpy(), expected, path)
+        torch.manual_seed(seed)
+        last = RandomResizedCrop(size, flip=flip, channels_last=True)(pixels)
+        assert torch.equal(last.permute(2, 0, 1), ours)
+    torch.manual_seed(4)
+    encoded = RandomResizedCrop(size, flip=flip)(photo)
+    if min(encoded.shape[1:]) >= 64:  # smaller ones are decoded at a smaller scale: see test_kernel
+        assert psnr(encoded.permute(1, 2, 0).numpy(), np.asarray(expected)) > 45
+
+
+def kolmogorov(a: Any, b: Any) -> float:
+    """The largest distance between the distribution functions of two samples."""
+    a, b = np.sort(a), np.sort(b)
+    points = np.concatenate([a, b])
+    return float(
+        np.abs(
+            np.searchsorted(a, points, "right") / len(a) - np.searchsorted(b, points, "right") / len(b)
+        ).max()
+    )
+
+
+DRAWS = 5000
+FAR = 1.95 * math.sqrt(2 / DRAWS)  # two samples of one law are that far apart once in a thousand times
+
+
+def features(box: Any, width: int, height: int) -> list[float]:
+    """Of a box: its share of the area, its ratio, and where it lies."""
+    x0, y0, x1, y1 = box
+    columns, rows = x1 - x0, y1 - y0
+    return [
+        columns * rows / (width * height),
+        math.log(columns / rows),
+        x0 / max(1, width - columns),
+        y0 / max(1, height - rows),
+    ]
+
+
+def torchvisions_features(width: int, height: int, law: Any) -> Any:
+    torch.manual_seed(1)
+    image, drawn = Image.new("RGB", (width, height)), []
+    for _ in range(DRAWS):
+        top, left, rows, columns = transforms.RandomResizedCrop.get_params(image, *law)
+        drawn.append(features((left, top, left + columns, top + rows), width, height))
+    return np.array(drawn)
+
+
+@pytest.mark.parametrize("shape", [(500, 375), (300, 1000), (64, 64)])
+@pytest.mark.parametrize("law", LAWS)
+def test_a_samples_own_randomness_follows_torchvisions_law(shape: tuple[int, int], law: Any) -> None:
+    transform = RandomResizedCrop(224, *law, flip=0.3)
+    places = [transform._place(*shape, SampleRng(sample_seed(0, 3, index))) for index in range(DRAWS)]
+    ours = np.array([features(place.box, *shape) for place in places])
+    theirs = torchvisions_features(*shape, law)
+    for column in range(4):
+        assert kolmogorov(ours[:, column], theirs[:, column]) < FAR
+    flips = np.array([place.flip for place in places])
+    assert abs(flips.mean() - 0.3) < 4 * math.sqrt(0.3 * 0.7 / DRAWS)
+    wide = ours[:, 0] > np.median(ours[:, 0])
+    if wide.any():  # drawn apart from the box
+        assert abs(flips[wide].mean() - flips[~wide].mean()) < 0.06
+
+
+def test_another_law_is_seen_by_the_distance_used_here() -> None:
+    """The guard removed: ratios that are uniform themselves, and not their logarithms."""
+
+    class Uniform(SampleRng):
+        def log_uniform(self, low: float, high: float) -> float:
+            return self.uniform(low, high)
+
+    law = (0.08, 1.0), (1 / 2, 2)
+    transform, theirs = RandomResizedCrop(224, *law), torchvisions_features(500, 500, law)
+
+    def distance(kind: type[SampleRng]) -> float:
+        boxes = [transform._place(500, 500, kind(sample_seed(0, 0, index))).box for index in range(DRAWS)]
+        return kolmogorov([features(box, 500, 500)[1] for box in boxes], theirs[:, 1])
+
+    assert distance(SampleRng) < FAR < distance(Uniform)
+
+
+def test_nothing_is_flipped_unless_asked_for(path: str) -> None:
+    image = np.zeros((50, 60, 3), np.uint8)
+    image[:, :30] = 255
+    whole = {"scale": (1, 1), "ratio": (1.2, 1.2)}
+    for seed in range(30):
+        assert filled(RandomResizedCrop(20, **whole), image, seed)[:, 0].min() == 255
+        assert RandomResizedCrop(20, **whole)(image)[:, :, 0].min() == 255
+        assert filled(RandomResizedCrop(20, **whole, flip=1), image, seed)[:, 0].max() == 0
+
+
+# ---------------------------------------------------------------- CenterCrop
+
+
+def shapes() -> list[tuple[int, int]]:
+    rng = random.Random(2)
+    odd = [(rng.randint(1, 90), rng.randint(1, 90)) for _ in range(30)]
+    return [(1, 1), (1, 60), (60, 1), (40, 40), (41, 40), (40, 41), (39, 41), (200, 7), *odd]
+
+
+@pytest.mark.parametrize("size", [40, 41, (40, 61), (61, 40), (1, 90), [33]])
+def test_centre_crop_is_torchvisions_to_the_bit(path: str, size: Any) -> None:
+    """Padding included, on the sides that torchvision pads."""
+    for width, height in shapes():
+        pixels = scene(width, height) | 1  # no black pixel in it
+        expected = np.asarray(transforms.CenterCrop(size)(Image.fromarray(pixels)))
+        np.testing.assert_array_equal(filled(CenterCrop(size), pixels), expected)
+        np.testing.assert_array_equal(filled(CenterCrop(size, channels_last=True), pixels), expected)
+        called = CenterCrop(size)(Image.fromarray(pixels))
+        np.testing.assert_array_equal(called.permute(1, 2, 0).numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "resize"), [(40, 46), (40, 40), (41, 40), (40, 39), (64, 30), ((30, 70), 35), ((70, 30), 36)]
+)
+def test_centre_crop_with_resize_is_torchvisions_resize_and_centre_crop(
+    path: str, size: Any, resize: int
+) -> None:
+    theirs = transforms.Compose([transforms.Resize(resize), transforms.CenterCrop(size)])
+    for width, height in shapes():
+        pixels = scene(width, height)
+        expected = theirs(Image.fromarray(pixels))
+        assert_alike(filled(CenterCrop(size, resize=resize), pixels), expected, path)
+        assert_alike(filled(CenterCrop(size, resize=resize, channels_last=True), pixels), expected, path)
+        called = CenterCrop(size, resize=resize)(Image.fromarray(pixels))
+        assert_alike(called.permute(1, 2, 0).numpy(), expected, path)
+
+
+def test_centre_crop_of_a_jpeg_is_torchvisions(path: str) -> None:
+    for width, height in [(161, 119), (119, 161), (50, 200), (30, 20)]:
+        photo = pillow_jpeg(scene(width, height), quality=97)
+        image = Image.fromarray(decode_image(photo))
+        np.testing.assert_array_equal(filled(CenterCrop(64), photo), transforms.CenterCrop(64)(image))
+        theirs = transforms.Compose([transforms.Resize(73), transforms.CenterCrop(64)])
+        assert psnr(filled(CenterCrop(64, resize=73), photo), np.asarray(theirs(image))) > 45
+
+
+def test_a_batch_of_padded_and_whole_images_is_that_of_each_alone(path: str) -> None:
+    images = [pillow_jpeg(scene(w, h)) for w, h in [(90, 90), (20, 90), (90, 20), (8, 8)]] + [scene(30, 99)]
+    transform = CenterCrop(50)
+    out = np.full((5, *transform.sample_shape), 77, np.uint8)
+    assert transform.fill(out, images, range(5)) == []
+    for row, image in zip(out, images, strict=True):
+        np.testing.assert_array_equal(row.transpose(1, 2, 0), filled(transform, image))
+    bad = [images[0], images[1][:-9], images[2]]
+    failures = transform.fill(out[:3], bad, range(3))
+    assert [k for k, _ in failures] == [1]
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    "bilinear",
+    ["bilinear", 2, Image.BILINEAR, Image.Resampling.BILINEAR, transforms.InterpolationMode.BILINEAR],
+)
+def test_arguments_of_torchvision_are_taken_in_its_order(bilinear: Any) -> None:
+    ours = RandomResizedCrop([33], [0.2, 0.9], [0.5, 2.0], bilinear, True)
+    theirs = transforms.RandomResizedCrop(
+        [33], [0.2, 0.9], [0.5, 2.0], bilinear if bilinear != "bilinear" else 2, True
+    )
+    pixels = scene(80, 60)
+    torch.manual_seed(3)
+    expected = theirs(Image.fromarray(pixels))
+    torch.manual_seed(3)
+    assert_alike(ours(pixels).permute(1, 2, 0).numpy(), expected)
+    assert RandomResizedCrop(33, interpolation=bilinear, antialias=None).scale == (0.08, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"interpolation": "bicubic"}, "interpolation must be 'bilinear', found 'bicubic'.*any callable"),
+        ({"interpolation": transforms.InterpolationMode.NEAREST}, "interpolation must be 'bilinear'"),
+        ({"interpolation": 3}, "interpolation must be 'bilinear', found 3"),
+        ({"interpolation": None}, "interpolation must be 'bilinear', found None"),
+        ({"antialias": False}, "antialias must be True, found False"),
+        ({"antialias": "yes"}, "antialias must be True"),
+    ],
+)
+def test_other_resizes_are_refused_in_words(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        RandomResizedCrop(224, **arguments)
+
+
+@pytest.mark.parametrize("change", ["dtype", "device"])
+def test_the_default_dtype_and_device_change_no_sample(path: str, change: str) -> None:
+    pixels = scene(161, 119)
+
+    def samples() -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        crops = [RandomResizedCrop(48, flip=0.5)(pixels) for _ in range(8)]
+        return [*crops, CenterCrop(48, resize=60)(pixels), CenterCrop(130)(pixels)]
+
+    expected = samples()
+    try:
+        torch.set_default_dtype(torch.float64 if change == "dtype" else torch.float32)
+        torch.set_default_device("meta" if change == "device" else None)
+        found = samples()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(map(torch.equal, found, expected))
