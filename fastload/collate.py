@@ -20,17 +20,19 @@ from torch.utils.data._utils import collate as torch_collate
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
 from fastload.rows import (
     Allocate,
+    CacheFilling,
     Failures,
     RowDataset,
     Todo,
     as_encoded_rows,
     as_filling,
     as_rows,
+    inner_datasets,
     start_epoch,
 )
 from fastload.stats import Counters
 
-__all__ = ["BatchMaker", "collate_into"]
+__all__ = ["BatchCounters", "BatchMaker", "collate_into"]
 
 _REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
 
@@ -61,6 +63,26 @@ def collate_into(allocate: Allocate) -> None:
     table = torch_collate.default_collate_fn_map
     if table[torch.Tensor] is torch_collate.collate_tensor_fn:
         table[torch.Tensor] = stack
+
+
+class BatchCounters(Counters):
+    """Of the process that makes batches of `dataset`: with what that counts itself, and those in it do."""
+
+    def __init__(self, dataset: Any) -> None:
+        inner = inner_datasets(dataset)
+        sources = [as_rows(dataset), as_filling(dataset), *(one.dataset for one in inner)]
+        # A cache hands its counters to its dataset only where samples are read ahead.
+        sources += [getattr(source, "cache", None) for source in sources]
+        found = [getattr(source, "counters", None) for source in sources]
+        super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
+        self._alone = any(one.alone for one in inner)
+
+    def made_batch(self, samples: int) -> None:
+        """A batch was made, of so many samples."""
+        self.add("collate.batches")
+        self.add("collate.samples", samples)
+        if self._alone:
+            self.add("get.alone", samples)
 
 
 class BatchMaker:
@@ -96,7 +118,9 @@ class BatchMaker:
         self._allocate = allocate
         self._seed = self._epoch = 0
         self._numbered = True
-        self.counters = _counters(self._rows) or _counters(as_filling(dataset)) or Counters()
+        fastloads = [as_filling(dataset), *(inner.dataset for inner in inner_datasets(dataset))]
+        self._filling = [one for one in fastloads if isinstance(one, CacheFilling)]
+        self.counters = BatchCounters(dataset)
         self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
 
     def start_epoch(self, seed: int, epoch: int, *, numbered: bool = True) -> None:
@@ -119,14 +143,12 @@ class BatchMaker:
 
     def flush_cache(self) -> None:
         """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
-        filling = as_filling(self._dataset)
-        if filling is not None:
+        for filling in self._filling:
             filling.flush_cache()
 
     def close_cache(self) -> None:
         """At the end of this process: write out what is queued."""
-        filling = as_filling(self._dataset)
-        if filling is not None:
+        for filling in self._filling:
             filling.close_cache()
 
     def __call__(self, index: Any, *, encoded: bool = False) -> Any:
@@ -140,8 +162,7 @@ class BatchMaker:
         except StopIteration as error:
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
-        self.counters.add("collate.batches")
-        self.counters.add("collate.samples", len(index) if self._auto_collation else 1)
+        self.counters.made_batch(len(index) if self._auto_collation else 1)
         return batch
 
     def _make(self, index: Any) -> Any:
@@ -254,12 +275,6 @@ class BatchMaker:
 
     def _replacement(self, index: Any, attempt: int) -> int:
         return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
-
-
-def _counters(source: Any) -> Counters | None:
-    """Those of a dataset that counts by itself: one instance, so that time spent in reading is told apart."""
-    counters = getattr(source, "counters", None)
-    return counters if isinstance(counters, Counters) else None
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

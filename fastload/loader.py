@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,7 +21,7 @@ from fastload.cuda import checked
 from fastload.device import Feed
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
-from fastload.rows import as_streams
+from fastload.rows import as_streams, inner_datasets
 from fastload.sampler import ShardSampler, find_rank
 from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
@@ -137,6 +138,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._meter = Meter(self._counters)
         self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
         self._decoding = None if decode == "cpu" else self._new_decoding(decode)
+        _warn_of_lone_reads(dataset)
 
     def __iter__(self) -> Any:
         with self._state.starting(self) as positions:
@@ -253,6 +255,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """How many index batches are announced in advance, where the dataset can read ahead."""
         size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
         return max(least, -(-_READ_AHEAD // size))
+
+
+def _warn_of_lone_reads(dataset: Any) -> None:
+    """Say that read-ahead ends at a dataset of the user's own: only there is it known what will be asked for."""
+    lone = next((inner for inner in inner_datasets(dataset) if inner.alone), None)
+    if lone is not None:
+        kind = type(lone.dataset).__name__
+        warnings.warn(
+            f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a time, "
+            "so nothing is read ahead: from an object store this is several times slower. A subclass of "
+            f"{kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: also "
+            "target_transform=), a torch Subset of it, and a collate_fn of the loader",
+            stacklevel=3,
+        )
 
 
 def _check(dataset: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any) -> None:

@@ -143,6 +143,12 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
         style="dim",
         soft_wrap=True,
     )
+    if settings["images"] <= settings["batch_size"]:
+        console.print(
+            f"an epoch is one batch: {settings['images']:,} images, --batch-size {settings['batch_size']:,}; "
+            "give a smaller one",
+            soft_wrap=True,
+        )
     for number, epoch in enumerate(epochs, 1):
         console.print(f"epoch {number}  {epoch['verdict']}", soft_wrap=True)
 
