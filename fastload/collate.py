@@ -6,8 +6,10 @@ no sample objects, no stacking.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.mismatch import describe_mismatch
 from fastload.rows import (
     Allocate,
     CacheFilling,
@@ -27,12 +30,14 @@ from fastload.rows import (
     as_encoded_rows,
     as_filling,
     as_rows,
+    bulk_getter,
     inner_datasets,
+    key_of,
     start_epoch,
 )
 from fastload.stats import Counters
 
-__all__ = ["BatchCounters", "BatchMaker", "collate_into"]
+__all__ = ["BatchCounters", "BatchMaker", "collate_into", "note_sample"]
 
 _REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
 
@@ -173,7 +178,29 @@ class BatchMaker:
                 return batch
         samples = self._samples(index, indices)
         with self.counters.timed("collate"):
-            return self._collate(samples if self._auto_collation else samples[0])
+            try:
+                return self._collate(samples if self._auto_collation else samples[0])
+            except Exception as error:
+                if self._collate is default_collate:
+                    _tell(error, self._why_not_collated(samples, indices))
+                raise
+
+    def _why_not_collated(self, samples: Any, indices: list[Any]) -> str:
+        def name(row: int) -> str:
+            # Another sample may have taken the place of a bad one.
+            return self._name(indices[row]) if self._on_error == "raise" else f"sample in row {row}"
+
+        with contextlib.suppress(Exception):  # of the user's classes: torch's own error must come through
+            return describe_mismatch(samples, name)
+        return ""
+
+    def _name(self, index: Any) -> str:
+        """ "sample 3 'cat/3.jpg'": with its key, where the dataset knows that."""
+        with contextlib.suppress(Exception):  # not numbered, or out of range: that may be the very error
+            key = key_of(self._dataset, index)
+            if key is not None:
+                return f"sample {index!r} {key!r}"
+        return f"sample {index!r}"
 
     def _fill_rows(self, rows: RowDataset, indices: list[int]) -> Any | None:
         direct = self._auto_collation and self._collate is default_collate
@@ -201,7 +228,7 @@ class BatchMaker:
         self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
 
     def _samples(self, index: Any, indices: list[Any]) -> Any:
-        many = getattr(self._dataset, "__getitems__", None)
+        many = bulk_getter(self._dataset)
         if many and self._auto_collation and self._on_error == "raise" and not self._seeded:
             self.counters.add("decode.samples", len(indices))
             with self.counters.timed("decode"):
@@ -270,11 +297,24 @@ class BatchMaker:
             if self._rows is not None:
                 self._rows.cancel(indices)
             if not isinstance(error, FastloadError):
-                error.__dict__.setdefault("fastload_index", index)
+                _tell(error, self._name(index))
             raise error
 
     def _replacement(self, index: Any, attempt: int) -> int:
         return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
+
+
+def _tell(error: Exception, sample: str) -> None:
+    """Let `error` say which sample it is about, where its text is not ours to change."""
+    if sample:
+        error.__dict__.setdefault("fastload_sample", sample)
+
+
+def note_sample(error: Exception) -> None:
+    """Show which sample `error` is about, where it does not leave this process: below its own text."""
+    sample = error.__dict__.pop("fastload_sample", "")
+    if sample and sys.version_info >= (3, 11):
+        error.add_note(f"({sample})")
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
-from fastload.collate import BatchCounters, BatchMaker
+from fastload.collate import BatchCounters, BatchMaker, note_sample
 from fastload.rows import Allocate, as_rows
 from fastload.state import dataset_state, kept_globals, resume_fetcher
 from fastload.streams import StreamEpoch, StreamOver, StreamReader
@@ -169,7 +169,11 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
             encoded = self._decoding is not None and self._decoding.next_encoded()
-            data = maker(index, encoded=encoded)
+            try:
+                data = maker(index, encoded=encoded)
+            except Exception as error:
+                note_sample(error)
+                raise
         if self._ahead and not self._coming:
             maker.flush_cache()
         self._counters.merge(maker.counters.drain())

@@ -33,7 +33,9 @@ __all__ = [
     "as_filling",
     "as_rows",
     "as_streams",
+    "bulk_getter",
     "inner_datasets",
+    "key_of",
     "start_epoch",
 ]
 
@@ -190,6 +192,21 @@ def as_filling(dataset: Any) -> CacheFilling | None:
     """The dataset as a `CacheFilling`, through torch's `Subset` too; None where it is not one."""
     dataset = _chosen_from(dataset)
     return dataset if isinstance(dataset, CacheFilling) else None
+
+
+def bulk_getter(dataset: Any) -> Callable[[Any], Any] | None:
+    """The dataset's `__getitems__`, where it has one of its own: that of `Subset` only loops."""
+    own = getattr(_chosen_from(dataset), "__getitems__", None)
+    return dataset.__getitems__ if own else None
+
+
+def key_of(dataset: Any, index: Any) -> str | None:
+    """The key of a sample, through `Subset` too; None where the dataset is no `RowDataset` that has keys."""
+    while type(dataset) is Subset:
+        dataset, index = dataset.dataset, dataset.indices[index]
+    if isinstance(dataset, RowDataset) and hasattr(dataset, "key"):
+        return str(dataset.key(index))
+    return None
 
 
 def as_rows(dataset: Any) -> RowDataset | None:

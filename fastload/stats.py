@@ -129,7 +129,7 @@ class _Timed:
     def __exit__(self, *error: Any) -> None:
         elapsed = time.perf_counter() - self._start
         reading = self._counters.reading_seconds() - self._reading
-        # Threads of the dataset's own may have waited at the same time, for longer in all than the block took.
+        # Threads of the dataset's own may have waited at the same time: in all for longer than it took.
         self._counters.add(f"{self._stage}.seconds", max(0.0, elapsed - reading))
         self._range.__exit__(*error)
 

@@ -122,8 +122,8 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     hits, misses = counters.get("cache.hits", 0.0), counters.get("cache.misses", 0.0)
     if counters.get("get.alone", 0.0):
         return (
-            "a dataset that wraps one of fastload's asks for one sample at a time, and nothing is read ahead (a "
-            "warning names it): put its work into transform=, a collate_fn or a subclass's __getitem__"
+            "a dataset that wraps one of fastload's asks for one sample at a time, and nothing is read ahead "
+            "(a warning names it): put its work into transform=, a collate_fn or a subclass's __getitem__"
         )
     if counters.get("cache.failures", 0.0) and not hits:
         first = "the cache fails (a warning says why): mend it, or every epoch reads the store; until then "

@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "dali": {"encoded", "stats", "errors"},
     "nvjpeg": {"encoded", "stats", "errors"},
     "decoding": {"dali", "nvjpeg", "encoded", "rows", "stats", "errors"},
-    "collate": {"rows", "errors", "stats"},
+    "mismatch": set(),
+    "collate": {"mismatch", "rows", "errors", "stats"},
     "datasets": {
         "encoded",
         "formats",

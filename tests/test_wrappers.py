@@ -144,7 +144,9 @@ def test_wrapped_dataset_with_a_cache_counts_hits_and_fills_it_in_one_epoch(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_dataset_inside_cached_is_counted(slow_store: dict[str, Any], tmp_path: Path, num_workers: int) -> None:
+def test_dataset_inside_cached_is_counted(
+    slow_store: dict[str, Any], tmp_path: Path, num_workers: int
+) -> None:
     inner = ImageFolder("s3://bucket", RandomResizedCrop(16), storage_options=slow_store)
     dataset = cached(inner, Cache(tmp_path / "cache"), fingerprint="photos")
     loader: Any = DataLoader(dataset, 4, num_workers=num_workers)  # without a warning
@@ -173,7 +175,12 @@ def test_wrapped_dataset_is_warned_of_once_and_where_the_loader_is_made(folder: 
     assert warning.filename == __file__
     text = str(warning.message)
     assert "Wrapper asks the ImageFolder in its attribute 'inner'" in text
-    for instead in ("subclass of ImageFolder that overrides __getitem__", "transform=", "Subset", "collate_fn"):
+    for instead in (
+        "subclass of ImageFolder that overrides __getitem__",
+        "transform=",
+        "Subset",
+        "collate_fn",
+    ):
         assert instead in text
 
 
