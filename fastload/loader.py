@@ -260,14 +260,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 def _warn_of_lone_reads(dataset: Any) -> None:
-    """Say that nothing is read ahead through a dataset of the user's: only that knows what it will ask for."""
+    """Nothing is read ahead through a dataset of the user's own: only that knows what it will ask for."""
     lone = next((inner for inner in inner_datasets(dataset) if inner.alone), None)
     if lone is not None:
         kind = type(lone.dataset).__name__
         warnings.warn(
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. A subclass of "
-            f"{kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: also "
+            "time, so nothing is read ahead: from an object store this is several times slower. A subclass "
+            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: also "
             "target_transform=), a torch Subset of it, and a collate_fn of the loader",
             stacklevel=3,
         )

@@ -44,10 +44,12 @@ STAGES = {
 
 def bench(
     url: FolderUrl,
-    cache: Annotated[Path | None, typer.Option(help="A cache directory, filled in epoch 1.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A cache directory, filled in epoch 1.")
+    ] = None,
     num_workers: NumWorkers = CORES,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through all images.")] = 2,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images a batch.")] = 64,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="How often to go through all images.")] = 2,
     size: CropSize = 224,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import typer
 
 from fastload.cli._output import JsonOption, answering, short_bytes
+from fastload.cores import usable_cores
 
 __all__ = ["doctor"]
 
@@ -98,7 +99,7 @@ def _images() -> list[Check]:
 
 
 def _cores() -> Check:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, present = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable of {present}; num_workers={usable} is a good start"
     return Check("cores", "ok", found)
 

@@ -41,6 +41,11 @@ TABLE = struct.Struct("<Q" + "QQ" * len(SECTIONS))
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
+# ending -> what it is, and which dataset reads it: for people who give shards to an ImageFolder
+_SHARDS = {
+    (".tar", ".tar.gz", ".tgz"): ("tar", "TarDataset"),
+    (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz"): ("TFRecord", "TFRecordDataset"),
+}
 _HEADS = 32  # at once
 
 
@@ -111,12 +116,16 @@ class _Rows:
         self.classes: list[str] = []  # in order of appearance, until arranged
         self._class_of: dict[str, int] = {}
         self._directories: set[str] = set()  # every first path component, with images or without
+        self._shards = dict.fromkeys(_SHARDS, 0)
         self._ordered, self._last = True, b""
 
     def add(self, page: Page) -> None:
         """Take over a page, as far as it is selected."""
         self.listed += len(page)
         if self._labels:
+            if not self.sizes:  # once there is an image, it is an image folder
+                for endings in _SHARDS:
+                    self._shards[endings] += sum(info.key.lower().endswith(endings) for info in page)
             page = [info for info in page if "/" in info.key]
             self._directories.update(info.key.partition("/")[0] for info in page)
         if self._pattern is not None:
@@ -144,9 +153,17 @@ class _Rows:
         empty = sorted(self._directories - set(self._class_of))
         if not self.listed:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
+        elif self._labels and not self.sizes and any(self._shards.values()):
+            endings, count = max(self._shards.items(), key=lambda item: item[1])
+            kind, reader = _SHARDS[endings]
+            why = (
+                f"{count:,} {kind} shards there, and no class/file.jpg: fastload.{reader} reads them; "
+                "ImageFolder and the commands bench, warm and plan read image folders"
+            )
         elif self._labels and not self._directories:
             why = (
-                f"{self.listed:,} objects there, but no class directories: give the parent of class/file.jpg"
+                f"{self.listed:,} objects there, but no class directories: give the parent of "
+                "class/file.jpg; other objects are for fastload.ObjectDataset (fastload warm --objects)"
             )
         elif self._labels and empty:
             names = ", ".join(map(repr, empty[:10])) + (", ..." if len(empty) > 10 else "")
