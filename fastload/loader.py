@@ -267,8 +267,8 @@ def _warn_of_lone_reads(dataset: Any) -> None:
         warnings.warn(
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
             "time, so nothing is read ahead: from an object store this is several times slower. A subclass "
-            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: also "
-            "target_transform=), a torch Subset of it, and a collate_fn of the loader",
+            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: "
+            "also target_transform=), a torch Subset of it, and a collate_fn of the loader",
             stacklevel=3,
         )
 

@@ -15,6 +15,7 @@ PACKAGE = Path(fastload.__file__).parent
 MAY_IMPORT = {
     "errors": set(),
     "cores": set(),
+    "linux": {"errors"},
     "stats": {"cores"},
     "verdict": set(),
     "channel": set(),
@@ -64,7 +65,18 @@ MAY_IMPORT = {
         *("stats", "verdict", "errors"),
     },
     "__main__": {"cli"},
-    "cli": {"formats", "errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
+    "cli": {
+        "formats",
+        "errors",
+        "cores",
+        "linux",
+        "verdict",
+        "stats",
+        "images",
+        "cache",
+        "store",
+        "manifest",
+    },
 }
 
 

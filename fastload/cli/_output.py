@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from fastload.errors import ArgumentError, FastloadError
+from fastload.linux import need_linux
 
 __all__ = [
     "JSON_FLAG",
@@ -57,13 +58,15 @@ def error_document(kind: str, stage: str, message: str, key: str | None) -> dict
 
 
 @contextmanager
-def answering(as_json: bool) -> Iterator[Output]:
+def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
     """The block is the command. An error of fastload becomes one line on stderr and the exit code: 2 for a
     bad argument, else 1. With --json it is the document too: {"error": {"type", "stage", "key", "message"}}.
-    A warning is one line on stderr, once.
+    A warning is one line on stderr, once. `anywhere`: the command works on other systems than Linux too.
     """
     output = Output(as_json)
     try:
+        if not anywhere:
+            need_linux()
         with _warnings_in_a_line():
             yield output
     except FastloadError as error:

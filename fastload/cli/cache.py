@@ -29,12 +29,13 @@ def info(directory: Directory, as_json: JsonOption = False) -> None:
         found = cache.info()
         sources = _sources(cache) if found["exists"] else []
         if not found["exists"]:
-            output.console.print(f"{directory}: {_NO_CACHE}", markup=False)
+            output.console.print(f"{directory}: {_NO_CACHE}", markup=False, soft_wrap=True)
         else:
             output.console.print(
                 f"{directory}: {found['entries']:,} entries, {short_bytes(found['bytes'])} "
                 f"in {found['segments']:,} segments, index {short_bytes(found['index_bytes'])}",
                 markup=False,
+                soft_wrap=True,
             )
         for source in sources:
             text = (
@@ -58,9 +59,20 @@ def _sources(cache: Any) -> list[dict[str, Any]]:
     from fastload.manifest import Manifest
 
     return [
-        {"url": one.identity, "objects": len(one), "bytes": one.total_bytes, "listed_at": one.listed_at}
+        {"url": _url(one.identity), "objects": len(one), "bytes": one.total_bytes, "listed_at": one.listed_at}
         for one in Manifest.kept_in(cache.manifests)
     ]
+
+
+def _url(identity: str) -> str:
+    """The URL in a store's identity, and its endpoint behind it."""
+    kind, separator, rest = identity.partition("|")
+    if not separator:  # http
+        return identity
+    where, _, path = rest.partition("|")
+    path = path.replace("|", "/", 1)
+    url = path if kind == "file" else f"{kind}://{path}"
+    return f"{url} at {where}" if where else url
 
 
 def check(
@@ -110,5 +122,5 @@ def clear(
             raise typer.Exit(1)
         freed = cache.clear()
         done = f"freed {short_bytes(freed)}" if held["exists"] else "no cache here, nothing to delete"
-        output.console.print(f"{directory}: {done}", markup=False)
+        output.console.print(f"{directory}: {done}", markup=False, soft_wrap=True)
         output.document({"path": str(directory), "bytes_freed": freed})

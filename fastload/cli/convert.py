@@ -85,10 +85,10 @@ def convert(
         from fastload.cache.arguments import parse_size
         from fastload.cli._sources import open_source
 
-        size = parse_size(shard_size, "--shard-size")
+        size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
         opened = open_source(source, kind.value, options, size, shuffle)
         try:
-            wanted = {"name": _name(name, source), "to": to.value, "shard_size": size, "shuffle": shuffle}
+            wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
             document = _run(opened, destination, storage_options(dst_option, None, False), wanted, output)
         finally:
             opened.close()
