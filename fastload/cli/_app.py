@@ -28,7 +28,7 @@ class _Command(TyperCommand):
 
 
 class _App(TyperGroup):
-    """With --json, an error that no command answers is a JSON document too: bad usage, Ctrl-C, a defect."""
+    """With --json, what ends a command line before a command can answer is a JSON document too."""
 
     _as_json = False
 
@@ -48,14 +48,13 @@ class _App(TyperGroup):
     def _answering(self) -> Iterator[None]:
         try:
             yield
-        except typer.Exit:  # a command has answered, or --help and --version have
-            raise
-        except BaseException as error:
+        except _UsageError as error:
             if self._as_json:
-                usage = isinstance(error, _UsageError)
-                message = error.format_message() if isinstance(error, _UsageError) else str(error)
-                kind = "ArgumentError" if usage else type(error).__name__
-                write_document(error_document(kind, "argument" if usage else "", message or kind, None))
+                write_document(error_document("ArgumentError", "argument", error.format_message(), None))
+            raise
+        except typer.Abort:
+            if self._as_json:
+                write_document(error_document("Abort", "argument", "nobody answered: give --yes", None))
             raise
 
 
