@@ -71,6 +71,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fastload' has no attribute {name!r}")
+    from fastload.linux import ANYWHERE, need_linux
+
+    if name not in ANYWHERE:
+        need_linux()
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

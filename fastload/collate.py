@@ -6,8 +6,10 @@ no sample objects, no stacking. A subclass that makes its samples itself is read
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,23 +27,27 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
+from fastload.mismatch import describe_mismatch
 from fastload.rows import (
     Allocate,
+    CacheFilling,
     Failures,
     RowDataset,
     Todo,
     as_encoded_rows,
     as_filling,
     as_rows,
+    bulk_getter,
     finish_batch,
-    has_getitems,
+    inner_datasets,
+    key_of,
     own_samples,
     runs_user_code,
     start_epoch,
 )
 from fastload.stats import Counters
 
-__all__ = ["BatchMaker", "collate_into"]
+__all__ = ["BatchCounters", "BatchMaker", "collate_into", "note_sample"]
 
 _REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
 _UNUSED = 256  # samples that were read ahead and not asked for, after which no more are read ahead
@@ -73,6 +79,26 @@ def collate_into(allocate: Allocate) -> None:
     table = torch_collate.default_collate_fn_map
     if table[torch.Tensor] is torch_collate.collate_tensor_fn:
         table[torch.Tensor] = stack
+
+
+class BatchCounters(Counters):
+    """Of the process that makes batches of `dataset`: with what that counts itself, and those in it do."""
+
+    def __init__(self, dataset: Any) -> None:
+        inner = inner_datasets(dataset)
+        sources = [as_rows(dataset), as_filling(dataset), *(one.dataset for one in inner)]
+        # A cache hands its counters to its dataset only where samples are read ahead.
+        sources += [getattr(source, "cache", None) for source in sources]
+        found = [getattr(source, "counters", None) for source in sources]
+        super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
+        self._alone = any(one.alone for one in inner)
+
+    def made_batch(self, samples: int) -> None:
+        """A batch was made, of so many samples."""
+        self.add("collate.batches")
+        self.add("collate.samples", samples)
+        if self._alone:
+            self.add("get.alone", samples)
 
 
 class BatchMaker:
@@ -110,7 +136,9 @@ class BatchMaker:
         self._allocate = allocate
         self._seed = self._epoch = 0
         self._numbered = True
-        self.counters = _counters(self._rows) or _counters(as_filling(dataset)) or Counters()
+        fastloads = [as_filling(dataset), *(inner.dataset for inner in inner_datasets(dataset))]
+        self._filling = [one for one in fastloads if isinstance(one, CacheFilling)]
+        self.counters = BatchCounters(dataset)
         self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
 
     def start_epoch(self, seed: int, epoch: int, *, numbered: bool = True) -> None:
@@ -134,14 +162,12 @@ class BatchMaker:
 
     def flush_cache(self) -> None:
         """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
-        filling = as_filling(self._dataset)
-        if filling is not None:
+        for filling in self._filling:
             filling.flush_cache()
 
     def close_cache(self) -> None:
         """At the end of this process: write out what is queued."""
-        filling = as_filling(self._dataset)
-        if filling is not None:
+        for filling in self._filling:
             filling.close_cache()
 
     def __call__(self, index: Any, *, encoded: bool = False) -> Any:
@@ -155,8 +181,7 @@ class BatchMaker:
         except StopIteration as error:
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
-        self.counters.add("collate.batches")
-        self.counters.add("collate.samples", len(index) if self._auto_collation else 1)
+        self.counters.made_batch(len(index) if self._auto_collation else 1)
         return batch
 
     def _make(self, index: Any) -> Any:
@@ -170,7 +195,29 @@ class BatchMaker:
         if self._rows is not None and not self._row_by_row:
             self._drop_unused(self._rows, indices, self.counters["get.ahead"] - asked)
         with self.counters.timed("collate"):
-            return self._collate(samples if self._auto_collation else samples[0])
+            try:
+                return self._collate(samples if self._auto_collation else samples[0])
+            except Exception as error:
+                if self._collate is default_collate:
+                    _tell(error, self._why_not_collated(samples, indices))
+                raise
+
+    def _why_not_collated(self, samples: Any, indices: list[Any]) -> str:
+        def name(row: int) -> str:
+            # Another sample may have taken the place of a bad one.
+            return self._name(indices[row]) if self._on_error == "raise" else f"sample in row {row}"
+
+        with contextlib.suppress(Exception):  # of the user's classes: torch's own error must come through
+            return describe_mismatch(samples, name)
+        return ""
+
+    def _name(self, index: Any) -> str:
+        """ "sample 3 'cat/3.jpg'": with its key, where the dataset knows that."""
+        with contextlib.suppress(Exception):  # not numbered, or out of range: that may be the very error
+            key = key_of(self._dataset, index)
+            if key is not None:
+                return f"sample {index!r} {key!r}"
+        return f"sample {index!r}"
 
     def _drop_unused(self, rows: RowDataset, indices: list[Any], used: float) -> None:
         """Let go of what was read ahead for these samples and their own `__getitem__` did not ask for.
@@ -197,9 +244,7 @@ class BatchMaker:
     def _make_encoded(self, indices: list[int]) -> Any:
         assert self._rows is not None
         assert self._encoded_rows is not None
-        why = (
-            self._encoded_rows.why_not_encoded()
-        )  # as the loader asked, but its transform may be another now
+        why = self._encoded_rows.why_not_encoded()  # the transform may be another one now
         if why is not None:
             raise ArgumentError(f"decode= of the loader does not work here: {why}")
         batch = self._encoded_rows.new_encoded_batch(len(indices), self._allocate)
@@ -222,9 +267,8 @@ class BatchMaker:
         self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
 
     def _samples(self, index: Any, indices: list[Any]) -> Any:
-        many = getattr(self._dataset, "__getitems__", None) if self._auto_collation else None
-        bulk = bool(many) and has_getitems(self._dataset)
-        if many and not self._seeded and (bulk or self._on_error == "raise"):
+        many = bulk_getter(self._dataset) if self._auto_collation else None
+        if many is not None and not self._seeded:
             try:
                 with self.counters.timed("decode"):
                     samples = many(index)
@@ -238,7 +282,7 @@ class BatchMaker:
             failures: Failures = []
             for row, index in todo:
                 try:
-                    parts[row] = self._sample(index, many if bulk else None)
+                    parts[row] = self._sample(index, many)
                 except Exception as error:
                     failures.append((row, error))
                     if self._on_error == "raise":
@@ -251,7 +295,7 @@ class BatchMaker:
         with self.counters.timed("decode"):
             self._settle(indices, fill, copy)
         self.counters.add("decode.samples", len(parts))
-        return [sample for part in parts for sample in part] if bulk else parts
+        return parts if many is None else [sample for part in parts for sample in part]
 
     def _sample(self, index: Any, many: Callable[[Any], Any] | None) -> Any:
         """A sample; a list of it where `__getitems__`, as `many`, makes the samples."""
@@ -291,7 +335,7 @@ class BatchMaker:
     def _judge(self, index: Any, error: Exception, indices: list[Any]) -> None:
         """Raise `error` unless `on_error` covers it, with a note of its sample."""
         if not isinstance(error, FastloadError):
-            error.__dict__.setdefault("fastload_index", index)
+            _tell(error, self._name(index))
         self._raise_uncovered(error, indices)
 
     def _raise_uncovered(self, error: Exception, indices: list[Any]) -> None:
@@ -308,10 +352,17 @@ class BatchMaker:
         return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
 
 
-def _counters(source: Any) -> Counters | None:
-    """Those of a dataset that counts by itself: one instance, so that time spent in reading is told apart."""
-    counters = getattr(source, "counters", None)
-    return counters if isinstance(counters, Counters) else None
+def _tell(error: Exception, sample: str) -> None:
+    """Let `error` say which sample it is about, where its text is not ours to change."""
+    if sample:
+        error.__dict__.setdefault("fastload_sample", sample)
+
+
+def note_sample(error: Exception) -> None:
+    """Show which sample `error` is about, where it does not leave this process: below its own text."""
+    sample = error.__dict__.pop("fastload_sample", "")
+    if sample and sys.version_info >= (3, 11):
+        error.add_note(f"({sample})")
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -6,7 +6,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Cores"]
+__all__ = ["Cores", "usable_cores"]
+
+
+def usable_cores() -> int:
+    """Those of this process's affinity mask; of the machine, where the system has no such mask."""
+    return len(_affinity())
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 class Cores:
@@ -22,7 +33,7 @@ class Cores:
 
     def __init__(self, root: str = "/") -> None:
         self._root = Path(root)
-        self._cpus = os.sched_getaffinity(0)
+        self._cpus = _affinity()
         self.usable = float(len(self._cpus))
         self._group: Path | None = None  # the folder whose quota binds
         for folder in self._groups():

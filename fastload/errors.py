@@ -10,6 +10,7 @@
     │   └── StoreTimeoutError  (TimeoutError)        no progress within the deadline
     ├── CacheError         (OSError)             a cache directory that cannot be used at all
     ├── DecodeError        (ValueError)          bytes that are not the image or record they should be
+    ├── PlatformError      (ImportError)         this system is not Linux
     └── WorkerError        (RuntimeError)        a worker process died or did not answer
 
 Each carries `stage` (where on the path from store to batch it happened) and `key` (which sample), so that
@@ -29,6 +30,7 @@ __all__ = [
     "FastloadError",
     "NotFoundError",
     "ObjectChangedError",
+    "PlatformError",
     "ShortReadError",
     "StoreError",
     "StoreTimeoutError",
@@ -147,6 +149,10 @@ class DecodeError(FastloadError, ValueError):
     """The bytes are not a valid image or record, or exceed a safety limit."""
 
     stage = "decode"
+
+
+class PlatformError(FastloadError, ImportError):
+    """A part of fastload needs Linux, and this is another system."""
 
 
 class WorkerError(FastloadError, RuntimeError):

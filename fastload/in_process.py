@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
-from fastload.collate import BatchMaker
+from fastload.collate import BatchCounters, BatchMaker, note_sample
 from fastload.rows import Allocate, as_rows
 from fastload.state import dataset_state, kept_globals, resume_fetcher
 from fastload.streams import StreamEpoch, StreamOver, StreamReader
@@ -47,6 +47,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._meter.start(0)
         self._decoding = loader._decoding
         self._streams = self._progress.streams
+        if self._dataset_kind == torch_dataloader._DatasetKind.Iterable:
+            self._iterable_counters = BatchCounters(self._dataset)
         if self._dataset_kind == torch_dataloader._DatasetKind.Map:
             self._dataset_fetcher = self._maker = BatchMaker(
                 self._dataset,
@@ -140,25 +142,43 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
     def _read_next(self) -> Any:
         if self._feed is not None:
             self._feed.ask()
-        if self._maker is None:
-            return self._finished(self._dataset_fetcher.fetch(self._next_index()))
         start, drawn = time.perf_counter(), self._counters["sampler.seconds"]
+        data = self._fetch() if self._maker is None else self._make(self._maker)
+        data = self._finished(data)
+        drawn = self._counters["sampler.seconds"] - drawn
+        self._counters.add("wait.seconds", time.perf_counter() - start - drawn)
+        return data
+
+    def _fetch(self) -> Any:
+        """The next batch of an iterable dataset."""
+        index = self._next_index()
+        try:
+            with self._iterable_counters.timed("decode"):
+                data = self._dataset_fetcher.fetch(index)
+            self._iterable_counters.made_batch(len(index) if self._auto_collation else 1)
+        finally:
+            self._counters.merge(self._iterable_counters.drain())
+        return data
+
+    def _make(self, maker: BatchMaker) -> Any:
+        """The next batch of a map-style dataset."""
         if self._streams is not None and self._reader is not None:
-            index = self._next_ids(self._streams, self._reader, self._maker)
+            index = self._next_ids(self._streams, self._reader, maker)
         else:
             index = self._next_index()
         # A seed sets the generators for each sample, and here they are the trainer's.
         with contextlib.nullcontext() if self._loader.seed is None else kept_globals():
             encoded = self._decoding is not None and self._decoding.next_encoded()
-            data = self._maker(index, encoded=encoded)
+            try:
+                data = maker(index, encoded=encoded)
+            except Exception as error:
+                note_sample(error)
+                raise
         if self._ahead and not self._coming:
-            self._maker.flush_cache()
-        self._counters.merge(self._maker.counters.drain())
-        self._bad.extend(self._maker.bad)
-        self._maker.bad.clear()
-        data = self._finished(data)
-        drawn = self._counters["sampler.seconds"] - drawn
-        self._counters.add("wait.seconds", time.perf_counter() - start - drawn)
+            maker.flush_cache()
+        self._counters.merge(maker.counters.drain())
+        self._bad.extend(maker.bad)
+        maker.bad.clear()
         return data
 
     def _finished(self, data: Any) -> Any:

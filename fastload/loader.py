@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -20,7 +21,7 @@ from fastload.cuda import checked
 from fastload.device import Feed
 from fastload.errors import ArgumentError, refuse_class
 from fastload.in_process import InProcessIterator
-from fastload.rows import as_streams, check_dataset
+from fastload.rows import as_streams, check_dataset, inner_datasets
 from fastload.sampler import ShardSampler, find_rank
 from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
@@ -108,7 +109,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: str = "raise",
         seed: int | None = None,
     ) -> None:
-        _check(dataset, num_workers, batch_transform, on_error, seed)
+        _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
         if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
             sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
         self._autoscaler: Autoscaler | None = None
@@ -144,6 +145,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._meter = Meter(self._counters)
         self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
         self._decoding = None if decode == "cpu" else self._new_decoding(decode)
+        _warn_of_lone_reads(dataset)
+        if drop_last:
+            _warn_of_an_empty_epoch(self)
 
     def __iter__(self) -> Any:
         with self._state.starting(self) as positions:
@@ -262,13 +266,47 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return max(least, -(-_READ_AHEAD // size))
 
 
-def _check(dataset: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any) -> None:
+def _warn_of_lone_reads(dataset: Any) -> None:
+    """Nothing is read ahead through a dataset of the user's own: only that knows what it will ask for."""
+    lone = next((inner for inner in inner_datasets(dataset) if inner.alone), None)
+    if lone is not None:
+        kind = type(lone.dataset).__name__
+        warnings.warn(
+            f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
+            "time, so nothing is read ahead: from an object store this is several times slower. A subclass "
+            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: "
+            "also target_transform=), a torch Subset of it, and a collate_fn of the loader",
+            stacklevel=3,
+        )
+
+
+def _warn_of_an_empty_epoch(loader: DataLoader[Any]) -> None:
+    """Torch says nothing, and a training that never takes a step looks like a fast one."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return
+    try:
+        samples = len(loader.sampler)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # it has no length
+        return
+    if samples < loader.batch_size:
+        warnings.warn(
+            f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
+            f"than batch_size={loader.batch_size}",
+            stacklevel=3,
+        )
+
+
+def _check(
+    dataset: Any, batch_size: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any
+) -> None:
     """Raise `ArgumentError` for what only fastload takes; torch checks its own."""
     check_dataset(dataset)
     if on_error not in _ON_ERROR:
         raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
     if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
         raise ArgumentError(f"on_error={on_error!r}: what an iterable dataset raises ends it; use 'raise'")
+    if isinstance(batch_size, str):
+        raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")
     if isinstance(num_workers, str) and num_workers != "auto":
         raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
     refuse_class("batch_transform", batch_transform)

@@ -6,11 +6,15 @@ numbered yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MemberDescriptorType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
 from fastload.errors import ArgumentError
 from fastload.stats import Counters
@@ -20,6 +24,7 @@ __all__ = [
     "CacheFilling",
     "EncodedRows",
     "Failures",
+    "Inner",
     "RowDataset",
     "SampleStream",
     "StreamDataset",
@@ -28,9 +33,11 @@ __all__ = [
     "as_filling",
     "as_rows",
     "as_streams",
+    "bulk_getter",
     "check_dataset",
     "finish_batch",
-    "has_getitems",
+    "inner_datasets",
+    "key_of",
     "own_samples",
     "runs_user_code",
     "start_epoch",
@@ -186,11 +193,6 @@ def runs_user_code(dataset: Any) -> bool:
     return bool(getattr(_chosen_from(dataset), "runs_user_code", False))
 
 
-def has_getitems(dataset: Any) -> bool:
-    """Whether the dataset makes its samples by `__getitems__`; a `Subset` does where its dataset does."""
-    return bool(getattr(_chosen_from(dataset), "__getitems__", None))
-
-
 def own_samples(dataset: Any) -> str | None:
     """The method that makes the samples in place of the rows, as text; None where rows are those samples.
 
@@ -260,12 +262,94 @@ def as_filling(dataset: Any) -> CacheFilling | None:
     return dataset if isinstance(dataset, CacheFilling) else None
 
 
+def bulk_getter(dataset: Any) -> Callable[[Any], Any] | None:
+    """The dataset's `__getitems__`, where it has one of its own: that of `Subset` only loops."""
+    own = getattr(_chosen_from(dataset), "__getitems__", None)
+    return dataset.__getitems__ if own else None
+
+
+def key_of(dataset: Any, index: Any) -> str | None:
+    """The key of a sample, through `Subset` too; None where the dataset is no `RowDataset` that has keys."""
+    while type(dataset) is Subset:
+        dataset, index = dataset.dataset, dataset.indices[index]
+    if isinstance(dataset, RowDataset) and hasattr(dataset, "key"):
+        return str(dataset.key(index))
+    return None
+
+
 def as_rows(dataset: Any) -> RowDataset | None:
     """The dataset as a `RowDataset`, through torch's `Subset` too; None where it is not one."""
     if type(dataset) is Subset:
         inner = as_rows(dataset.dataset)
         return None if inner is None else _SubsetRows(inner, dataset.indices)
     return dataset if isinstance(dataset, RowDataset) else None
+
+
+class Inner(NamedTuple):
+    """A dataset of fastload that another dataset holds.
+
+    Args:
+        where: the attribute that holds it, such as "dataset" or "datasets[0]".
+        dataset: it could be read ahead, where it is a `RowDataset`.
+        alone: whether its holder is the user's or torch's, and therefore asks for one sample at a time.
+    """
+
+    where: str
+    dataset: Any
+    alone: bool
+
+
+_MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
+
+
+def inner_datasets(dataset: Any) -> list[Inner]:
+    """The datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
+
+    Looks at the attributes of datasets, and at the items of lists, tuples and dicts among these. It runs no
+    code of the user: properties are left alone. What is no dataset is not looked into.
+    """
+    found: list[Inner] = []
+    dataset = _chosen_from(dataset)
+    seen = {id(dataset)}
+    holders = deque([("", dataset, True)])
+    while holders:
+        path, holder, alone = holders.popleft()
+        alone = alone and not type(holder).__module__.startswith("fastload.")
+        for where, value in _contents(holder):
+            if id(value) in seen or len(seen) > _MOST_INSIDE or not _is_dataset(value):
+                continue
+            seen.add(id(value))
+            holders.append((f"{path}{where}.", value, alone))
+            if isinstance(value, RowDataset | CacheFilling):
+                found.append(Inner(path + where, value, alone and isinstance(value, RowDataset)))
+    return found
+
+
+def _is_dataset(value: Any) -> bool:
+    """Whether it is a dataset, or an object with attributes that looks like one of map style."""
+    kind = type(value)
+    if issubclass(kind, Dataset):
+        return True
+    if kind in (list, tuple, dict, str, bytes) or issubclass(kind, np.ndarray | torch.Tensor):
+        return False
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+
+
+def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of its attributes, and of the items of short lists, tuples and dicts among them."""
+    attributes: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):  # a class with __slots__ alone
+        attributes |= object.__getattribute__(holder, "__dict__")
+    for kind in type(holder).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # a slot that was not filled
+                    attributes[name] = member.__get__(holder)
+    for name, value in attributes.items():
+        yield name, value
+        if type(value) in (list, tuple, dict) and len(value) <= _MOST_INSIDE:
+            items = value.items() if type(value) is dict else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in items)
 
 
 def _chosen_from(dataset: Any) -> Any:

@@ -6,6 +6,7 @@ cheap, and TensorBoard or Prometheus can take it as it is. The stages and their 
     sampler  seconds (the trainer's process drew index batches)
     get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed,
              ahead (samples asked for that had been announced before)
+             alone (samples that a dataset asked for which wraps one of fastload's: not read ahead)
     cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures
     decode   samples, seconds (decode and transform, without the get and cache seconds spent inside)
     collate  samples (as many as were asked for), batches, seconds (the batch's copy into its slot too)
@@ -28,7 +29,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -44,12 +45,16 @@ class Counters:
     """Named sums. One instance belongs to one process; `drain` hands its content to another.
 
     Pickles as an empty set. Threads may share it.
+
+    Args:
+        parts: others of this process whose content `drain` takes too, and whose reading `timed` leaves out.
     """
 
     _all: ClassVar[weakref.WeakSet[Counters]] = weakref.WeakSet()
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Iterable[Counters] = ()) -> None:
         self._values: dict[str, float] = {}
+        self._parts = tuple(parts)
         # Reentrant: garbage is collected at any moment, also within `add`, and an iterator counts as it ends.
         self._lock = threading.RLock()
         self._all.add(self)
@@ -70,8 +75,9 @@ class Counters:
         return _Timed(self, stage)
 
     def reading_seconds(self) -> float:
-        """Seconds spent in waiting for the store and in reading the cache."""
-        return self._values.get("get.seconds", 0) + self._values.get("cache.seconds", 0)
+        """Seconds spent in waiting for the store and in reading the cache, those of the parts too."""
+        own = self._values.get("get.seconds", 0) + self._values.get("cache.seconds", 0)
+        return own + sum(part.reading_seconds() for part in self._parts)
 
     def merge(self, other: Mapping[str, float]) -> None:
         """Add every counter of `other`."""
@@ -79,9 +85,12 @@ class Counters:
             self.add(name, value)
 
     def drain(self) -> dict[str, float]:
-        """Return the values and start again from nothing."""
+        """Return the values, those of the parts added, and start again from nothing."""
         with self._lock:
             values, self._values = self._values, {}
+        for part in self._parts:
+            for name, value in part.drain().items():
+                values[name] = values.get(name, 0) + value
         return values
 
     def __getitem__(self, name: str) -> float:
@@ -93,9 +102,11 @@ class Counters:
 
 
 def _forked() -> None:
-    # A thread of the parent may have held a lock at the moment of the fork, and does not exist here.
+    # A thread of the parent may have held a lock at the moment of the fork, and does not exist here. What was
+    # counted is the parent's: each of its workers would report it once more.
     for counters in list(Counters._all):
         counters._lock = threading.RLock()
+        counters._values = {}
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -119,7 +130,8 @@ class _Timed:
     def __exit__(self, *error: Any) -> None:
         elapsed = time.perf_counter() - self._start
         reading = self._counters.reading_seconds() - self._reading
-        self._counters.add(f"{self._stage}.seconds", elapsed - reading)
+        # Threads of the dataset's own may have waited at the same time: in all for longer than it took.
+        self._counters.add(f"{self._stage}.seconds", max(0.0, elapsed - reading))
         self._range.__exit__(*error)
 
 

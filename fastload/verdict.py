@@ -10,6 +10,7 @@ __all__ = ["limit", "verdict"]
 _FREE = 0.03
 _SPARE_CORES = 0.75  # from which on one worker more finds a core
 _DROPPED = 0.1  # of the misses; from there on the cache is full
+_SHORT_SECONDS, _FEW_BATCHES = 1.0, 3  # below these, starting and chance are most of what was measured
 _BUSY_DEVICE = 0.1  # idle for less than this part, a device is busy
 
 _STAGES = {
@@ -47,17 +48,33 @@ def limit(counters: Mapping[str, float]) -> str:
     return max(_STAGES, key=lambda name: seconds[name])
 
 
-def verdict(counters: Mapping[str, float], gauges: Mapping[str, float] | None = None) -> str:
-    """One sentence: who is the limit, and what to change.
+def verdict(
+    counters: Mapping[str, float], gauges: Mapping[str, float] | None = None, *, live: bool = False
+) -> str:
+    """One sentence: who is the limit, and what to change. It begins with "too short to tell" where it is.
 
     Args:
         counters: of one epoch or several.
         gauges: of `Meter.gauges`; without them it is not known whether the node has cores to spare.
+        live: the counters are of a moment of something longer, which is not too short to tell.
     """
-    gauges = gauges or {}
     stage = limit(counters)
     if not stage:
         return "nothing was loaded yet"
+    return ("" if live else _too_short(counters)) + _judge(stage, counters, gauges or {})
+
+
+def _too_short(counters: Mapping[str, float]) -> str:
+    """How a verdict on too little begins; "" where there was enough."""
+    batches = counters.get("wait.batches", 0.0)
+    seconds = counters.get("wait.seconds", 0.0) + counters.get("consumer.seconds", 0.0)
+    if batches >= _FEW_BATCHES and seconds >= _SHORT_SECONDS:
+        return ""
+    many = f"{batches:,.0f} batches" if batches > 1 else "1 batch"
+    return f"too short to tell ({many} in {seconds:.2f} s); so far, "
+
+
+def _judge(stage: str, counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
     if stage == "consumer":
         return _consumer(counters)
     if stage == "sampler":
@@ -103,6 +120,11 @@ def _more_workers(gauges: Mapping[str, float]) -> str:
 
 def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
     hits, misses = counters.get("cache.hits", 0.0), counters.get("cache.misses", 0.0)
+    if counters.get("get.alone", 0.0):
+        return (
+            "a dataset that wraps one of fastload's asks for one sample at a time, and nothing is read ahead "
+            "(a warning names it): put its work into transform=, a collate_fn or a subclass's __getitem__"
+        )
     if counters.get("cache.failures", 0.0) and not hits:
         first = "the cache fails (a warning says why): mend it, or every epoch reads the store; until then "
     elif not hits and not misses:

@@ -115,7 +115,7 @@ class watch:  # a verb for users, who write it like a function
         self._seen = now, counters
         added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
         found = self._loader._meter.gauges() | rates(added, now - then)
-        sentence = verdict(added, found) if added.get("wait.batches") else "waiting for a batch"
+        sentence = verdict(added, found, live=True) if added.get("wait.batches") else "waiting for a batch"
         try:
             if self._live is not None:
                 self._live.update(_table(found, sentence), refresh=True)

@@ -113,10 +113,15 @@ def test_cache_info(filled: Path) -> None:
     assert "5 entries" in run("cache", "info", filled).stdout
 
 
-def test_cache_info_of_nothing_makes_nothing(tmp_path: Path) -> None:
+def test_cache_info_of_nothing_makes_nothing_and_says_so(tmp_path: Path) -> None:
     result = run("cache", "info", tmp_path / "none", "--json")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert last_line(result)["exists"] is False
+    assert "no cache here" in run("cache", "info", tmp_path / "none").stdout
+    result = run("cache", "check", tmp_path / "none", "--json")
+    assert result.exit_code == 1
+    assert "no cache here" in last_line(result)["error"]["message"]
+    assert "nothing to delete" in run("cache", "clear", tmp_path / "none").stdout
     assert not (tmp_path / "none").exists()
 
 
@@ -182,6 +187,130 @@ def test_bench(folder: Path, tmp_path: Path, workers: int) -> None:
     assert document["epochs"][1]["counters"].get("get.samples", 0) == 0
     assert {"cpu", "cores"} <= set(document["machine"])
     assert "torch" in document["versions"]
+
+
+MISUSED = [
+    ("bench", "Missing argument"),
+    ("bench URL --nonsense", "No such option"),
+    ("bench URL --epochs none", "--epochs"),
+    ("bench URL --epochs 0", "--epochs"),
+    ("warm URL", "--cache"),
+    ("warm URL --cache DIR --mode nonsense", "--mode"),
+    ("warm URL --cache DIR --shard 4/4", "--shard"),
+    ("plan URL", "Missing option"),
+    ("plan URL --cache-size nonsense --gpus 1 --gpu-rate 1", "nonsense"),
+    ("convert SRC", "Missing argument"),
+    ("convert SRC DST --to zip", "--to"),
+    ("convert SRC DST --to tar --name a/b", "--name"),
+    ("demo --images 0", "--images"),
+    ("demo --nonsense", "No such option"),
+    ("doctor --nonsense", "No such option"),
+    ("cache info", "Missing argument"),
+    ("cache check DIR --nonsense", "No such option"),
+    ("cache clear", "Missing argument"),
+    ("cache nonsense", "nonsense"),
+    ("cache", "--json"),
+    ("bnech URL", "bench"),
+    ("", "--json"),
+    ("bench URL --storage-option novalue", "NAME=VALUE"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), MISUSED, ids=lambda value: value)
+def test_misuse_with_json_is_one_document_and_exit_code_2(line: str, says: str) -> None:
+    result = run(*line.split(), "--json")
+    assert result.exit_code == 2, result.output
+    (written,) = result.stdout.splitlines()
+    error = json.loads(written)["error"]
+    assert set(error) == {"type", "stage", "key", "message"}
+    assert (error["type"], error["stage"]) == ("ArgumentError", "argument")
+    assert says in error["message"]
+    assert result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_question_that_nobody_answers_is_a_document_too(filled: Path) -> None:
+    result = run("cache", "clear", filled, "--json")
+    assert result.exit_code == 1
+    assert last_line(result)["error"]["message"] == "nobody answered: give --yes"
+    assert last_line(run("cache", "info", filled, "--json"))["entries"] == 5
+
+
+@pytest.mark.parametrize("module", ["fastload", "fastload.cli"])
+def test_both_modules_are_the_command(module: str) -> None:
+    command = [sys.executable, "-m", module, "bnech", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 2
+    assert "Did you mean 'bench'" in json.loads(done.stdout)["error"]["message"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_names_its_values_plainly_and_has_an_example(command: list[str]) -> None:
+    text = re.sub(r"\x1b\[[0-9;]*m", "", run(*command, "--help").stdout)
+    assert not re.search(r"[{}]|range>", text), text
+    assert command == ["cache"] or f"Example:  fastload {' '.join(command)}" in text
+
+
+@pytest.mark.parametrize("command", ["bench", "warm", "plan"])
+@pytest.mark.parametrize(("ending", "kind"), [("tar", "tar"), ("tfrecord", "TFRecord")])
+@pytest.mark.parametrize("below", ["", "train"])
+def test_shards_given_for_a_folder_are_named(
+    tmp_path: Path, command: str, ending: str, kind: str, below: str
+) -> None:
+    (tmp_path / "data" / below).mkdir(parents=True)
+    for i in range(3):
+        (tmp_path / "data" / below / f"train-{i:05d}.{ending}").write_bytes(b"x" * 600)
+    more = {
+        "warm": ["--cache", tmp_path / "cache"],
+        "plan": ["--cache-size", "1GB", "--gpus", "1", "--gpu-rate", "1"],
+    }
+    result = run(command, tmp_path / "data", *more.get(command, []), "--json")
+    assert result.exit_code == 1
+    message = last_line(result)["error"]["message"]
+    reader = {"tar": "TarDataset", "TFRecord": "TFRecordDataset"}[kind]
+    assert f"3 {kind} shards there, and no class/file.jpg: fastload.{reader} reads them" in message
+    assert "bench, warm and plan read image folders" in message
+
+
+def test_plain_objects_given_for_a_folder_are_named(tmp_path: Path) -> None:
+    (tmp_path / "one.bin").write_bytes(b"x")
+    message = last_line(run("bench", tmp_path, "--json"))["error"]["message"]
+    assert "no class directories" in message and "fastload.ObjectDataset" in message
+
+
+def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
+    done = in_a_process("warm", folder, "--cache", "/proc/x", "--json")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fastload: [cache] cache /proc/x cannot be used: ")
+    assert json.loads(done.stdout)["error"]["type"] == "CacheError"
+
+
+def test_cache_info_names_what_the_cache_is_of(folder: Path, tmp_path: Path) -> None:
+    fastload.ImageFolder(str(folder), cache=tmp_path / "cache").close()
+    list(fastload.ImageFolder(str(folder), cache=tmp_path / "cache").warm(range(24)))
+    result = run("cache", "info", tmp_path / "cache", "--json")
+    assert result.exit_code == 0
+    (source,) = last_line(result)["sources"]
+    assert (source["url"], source["objects"]) == (str(folder), 24)
+    assert f"of {folder}: 24 objects" in run("cache", "info", tmp_path / "cache").stdout.replace("\n", "")
+
+
+def test_convert_shows_bytes_below_a_megabyte(tmp_path: Path) -> None:
+    (tmp_path / "data" / "cat").mkdir(parents=True)
+    for i in range(4):
+        (tmp_path / "data" / "cat" / f"{i}.jpg").write_bytes(bytes(25_000))
+    result = run("convert", tmp_path / "data", tmp_path / "shards", "--to", "tar")
+    assert result.exit_code == 0, result.output
+    (bar,) = [line for line in result.stdout.splitlines() if line.startswith("writing")]
+    assert "100 KB/100 KB" in bar
+
+
+def test_bench_says_that_an_epoch_is_one_batch_and_too_short_to_tell(folder: Path) -> None:
+    result = run("bench", folder, "--num-workers", 0, "--batch-size", 64, "--epochs", 1)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "an epoch is one batch: 24 images, --batch-size 64" in text
+    assert "epoch 1 too short to tell (1 batch in" in text
 
 
 @pytest.mark.parametrize(

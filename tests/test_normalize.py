@@ -201,7 +201,6 @@ def photos(tmp_path: Path) -> str:
     return str(tmp_path / "photos")
 
 
-@pytest.mark.usefixtures("fork_workers")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_as_batch_transform_of_image_folder_it_normalises_images(
@@ -219,7 +218,6 @@ def test_as_batch_transform_of_image_folder_it_normalises_images(
     dataset.close()
 
 
-@pytest.mark.usefixtures("fork_workers")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_as_transform_of_image_folder_it_is_refused_in_words(photos: str, num_workers: int) -> None:
     dataset = ImageFolder(photos, Normalize(MEAN, STD))

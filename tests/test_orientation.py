@@ -18,7 +18,6 @@ from fastload.images import decode_image, decode_pil, decode_resized, native, sh
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
 
-pytestmark = pytest.mark.usefixtures("fork_workers")
 MODES = ["raw", "shrunk", "decoded"]
 XMP = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta><rdf:Description %s/></x:xmpmeta>"
 

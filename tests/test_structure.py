@@ -15,6 +15,7 @@ PACKAGE = Path(fastload.__file__).parent
 MAY_IMPORT = {
     "errors": set(),
     "cores": set(),
+    "linux": {"errors"},
     "stats": {"cores"},
     "verdict": set(),
     "channel": set(),
@@ -31,7 +32,8 @@ MAY_IMPORT = {
     "dali": {"encoded", "stats", "errors"},
     "nvjpeg": {"encoded", "stats", "errors"},
     "decoding": {"dali", "nvjpeg", "encoded", "rows", "stats", "errors"},
-    "collate": {"rows", "errors", "stats"},
+    "mismatch": set(),
+    "collate": {"mismatch", "rows", "errors", "stats"},
     "datasets": {
         "encoded",
         "formats",
@@ -63,7 +65,18 @@ MAY_IMPORT = {
         *("stats", "verdict", "errors"),
     },
     "__main__": {"cli"},
-    "cli": {"formats", "errors", "cores", "verdict", "stats", "images", "cache", "store", "manifest"},
+    "cli": {
+        "formats",
+        "errors",
+        "cores",
+        "linux",
+        "verdict",
+        "stats",
+        "images",
+        "cache",
+        "store",
+        "manifest",
+    },
 }
 
 

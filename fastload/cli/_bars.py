@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 __all__ = ["Bar", "Bars"]
 
@@ -24,7 +25,7 @@ class Bars:
         self._progress = Progress(
             TextColumn("{task.description:<32}"),
             BarColumn(40),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[amount]}", justify="right"),
             TextColumn("{task.fields[rate]}"),
             console=console,
             auto_refresh=False,
@@ -39,20 +40,21 @@ class Bars:
     ) -> None:
         self._progress.stop()
 
-    def add(self, description: str, total: int) -> Bar:
-        """A new bar below the others, drawn at once."""
-        task = self._progress.add_task(description, total=total, rate="")
+    def add(self, description: str, total: int, text: Callable[[int], str] = "{:,}".format) -> Bar:
+        """A new bar below the others, drawn at once. `text` makes an amount readable."""
+        task = self._progress.add_task(description, total=total, rate="", amount=f"{text(0)}/{text(total)}")
         self._progress.refresh()
-        return Bar(self._progress, task, total)
+        return Bar(self._progress, task, total, text)
 
 
 class Bar:
     """One bar: images done, and images per second."""
 
-    def __init__(self, progress: Progress, task: TaskID, total: int) -> None:
+    def __init__(self, progress: Progress, task: TaskID, total: int, text: Callable[[int], str]) -> None:
         self._progress = progress
         self._task = task
         self._total = total
+        self._text = text
         self._start = time.perf_counter()
         self._drawn = 0.0
 
@@ -64,7 +66,8 @@ class Bar:
     def show(self, done: int, text: str) -> None:
         """`done` images, and `text` behind the bar."""
         now = time.perf_counter()
-        self._progress.update(self._task, completed=done, rate=text)
+        amount = f"{self._text(done)}/{self._text(self._total)}"
+        self._progress.update(self._task, completed=done, rate=text, amount=amount)
         if done >= self._total or now - self._drawn > SECONDS_BETWEEN_DRAWS:
             self._drawn = now
             self._progress.refresh()

@@ -9,6 +9,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from fastload.cores import usable_cores
+
 __all__ = ["describe_machine"]
 
 PACKAGES = (
@@ -30,7 +32,7 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "system": f"{platform.system()} {platform.release()}",
         },

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
+from fastload.cores import usable_cores
 from fastload.errors import ArgumentError
 
 __all__ = [
@@ -23,17 +23,19 @@ __all__ = [
     "storage_options",
 ]
 
-CORES = len(os.sched_getaffinity(0))
+CORES = usable_cores()
 
 FolderUrl = Annotated[
-    str, typer.Argument(help="One folder per class: s3://bucket/prefix, gs://, a path, ...")
+    str, typer.Argument(metavar="URL", help="One folder per class: s3://bucket/prefix, gs://, a path, ...")
 ]
-NumWorkers = Annotated[int, typer.Option(min=0, help="Worker processes.  [default: cores]")]
-CropSize = Annotated[int, typer.Option(min=1, help="Pixels of a side after RandomResizedCrop.")]
-ShortSide = Annotated[int, typer.Option(min=1, help="shrunk, decoded: pixels of the shorter side.")]
-Quality = Annotated[int, typer.Option(min=1, max=100, help="shrunk: JPEG quality.")]
+NumWorkers = Annotated[int, typer.Option(metavar="N", min=0, help="Worker processes.  [default: cores]")]
+CropSize = Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of a side after RandomResizedCrop.")]
+ShortSide = Annotated[
+    int, typer.Option(metavar="N", min=1, help="shrunk, decoded: pixels of the shorter side.")
+]
+Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="shrunk: JPEG quality.")]
 
-EndpointUrl = Annotated[str | None, typer.Option(help="Not AWS: of MinIO, R2, OBS, ...")]
+EndpointUrl = Annotated[str | None, typer.Option(metavar="URL", help="Not AWS: of MinIO, R2, OBS, ...")]
 Anon = Annotated[bool, typer.Option("--anon", help="Public data: send no credentials.")]
 StorageOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fastload.open_store; repeatable.")

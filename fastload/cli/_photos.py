@@ -6,7 +6,6 @@ whose amplitudes fall as 1/f, with chroma that follows luma, has those of a phot
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
+
+from fastload.cores import usable_cores
 
 __all__ = ["make_dataset", "make_photo"]
 
@@ -92,7 +93,7 @@ def make_dataset(
     for label in range(min(classes, count)):
         (directory / f"class_{label:02d}").mkdir(parents=True, exist_ok=True)
     # Threads do: numpy's transforms and generators and the JPEG encoder work without the GIL.
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(usable_cores())
     total = 0
     try:
         pending = [pool.submit(_write_photo, _photo_path(directory, i, classes), i) for i in range(count)]

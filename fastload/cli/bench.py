@@ -44,10 +44,12 @@ STAGES = {
 
 def bench(
     url: FolderUrl,
-    cache: Annotated[Path | None, typer.Option(help="A cache directory, filled in epoch 1.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A cache directory, filled in epoch 1.")
+    ] = None,
     num_workers: NumWorkers = CORES,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images a batch.")] = 64,
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through all images.")] = 2,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images a batch.")] = 64,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="How often to go through all images.")] = 2,
     size: CropSize = 224,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
@@ -143,6 +145,12 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
         style="dim",
         soft_wrap=True,
     )
+    if settings["images"] <= settings["batch_size"]:
+        console.print(
+            f"an epoch is one batch: {settings['images']:,} images, --batch-size {settings['batch_size']:,}; "
+            "give a smaller one",
+            soft_wrap=True,
+        )
     for number, epoch in enumerate(epochs, 1):
         console.print(f"epoch {number}  {epoch['verdict']}", soft_wrap=True)
 

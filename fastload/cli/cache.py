@@ -3,40 +3,78 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 
 from fastload.cli._output import JsonOption, answering, short_bytes
+from fastload.errors import NotFoundError
 
-__all__ = ["app"]
+__all__ = ["app", "check", "clear", "info"]
 
 app = typer.Typer(help="Look at, verify or empty a cache directory.", no_args_is_help=True)
+
+_NO_CACHE = "no cache here: check the path, which is the one given to fastload.Cache"
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="As it was given to fastload.Cache.")]
 
 
-@app.command()
 def info(directory: Directory, as_json: JsonOption = False) -> None:
-    """What the cache holds: entries, bytes, segments, space left."""
+    """What the cache holds: entries, bytes, what they are of, space left. Exit code 1 where there is none."""
     import fastload
 
     with answering(as_json) as output:
-        found = fastload.Cache(directory).info()
+        cache = fastload.Cache(directory)
+        found = cache.info()
+        sources = _sources(cache) if found["exists"] else []
         if not found["exists"]:
-            output.console.print(f"{directory}: no cache here yet")
+            output.console.print(f"{directory}: {_NO_CACHE}", markup=False, soft_wrap=True)
         else:
             output.console.print(
                 f"{directory}: {found['entries']:,} entries, {short_bytes(found['bytes'])} "
-                f"in {found['segments']:,} segments, index {short_bytes(found['index_bytes'])}"
+                f"in {found['segments']:,} segments, index {short_bytes(found['index_bytes'])}",
+                markup=False,
+                soft_wrap=True,
             )
+        for source in sources:
+            text = (
+                f"{source['objects']:,} objects, {short_bytes(source['bytes'])}, listed {source['listed_at']}"
+            )
+            output.console.print(f"  of {source['url']}: {text}", markup=False, soft_wrap=True)
+        if found["entries"]:
+            output.console.print("  modes: not recorded; a dataset finds only what was kept in its own mode")
         output.console.print(f"free on its disk: {short_bytes(found['disk_free'])}")
         # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
-        output.document({key: value for key, value in found.items() if key not in ("mode", "size_limit")})
+        known = {key: value for key, value in found.items() if key not in ("mode", "size_limit")}
+        output.document({**known, "sources": sources})
+        if not found["exists"]:
+            raise typer.Exit(1)
 
 
-@app.command()
+def _sources(cache: Any) -> list[dict[str, Any]]:
+    """What was listed by the datasets that this cache was given to: it may have all, some or none of that."""
+    if cache.manifests is None or not cache.manifests.is_dir():
+        return []
+    from fastload.manifest import Manifest
+
+    return [
+        {"url": _url(one.identity), "objects": len(one), "bytes": one.total_bytes, "listed_at": one.listed_at}
+        for one in Manifest.kept_in(cache.manifests)
+    ]
+
+
+def _url(identity: str) -> str:
+    """The URL in a store's identity, and its endpoint behind it."""
+    kind, separator, rest = identity.partition("|")
+    if not separator:  # http
+        return identity
+    where, _, path = rest.partition("|")
+    path = path.replace("|", "/", 1)
+    url = path if kind == "file" else f"{kind}://{path}"
+    return f"{url} at {where}" if where else url
+
+
 def check(
     directory: Directory,
     fix: Annotated[
@@ -48,6 +86,8 @@ def check(
     import fastload
 
     with answering(as_json) as output:
+        if not fastload.Cache(directory).info()["exists"]:
+            raise NotFoundError(f"{directory}: {_NO_CACHE}", stage="cache")
         with Progress(console=output.console, transient=True) as progress:
             task = progress.add_task("verifying", total=None)
             report = fastload.Cache(directory).check(
@@ -64,7 +104,6 @@ def check(
             raise typer.Exit(1)
 
 
-@app.command()
 def clear(
     directory: Directory,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -82,5 +121,6 @@ def clear(
             output.document({"path": str(directory), "bytes_freed": 0})
             raise typer.Exit(1)
         freed = cache.clear()
-        output.console.print(f"{directory}: freed {short_bytes(freed)}")
+        done = f"freed {short_bytes(freed)}" if held["exists"] else "no cache here, nothing to delete"
+        output.console.print(f"{directory}: {done}", markup=False, soft_wrap=True)
         output.document({"path": str(directory), "bytes_freed": freed})

@@ -62,7 +62,8 @@ def convert(
         Kind, typer.Option("--from", help="One folder per class, objects of any kind, or shards.")
     ] = Kind.auto,
     name: Annotated[
-        str | None, typer.Option(help="Files are NAME-000000.tar, ...  [default: SRC's last part]")
+        str | None,
+        typer.Option(metavar="NAME", help="Files are NAME-000000.tar, ...  [default: SRC's last part]"),
     ] = None,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
@@ -84,10 +85,10 @@ def convert(
         from fastload.cache.arguments import parse_size
         from fastload.cli._sources import open_source
 
-        size = parse_size(shard_size, "--shard-size")
+        size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
         opened = open_source(source, kind.value, options, size, shuffle)
         try:
-            wanted = {"name": _name(name, source), "to": to.value, "shard_size": size, "shuffle": shuffle}
+            wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
             document = _run(opened, destination, storage_options(dst_option, None, False), wanted, output)
         finally:
             opened.close()
@@ -136,7 +137,7 @@ def _run(
         try:
             writing.run(bars)
             seconds = time.perf_counter() - start
-            bar = bars.add("verifying, MB", sum(shard.bytes for shard in shards.shards) // 10**6)
+            bar = bars.add("verifying", sum(shard.bytes for shard in shards.shards), short_bytes)
             read = Rate()
             faults = verify(shards, lambda shard: bar.show(*read.add(shard.samples, shard.bytes)))
             verify_seconds = time.perf_counter() - start - seconds
@@ -172,12 +173,12 @@ class Rate:
         self._start = time.perf_counter()
 
     def add(self, samples: int, size: int) -> tuple[int, str]:
-        """(MB done, rates in words)"""
+        """(bytes done, rates in words)"""
         self.samples += samples
         self.bytes += size
         seconds = max(time.perf_counter() - self._start, 1e-9)
         text = f"{self.samples / seconds:7,.0f} samples/s {self.bytes / seconds / 1e6:6,.1f} MB/s"
-        return self.bytes // 10**6, text
+        return self.bytes, text
 
 
 class Writing:
@@ -193,7 +194,7 @@ class Writing:
         source, done = self._source, self._shards.shards
         if done:
             source.position = done[-1].next
-        bar = bars.add("writing, MB", source.total_bytes // 10**6)
+        bar = bars.add("writing", source.total_bytes, short_bytes)
         try:
             while source.position is not None:
                 made = self._shards.make(

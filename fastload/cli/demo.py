@@ -57,11 +57,17 @@ class Bucket(NamedTuple):
 
 
 def demo(
-    images: Annotated[int, typer.Option(min=1, help="How many photos to make.")] = 2000,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes, the same for all loaders.")] = 2,
-    latency_ms: Annotated[float, typer.Option(min=0, help="Round trip to the server.")] = 20,
-    directory: Annotated[Path, typer.Option("--dir", help="For data and chart.")] = Path("fastload-demo"),
-    chart: Annotated[Path | None, typer.Option(help="The chart, a PNG.  [default: DIR/demo.png]")] = None,
+    images: Annotated[int, typer.Option(metavar="N", min=1, help="How many photos to make.")] = 2000,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Worker processes, the same for all loaders.")
+    ] = 2,
+    latency_ms: Annotated[float, typer.Option(metavar="N", min=0, help="Round trip to the server.")] = 20,
+    directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="For data and chart.")] = Path(
+        "fastload-demo"
+    ),
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The chart, a PNG.  [default: DIR/demo.png]")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the photos for the next run.")] = False,
     as_json: JsonOption = False,
 ) -> None:

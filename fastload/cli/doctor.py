@@ -6,14 +6,14 @@ import importlib.metadata
 import multiprocessing
 import os
 import platform
-import resource
 import shutil
-import sys
 from typing import Any, NamedTuple
 
 import typer
 
 from fastload.cli._output import JsonOption, answering, short_bytes
+from fastload.cores import usable_cores
+from fastload.linux import why_not_linux
 
 __all__ = ["doctor"]
 
@@ -37,9 +37,11 @@ MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
 
 def doctor(as_json: JsonOption = False) -> None:
     """Say what is here, what is missing, and what to type. Exit code 1 when something cannot work."""
-    with answering(as_json) as output:
-        checks = [_python(), _torch(), _obstore(), *_images(), _cores()]
-        checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
+    with answering(as_json, anywhere=True) as output:
+        checks = [_python()]
+        if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
+            checks += [_torch(), _obstore(), *_images(), _cores()]
+            checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
         for check in checks:
             output.console.print(f"{MARKS[check.state]} [bold]{check.name:<14}[/] ", end="")
             output.console.print(check.found, markup=False)
@@ -54,8 +56,9 @@ def doctor(as_json: JsonOption = False) -> None:
 
 def _python() -> Check:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.platform != "linux":
-        return Check("Python", "fail", found, "fastload runs on Linux")
+    why = why_not_linux()
+    if why:
+        return Check("Python", "fail", found, why)
     return Check("Python", "ok", found)
 
 
@@ -98,12 +101,14 @@ def _images() -> list[Check]:
 
 
 def _cores() -> Check:
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, present = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable of {present}; num_workers={usable} is a good start"
     return Check("cores", "ok", found)
 
 
 def _open_files() -> Check:
+    import resource  # Windows has none, and all commands are imported together
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} (at most {_limit(hard)})"
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_WANTED:
@@ -112,7 +117,7 @@ def _open_files() -> Check:
 
 
 def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+    return "unlimited" if value == -1 else f"{value:,}"  # resource.RLIM_INFINITY
 
 
 def _shared_memory() -> Check:

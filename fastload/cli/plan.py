@@ -50,15 +50,21 @@ ADVICE = {
 def plan(
     url: FolderUrl,
     cache_size: Annotated[str, typer.Option(metavar="SIZE", help="Disk for the cache: 500GB, 1.5TB, ...")],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of this machine.")],
-    gpu_rate: Annotated[float, typer.Option(min=0.001, help="Images per second that one of them takes.")],
-    num_workers: Annotated[int, typer.Option(min=1, help="Worker processes.  [default: cores]")] = CORES,
-    epochs: Annotated[int, typer.Option(min=1, help="For the time of the whole training.")] = 90,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs of this machine.")],
+    gpu_rate: Annotated[
+        float, typer.Option(metavar="N", min=0.001, help="Images per second that one of them takes.")
+    ],
+    num_workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Worker processes.  [default: cores]")
+    ] = CORES,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="For the time of the whole training.")] = 90,
     size: CropSize = 224,
     short_side: ShortSide = 256,
     quality: Quality = 90,
-    objects: Annotated[int, typer.Option(min=16, help="How many to read for the probe.")] = 256,
-    cache_dir: Annotated[Path | None, typer.Option(help="On the cache's disk, to measure that.")] = None,
+    objects: Annotated[int, typer.Option(metavar="N", min=16, help="How many to read for the probe.")] = 256,
+    cache_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="On the cache's disk, to measure that.")
+    ] = None,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,

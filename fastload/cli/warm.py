@@ -34,7 +34,7 @@ from fastload.cli._options import (
     storage_options,
 )
 from fastload.cli._output import JsonOption, Output, answering, short_bytes
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, CacheError
 
 __all__ = ["warm"]
 
@@ -52,7 +52,7 @@ class Mode(str, Enum):
 
 def warm(
     url: FolderUrl,
-    cache: Annotated[Path, typer.Option(help="The cache directory that training will have.")],
+    cache: Annotated[Path, typer.Option(metavar="DIR", help="The cache directory that training will have.")],
     mode: Annotated[Mode, typer.Option(help="What is kept, as training will have it.")] = Mode.raw,
     short_side: ShortSide = 256,
     quality: Quality = 90,
@@ -86,6 +86,7 @@ def warm(
         kept = fastload.Cache(
             cache, mode.value, size_limit=size_limit, short_side=short_side, quality=quality
         )
+        _check_usable(kept)
         kind = fastload.ObjectDataset if objects else fastload.ImageFolder
         start = time.perf_counter()
         dataset = kind(url, cache=kept, storage_options=options, refresh=refresh)
@@ -101,6 +102,18 @@ def warm(
             raise typer.Exit(130)
         if document["failed"]:
             raise typer.Exit(1)
+
+
+def _check_usable(cache: Any) -> None:
+    """Before anything is listed or read. Training goes on without a cache that it cannot use; this cannot."""
+    try:
+        cache.open_aloud()
+    except OSError as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(f"cache {cache.path} cannot be used: {error}") from error
+    finally:
+        cache.close()
 
 
 def _parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -107,6 +107,8 @@ class _Observed:
 
 def _announce(dataset: ObjectDataset, sizes: Sequence[int]) -> None:
     assert dataset.cache is not None
+    if dataset.cache.counters["cache.failures"]:
+        return  # as below: it cannot be opened, and has said so already
     try:
         found = _judge(dataset, dataset.cache, sizes)
     except (CacheError, OSError):

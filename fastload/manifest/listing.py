@@ -42,6 +42,11 @@ TABLE = struct.Struct("<Q" + "QQ" * len(SECTIONS))
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
+# ending -> what it is, and which dataset reads it: for people who give shards to an ImageFolder
+_SHARDS = {
+    (".tar", ".tar.gz", ".tgz"): ("tar", "TarDataset"),
+    (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz"): ("TFRecord", "TFRecordDataset"),
+}
 _HEADS = 32  # at once
 
 
@@ -119,6 +124,7 @@ class _Rows:
         self.classes: list[str] = []  # in order of appearance, until arranged
         self._class_of: dict[str, int] = {}
         self.folders: set[str] = set()  # directly below the URL, with images or without
+        self._shards = dict.fromkeys(_SHARDS, 0)
         self._ordered, self._last = True, b""
 
     def add(self, page: Page) -> None:
@@ -126,6 +132,9 @@ class _Rows:
         self.listed += len(page)
         self._example = self._example or next((info.key for info in page), "")
         if self._labels:
+            if not self.sizes:  # once there is an image, it is an image folder
+                for endings in _SHARDS:
+                    self._shards[endings] += sum(info.key.lower().endswith(endings) for info in page)
             page = [info for info in page if "/" in info.key]
             self.folders.update(info.key.partition("/")[0] for info in page)
         if self._pattern is not None:
@@ -150,15 +159,23 @@ class _Rows:
     def check(self, url: str, *, local: bool = False) -> None:
         """Raise `NotFoundError` where torchvision, or common sense, would."""
         known = ", ".join(IMAGE_EXTENSIONS)
-        if self._labels and self.folders:
-            return
-        if not self.listed and local:
+        if not self.listed and not self.folders and local:
             why = "this directory holds no files: check the path"
-        elif not self.listed:
+        elif not self.listed and not self.folders:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
+        elif self._labels and not self.sizes and any(self._shards.values()):
+            endings, count = max(self._shards.items(), key=lambda item: item[1])
+            kind, reader = _SHARDS[endings]
+            why = (
+                f"{count:,} {kind} shards there, and no class/file.jpg: fastload.{reader} reads them; "
+                "ImageFolder and the commands bench, warm and plan read image folders"
+            )
+        elif self._labels and self.folders:
+            return
         elif self._labels:
             why = (
-                f"{self.listed:,} objects there, but no class directories: give the parent of class/file.jpg"
+                f"{self.listed:,} objects there, but no class directories: give the parent of "
+                "class/file.jpg; other objects are for fastload.ObjectDataset (fastload warm --objects)"
             )
         elif self._missing:
             some = sorted(self._missing)

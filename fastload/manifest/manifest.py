@@ -226,7 +226,13 @@ class Manifest:
         save_kept(path, self._map)
 
     @classmethod
-    def _load(cls, path: Path, identity: str) -> Manifest | None:
+    def kept_in(cls, directory: Path) -> list[Manifest]:
+        """Those that `open` has saved in `directory`, of any store."""
+        found = [cls._load(path, None) for path in sorted(directory.glob("*.manifest"))]
+        return [manifest for manifest in found if manifest is not None]
+
+    @classmethod
+    def _load(cls, path: Path, identity: str | None) -> Manifest | None:
         """The manifest saved at `path`; None if there is none, or it is damaged, old or another's."""
         try:
             descriptor = open_kept(path)
@@ -240,7 +246,7 @@ class Manifest:
             _log.warning("manifest %s is damaged or of another version: listing again", path)
             return None
         manifest = cls(descriptor)
-        return manifest if manifest.identity == identity else None
+        return manifest if identity in (None, manifest.identity) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Manifest:
         return self

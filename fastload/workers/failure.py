@@ -21,21 +21,21 @@ class Failure(NamedTuple):
     pickled: bytes  # (the exception or None, its type or None)
     name: str
     text: str  # the worker's traceback
-    sample: str  # "" where no single sample is to blame
+    sample: str  # the sample or samples to blame, and why; or ""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """Take down an exception that was just caught."""
         text = "".join(traceback.format_exception(error))
-        sample = repr(error.__dict__.pop("fastload_index", ""))
+        sample = error.__dict__.pop("fastload_sample", "")
         pickled = _round_trip((error, type(error))) or _round_trip((None, type(error))) or _NOTHING
-        return cls(pickled, type(error).__name__, text, "" if sample == "''" else sample)
+        return cls(pickled, type(error).__name__, text, sample)
 
     def raise_it(self, where: str) -> NoReturn:
         """Raise what the dataset raised: its own type, the worker's traceback in its text or as its cause."""
         text = f"Caught {self.name} {where}.\nOriginal {self.text}"
         if self.sample:
-            text += f"(sample {self.sample})\n"
+            text += f"({self.sample})\n"
         try:
             error, kind = pickle.loads(self.pickled)
         except Exception:

@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from fastload.channel import Channel
-from fastload.collate import BatchMaker, collate_into
+from fastload.collate import BatchCounters, BatchMaker, collate_into
 from fastload.slots import SlotPool
 from fastload.state import dataset_state, load_dataset, resume_fetcher
 from fastload.stats import Counters
@@ -125,6 +125,7 @@ class _Worker:
     def _new_maker(self, position: dict[str, Any] | None = None) -> None:
         setup = self._setup
         if isinstance(setup.dataset, IterableDataset):
+            self._iterable_counters = BatchCounters(setup.dataset)
             self.maker = _IterableDatasetFetcher(
                 setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
             )
@@ -240,10 +241,9 @@ class _Worker:
     def _fetch(self, work: Work) -> Any:
         if isinstance(self.maker, BatchMaker):
             return self.maker(work.index, encoded=work.encoded)
-        with self._counters.timed("decode"):
+        with self._iterable_counters.timed("decode"):
             batch = self.maker.fetch(work.index)
-        self._counters.add("collate.batches")
-        self._counters.add("collate.samples", len(work.index) if self._setup.auto_collation else 1)
+        self._iterable_counters.made_batch(len(work.index) if self._setup.auto_collation else 1)
         return batch
 
     def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
@@ -251,4 +251,6 @@ class _Worker:
         if isinstance(self.maker, BatchMaker):
             self._counters.merge(self.maker.counters.drain())
             bad, self.maker.bad = self.maker.bad, []
+        elif self.maker is not None:
+            self._counters.merge(self._iterable_counters.drain())
         return self._counters.drain(), bad

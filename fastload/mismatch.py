@@ -1,0 +1,78 @@
+"""What keeps samples from becoming one batch, in words: torch's error names neither samples nor remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["describe_mismatch"]
+
+_REMEDY = "pass collate_fn, or make all samples alike in the dataset's transform"
+
+
+def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str:
+    """One sentence on why `default_collate` refuses these samples; "" where that is not known.
+
+    Args:
+        samples: of one batch.
+        name: row of the batch -> the sample's name, such as "sample 3 'cat/3.jpg'".
+    """
+    for row, sample in enumerate(samples):
+        image = _find_image(sample, "")
+        if image is not None:
+            return (
+                f"{name(row)} is a PIL.Image{_at(image)}: give the dataset a transform, for example "
+                "transform=fastload.RandomResizedCrop(224), or pass collate_fn"
+            )
+    for row, sample in enumerate(samples):
+        found = _difference(samples[0], sample, "")
+        if found is not None:
+            where, first, other = found
+            return f"{name(0)} {first}{_at(where)}, but {name(row)} {other}: {_REMEDY}"
+    return ""
+
+
+def _at(where: str) -> str:
+    return f" at {where}" if where else ""
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """(key, value) of what `default_collate` goes into."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+
+
+def _find_image(value: Any, where: str) -> str | None:
+    """Where in a sample a PIL.Image is: "", "[0]", "['image']"; None where there is none."""
+    if any(kind.__module__ == "PIL.Image" for kind in type(value).__mro__):  # it may not be installed
+        return where
+    found = (_find_image(item, f"{where}[{key!r}]") for key, item in _items(value))
+    return next((place for place in found if place is not None), None)
+
+
+def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
+    """(where, what the first has there, what the other has) at the first place that cannot be stacked."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in a:
+            if key not in b:
+                return where, f"has {key!r}", "lacks it"
+    else:
+        first, other = _form(a), _form(b)
+        if first != other:
+            return where, first, other
+    inside = dict(_items(b))
+    found = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in _items(a))
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _form(value: Any) -> str:
+    """What two values have to share to be stacked, in words."""
+    if isinstance(value, torch.Tensor | np.ndarray) and getattr(value, "shape", None) is not None:
+        return f"has shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"is a {type(value).__name__} of {len(value)}"
+    return f"is of type {type(value).__name__}"
