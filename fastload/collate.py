@@ -6,13 +6,11 @@ no sample objects, no stacking.
 
 from __future__ import annotations
 
-import hashlib
-import random
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
@@ -28,6 +26,7 @@ from fastload.rows import (
     as_rows,
     start_epoch,
 )
+from fastload.seeds import SampleSeeds, digest
 from fastload.stats import Counters
 
 __all__ = ["BatchMaker", "collate_into"]
@@ -72,7 +71,8 @@ class BatchMaker:
         auto_collation: False where an "index batch" is one index (`batch_size=None`).
         on_error: "raise"; "skip" (the row repeats another row of its batch); "replace" (the row gets another
             sample, the same one in every run). Both keep the batch full, and count.
-        seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included.
+        seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included,
+            and what `collate_fn` draws a function of the batch.
         allocate: where batches are made.
     """
 
@@ -92,7 +92,7 @@ class BatchMaker:
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._on_error = on_error
-        self._seeded = seeded
+        self._seeds = SampleSeeds() if seeded else None
         self._allocate = allocate
         self._seed = self._epoch = 0
         self._numbered = True
@@ -105,6 +105,8 @@ class BatchMaker:
         Where they are not `numbered`, no other sample can be asked for: on_error="replace" acts as "skip".
         """
         self._seed, self._epoch, self._numbered = seed, epoch, numbered
+        if self._seeds is not None:
+            self._seeds.start_epoch(seed, epoch)
         start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
@@ -163,6 +165,8 @@ class BatchMaker:
         if direct:
             return batch
         samples = [rows.sample(batch, row) for row in range(len(indices))]
+        if self._seeds is not None and indices:
+            self._seeds.set(indices[-1])
         return self._collate(samples if self._auto_collation else samples[0])
 
     def _make_encoded(self, indices: list[int]) -> Any:
@@ -177,11 +181,12 @@ class BatchMaker:
         def fill(todo: Todo) -> Failures:
             return rows.fill(batch, todo, self._seed, self._epoch)
 
-        self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
+        with self._seeds or contextlib.nullcontext():
+            self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
 
     def _samples(self, index: Any, indices: list[Any]) -> Any:
         many = getattr(self._dataset, "__getitems__", None)
-        if many and self._auto_collation and self._on_error == "raise" and not self._seeded:
+        if many and self._auto_collation and self._on_error == "raise" and self._seeds is None:
             self.counters.add("decode.samples", len(indices))
             with self.counters.timed("decode"):
                 return many(index)
@@ -189,9 +194,11 @@ class BatchMaker:
 
         def fill(todo: Todo) -> Failures:
             failures: Failures = []
+            if self._seeds is not None and todo:
+                self._seeds.begin_batch(todo[0][1])
             for row, index in todo:
                 try:
-                    samples[row] = self._sample(index)
+                    samples[row] = self._seeded_sample(index, last=row == todo[-1][0])
                 except Exception as error:
                     failures.append((row, error))
                     if self._on_error == "raise":
@@ -206,9 +213,15 @@ class BatchMaker:
         self.counters.add("decode.samples", len(samples))
         return samples
 
+    def _seeded_sample(self, index: Any, *, last: bool) -> Any:
+        if self._seeds is None:
+            return self._sample(index)
+        if not last:
+            return self._seeds.call(index, self._sample, index)
+        self._seeds.set(index)
+        return self._sample(index)
+
     def _sample(self, index: Any) -> Any:
-        if self._seeded:
-            _seed_everything(_digest(self._seed, self._epoch, index))
         try:
             return self._dataset[index]
         except StopIteration as error:
@@ -253,7 +266,7 @@ class BatchMaker:
             raise error
 
     def _replacement(self, index: Any, attempt: int) -> int:
-        return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
+        return digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
 
 
 def _counters(source: Any) -> Counters | None:
@@ -263,14 +276,4 @@ def _counters(source: Any) -> Counters | None:
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
-def _digest(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed & (2**63 - 1))
-    random.seed(seed)
-    np.random.seed(seed & (2**32 - 1))
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")

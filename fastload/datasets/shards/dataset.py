@@ -26,6 +26,7 @@ from fastload.fetch import Window
 from fastload.fetch.interleave import Found
 from fastload.images.rng import sample_seed
 from fastload.rows import Allocate, Failures, Todo
+from fastload.seeds import SampleSeeds
 from fastload.stats import Counters
 from fastload.store.retry import sleep
 
@@ -172,6 +173,9 @@ class ShardDataset(Dataset[Any]):
 
     def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
         failures: Failures = []
+        seeded = SampleSeeds.current() if self._maker.calls_functions else None
+        if seeded is not None and todo:
+            seeded.begin_batch(todo[0][1])
         for start in range(0, len(todo), _CHUNK):
             rows: list[int] = []
             records: list[int] = []
@@ -182,7 +186,11 @@ class ShardDataset(Dataset[Any]):
                 try:
                     record = self._record(index)
                     fields = self._prefix.restore(self._take(record), readonly=True)
-                    for name, image in self._maker.put(batch, row, fields).items():
+                    if seeded is None:
+                        found = self._maker.put(batch, row, fields)
+                    else:
+                        found = seeded.call(record, self._maker.put, batch, row, fields)
+                    for name, image in found.items():
                         images.setdefault(name, []).append(image)
                     rows.append(row)
                     records.append(record)

@@ -74,6 +74,13 @@ class SampleMaker:
         """Whether images are written straight into the batch."""
         return any(isinstance(current_transform(part), Crop) for part in self._parts())
 
+    @property
+    def calls_functions(self) -> bool:
+        """Whether the user's own functions make parts of a sample, beside a fused transform."""
+        return isinstance(self._transform, Mapping) and not all(
+            isinstance(current_transform(part), Crop) for part in self._parts()
+        )
+
     def sample(self, value: Any) -> Any:
         """What `RecordPrefix.restore` gives -> sample.
 
