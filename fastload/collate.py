@@ -7,12 +7,13 @@ no sample objects, no stacking.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
@@ -96,6 +97,7 @@ class BatchMaker:
         self._allocate = allocate
         self._seed = self._epoch = 0
         self._numbered = True
+        self._on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.counters = _counters(self._rows) or _counters(as_filling(dataset)) or Counters()
         self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
 
@@ -105,6 +107,10 @@ class BatchMaker:
         Where they are not `numbered`, no other sample can be asked for: on_error="replace" acts as "skip".
         """
         self._seed, self._epoch, self._numbered = seed, epoch, numbered
+        # torch's own functions make tensors of numbers on the default device: CUDA, in a forked worker too.
+        elsewhere = torch.get_default_device().type != "cpu"
+        pinned = elsewhere and self._collate in (default_collate, default_convert)
+        self._on_host = functools.partial(torch.device, "cpu") if pinned else contextlib.nullcontext
         if self._seeds is not None:
             self._seeds.start_epoch(seed, epoch)
         start_epoch(self._dataset, epoch)
@@ -154,7 +160,11 @@ class BatchMaker:
                 return batch
         samples = self._samples(index, indices)
         with self.counters.timed("collate"):
-            return self._collate(samples if self._auto_collation else samples[0])
+            return self._collated(samples if self._auto_collation else samples[0])
+
+    def _collated(self, samples: Any) -> Any:
+        with self._on_host():
+            return self._collate(samples)
 
     def _fill_rows(self, rows: RowDataset, indices: list[int]) -> Any | None:
         direct = self._auto_collation and self._collate is default_collate
@@ -167,7 +177,7 @@ class BatchMaker:
         samples = [rows.sample(batch, row) for row in range(len(indices))]
         if self._seeds is not None and indices:
             self._seeds.set(indices[-1])
-        return self._collate(samples if self._auto_collation else samples[0])
+        return self._collated(samples if self._auto_collation else samples[0])
 
     def _make_encoded(self, indices: list[int]) -> Any:
         assert self._rows is not None

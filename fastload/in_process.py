@@ -36,7 +36,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._feed: Any = None
         self._owner = os.getpid()
         self._progress = loader._state.begin(loader, late_seed=True)
-        super().__init__(loader)
+        with loader._state.seeding(loader):
+            super().__init__(loader)
         loader._state.started(loader, self, self._progress)
         self._loader = loader
         self._feed = loader._new_feed()
@@ -182,4 +183,4 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
 
 
 def _allocator(pinned: bool) -> Allocate:
-    return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+    return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)

@@ -87,13 +87,15 @@ def node_shares(length: int, nodes: int) -> torch.Tensor:
     trap.
     """
     if nodes == 1:
-        return torch.arange(length)
+        return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(0)
     rows, tail = divmod(length, nodes)
-    within = torch.rand((rows, nodes), generator=generator).argsort(dim=1, stable=True)
-    shares = torch.arange(length)
-    shares[: rows * nodes] = (within + torch.arange(0, rows * nodes, nodes)[:, None]).flatten()
-    shares[rows * nodes :] = rows * nodes + torch.randperm(tail, generator=generator)
+    # All with dtype and device: the defaults are the training script's, and not alike in each run.
+    within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
+    first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
+    shares = torch.arange(length, device="cpu")
+    shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
+    shares[rows * nodes :] = rows * nodes + _permutation(tail, generator)
     return shares
 
 
@@ -108,15 +110,19 @@ def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Ten
     """
     generator = torch.Generator().manual_seed(seed)
     if nodes == 1:
-        return torch.randperm(length, generator=generator)
+        return _permutation(length, generator)
     order = node_shares(length, nodes)
     for node in range(nodes):
         share = order[node::nodes]
-        order[node::nodes] = share[torch.randperm(len(share), generator=generator)]
+        order[node::nodes] = share[_permutation(len(share), generator)]
     rows = length // nodes
-    moving = torch.randperm(rows, generator=generator)[: round(exchange * rows)]
+    moving = _permutation(rows, generator)[: round(exchange * rows)]
     if len(moving):
         table = order[: rows * nodes].view(rows, nodes)
-        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator)
-        table[moving] = table[moving].gather(1, (torch.arange(nodes) + shift) % nodes)
+        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator, device="cpu")
+        table[moving] = table[moving].gather(1, (torch.arange(nodes, device="cpu") + shift) % nodes)
     return order
+
+
+def _permutation(length: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randperm(length, generator=generator, device="cpu")

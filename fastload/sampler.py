@@ -139,7 +139,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         order = self._order(epoch, nodes, exchange) if first < last else None
         whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
         for chunk in range(first, last, _CHUNK * replicas):
-            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas)
+            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas, device="cpu")
             places = torch.where(places < length, places, places % whole)
             consumed = chunk - self._column
             for index in (places if order is None else order[places]).tolist():

@@ -46,7 +46,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        super().__init__(loader)
+        with loader._state.seeding(loader):
+            super().__init__(loader)
         self._base_seed = loader._state.base_seed(int(self._base_seed))
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
         self._forget = weakref.WeakMethod(loader._forget)
