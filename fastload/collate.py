@@ -25,6 +25,7 @@ from fastload.rows import (
     as_encoded_rows,
     as_filling,
     as_rows,
+    current_reader,
     start_epoch,
 )
 from fastload.seeds import SampleSeeds, digest
@@ -97,6 +98,7 @@ class BatchMaker:
         self._allocate = allocate
         self._seed = self._epoch = 0
         self._numbered = True
+        self._reader = object()  # not this one, which the dataset would keep
         self._on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.counters = _counters(self._rows) or _counters(as_filling(dataset)) or Counters()
         self.bad: list[tuple[str, str]] = []  # (sample, what was wrong with it)
@@ -116,14 +118,31 @@ class BatchMaker:
         start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
-        """Start reading an index batch that will be asked for after those announced before."""
-        if self._rows is not None:
+        """Start reading an index batch that will be asked for after those announced before.
+
+        Raises:
+            What the dataset raises; then none of the batch is announced.
+        """
+        if self._rows is None:
+            return
+        before = current_reader.set(self._reader)
+        try:
             self._rows.prefetch(index if self._auto_collation else [index])
+        except BaseException:
+            self._give_up(index)
+            raise
+        finally:
+            current_reader.reset(before)
 
     def cancel(self, index: Any) -> None:
         """An index batch that was announced will not be asked for."""
         if self._rows is not None:
             self._rows.cancel(index if self._auto_collation else [index])
+
+    def _give_up(self, index: Any) -> None:
+        """As `cancel`, while an error is raised: what cannot be announced cannot be cancelled either."""
+        with contextlib.suppress(Exception):
+            self.cancel(index)
 
     def flush_cache(self) -> None:
         """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
@@ -146,8 +165,12 @@ class BatchMaker:
         try:
             batch = self._make_encoded(list(index)) if encoded else self._make(index)
         except StopIteration as error:
+            self._give_up(index)
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
+        except BaseException:  # Ctrl-C too: nobody will take what of it was announced
+            self._give_up(index)
+            raise
         self.counters.add("collate.batches")
         self.counters.add("collate.samples", len(index) if self._auto_collation else 1)
         return batch
@@ -248,7 +271,7 @@ class BatchMaker:
                 return
             wanted = dict(todo)
             for row, error in failures:
-                self._judge(wanted[row], error, indices)
+                self._judge(wanted[row], error)
                 key = getattr(error, "key", None) or wanted[row]
                 self.bad.append((str(key), f"{type(error).__name__}: {error}"))
                 self.counters.add("bad.samples")
@@ -263,14 +286,12 @@ class BatchMaker:
             todo = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
         raise failures[0][1]
 
-    def _judge(self, index: Any, error: Exception, indices: list[Any]) -> None:
+    def _judge(self, index: Any, error: Exception) -> None:
         """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
         outage = isinstance(error, StoreError) and not isinstance(
             error, NotFoundError | ObjectChangedError | ShortReadError
         )
         if self._on_error == "raise" or outage:
-            if self._rows is not None:
-                self._rows.cancel(indices)
             if not isinstance(error, FastloadError):
                 error.__dict__.setdefault("fastload_index", index)
             raise error

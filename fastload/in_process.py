@@ -111,9 +111,13 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 index = next(self._sampler_iter, _END)
             if index is _END:
                 break
+            self._coming.append(index)  # before it is announced: Ctrl-C takes it from nobody
             if self._maker is not None and self._ahead:
-                self._maker.prefetch(index)
-            self._coming.append(index)
+                try:
+                    self._maker.prefetch(index)
+                except Exception:  # an index that there is not: this batch is the error that is raised now
+                    self._coming.pop()
+                    raise
         if not self._coming:
             if self._maker is not None:
                 self._maker.flush_cache()  # a dataset that is not read ahead shows its last batch only now

@@ -7,6 +7,7 @@ numbered yet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,12 +29,16 @@ __all__ = [
     "as_filling",
     "as_rows",
     "as_streams",
+    "current_reader",
     "start_epoch",
 ]
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 Todo = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
 Failures = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
+
+# Whose samples `prefetch` announces, by any object: two iterations over one dataset are two readers.
+current_reader: ContextVar[object] = ContextVar("current_reader", default=None)
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.fetch.interleave import Found
 from fastload.images.rng import sample_seed
-from fastload.rows import Allocate, Failures, Todo
+from fastload.rows import Allocate, Failures, Todo, current_reader
 from fastload.seeds import SampleSeeds
 from fastload.stats import Counters
 from fastload.store.retry import sleep
@@ -158,7 +158,7 @@ class ShardDataset(Dataset[Any]):
         self._notice_fork()
         records = [self._record(index) for index in indices if index not in self._held]
         if records:
-            self._open_window().request(records)
+            self._open_window().request(records, current_reader.get())
 
     def cancel(self, indices: Iterable[int]) -> None:
         self._notice_fork()
