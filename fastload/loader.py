@@ -18,10 +18,11 @@ from torch.utils.data import IterableDataset, default_collate
 from fastload.autoscale import Autoscaler, ceiling, fixed_by
 from fastload.cuda import checked
 from fastload.device import Feed
+from fastload.distributed import find_rank
 from fastload.errors import ArgumentError
 from fastload.in_process import InProcessIterator
 from fastload.rows import as_streams
-from fastload.sampler import ShardSampler, find_rank
+from fastload.sampler import ShardSampler
 from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
 from fastload.verdict import limit, verdict

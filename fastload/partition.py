@@ -9,21 +9,14 @@ node's SSD, or `fastload warm` before it, serves the next run, whatever its seed
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
 
+from fastload.distributed import find_launched
 from fastload.errors import ArgumentError
 
 __all__ = ["Place", "find_place", "node_order", "node_shares"]
-
-# (index of the node, index of the rank in it) and how the size of a node follows: torchrun, SLURM's srun
-_LAUNCHERS = (
-    ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_NNODES"),
-)
-_SLURM_RANK = ("SLURM_PROCID", "SLURM_NTASKS")
 
 
 class Place(NamedTuple):
@@ -43,9 +36,8 @@ def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
     place = _given(rank, replicas, nodes) if nodes is not None else _launched(rank, replicas)
     if place is None and replicas > 1:
         raise ArgumentError(
-            f"partition='node' with {replicas} ranks: neither torchrun nor srun started them, so "
-            "nobody says on how many nodes they run; "
-            "pass num_nodes"
+            f"partition='node' with {replicas} ranks: no launcher (torchrun, Horovod, Ray Train, srun) says "
+            f"on which node rank {rank} runs; pass num_nodes"
         )
     place = place or Place(0, 0, 1)
     per_node, left = divmod(replicas, place.nodes)
@@ -64,18 +56,9 @@ def _given(rank: int, replicas: int, nodes: int) -> Place:
 
 
 def _launched(rank: int, replicas: int) -> Place | None:
-    for names in _LAUNCHERS:
-        found = [os.environ.get(name, "") for name in names]
-        if not all(value.isdecimal() for value in found):
-            continue
-        # Ranks that mpirun or a script started inherit what SLURM said of that one process.
-        by_slurm = names[0].startswith("SLURM")
-        if by_slurm and [os.environ.get(name) for name in _SLURM_RANK] != [str(rank), str(replicas)]:
-            continue
-        node, local, size = map(int, found)
-        if names[2] == "LOCAL_WORLD_SIZE":
-            size = -(-replicas // max(1, size))
-        return Place(node, local, size)
+    for said in find_launched(rank, replicas):
+        if said.node is not None and said.local is not None and said.nodes is not None:
+            return Place(said.node, said.local, said.nodes)
     return None
 
 
