@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from multiprocessing import forkserver
 from typing import Any, NoReturn
 
 import torch.utils.data
@@ -377,6 +378,13 @@ def _context(loader: Any) -> tuple[Any, bool]:
             return torch.multiprocessing, False
         context, forced = multiprocessing.get_context("forkserver"), True
     if context.get_start_method() == "forkserver":
-        # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(_preloaded())
     return context, forced
+
+
+def _preloaded() -> list[str]:
+    """What the fork server imports once for all workers: the modules that the user has set, and ours."""
+    chosen: list[str] = list(forkserver._forkserver._preload_modules)  # type: ignore[attr-defined]
+    if chosen == ["__main__"]:  # Python's default; the main script may have no `__main__` guard
+        chosen = []
+    return chosen + [module for module in _PRELOADED if module not in chosen]

@@ -613,6 +613,43 @@ def test_missing_main_guard_is_explained(tmp_path: Path) -> None:
     assert 'put its code under `if __name__ == "__main__":`' in done.stderr
 
 
+_PRELOADING = """
+    import multiprocessing, sys
+    from fastload import DataLoader
+    from tests.loaderdata import Imported, identity
+
+    if __name__ == "__main__":
+        if sys.argv[1:]:
+            multiprocessing.set_forkserver_preload(sys.argv[1:])
+        for _ in range(2):
+            loader = DataLoader(
+                Imported(["json.tool", "fastload.datasets.image_folder"]),
+                num_workers=1,
+                collate_fn=identity,
+                multiprocessing_context="forkserver",
+            )
+            print(*[found for batch in loader for found in batch])
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"), [([], "False True"), (["json.tool"], "True True"), (["no.such.module"], "False True")]
+)
+def test_modules_that_the_user_preloads_are_preloaded_beside_ours(
+    chosen: list[str], found: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"  # forkserver needs a file
+    path.write_text(textwrap.dedent(_PRELOADING))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", path, *chosen],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.stdout.splitlines() == [found, found], done.stderr
+
+
 def test_a_fork_of_the_user_while_a_loader_lives() -> None:
     iterator = iter(DataLoader(Numbers(40), num_workers=2))
     assert int(next(iterator)) == 0
