@@ -64,9 +64,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
             is repeated in its place); "replace" (another sample takes its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.
-        seed: makes all randomness of a sample a function of (seed, epoch, index): the same for any number of
-            workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused
-            transforms are independent of the number of workers either way.)
+        seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
+            function of the batch: the same for any number of workers. This is what they draw from torch's
+            generator of the CPU, Python's `random` and `np.random`; generators of GPUs are left alone. After
+            100 samples that drew from neither of the last two, the first one that does is made twice. None:
+            drawn from torch's generator, as torch seeds its workers. (fastload's fused transforms are
+            independent of the number of workers either way.)
 
     A shard dataset that is given no sampler gets a `fastload.ShardSampler`: each rank reads its own part, as
     streams until the places of the samples are known.
