@@ -17,9 +17,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from fastload.cores import Cores
+from fastload.distributed import local_ranks
 from fastload.rows import StreamDataset
 from fastload.stats import Counters
-from fastload.store.node import local_ranks
 from fastload.verdict import limit
 
 __all__ = ["Autoscaler", "ceiling", "fixed_by"]

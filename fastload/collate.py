@@ -7,16 +7,14 @@ no sample objects, no stacking. A subclass that makes its samples itself is read
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import random
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.errors import (
@@ -38,13 +36,14 @@ from fastload.rows import (
     as_filling,
     as_rows,
     bulk_getter,
+    current_reader,
     finish_batch,
     inner_datasets,
     key_of,
     own_samples,
-    runs_user_code,
     start_epoch,
 )
+from fastload.seeds import SampleSeeds, digest
 from fastload.stats import Counters
 
 __all__ = ["BatchCounters", "BatchMaker", "collate_into", "note_sample"]
@@ -110,7 +109,8 @@ class BatchMaker:
         auto_collation: False where an "index batch" is one index (`batch_size=None`).
         on_error: "raise"; "skip" (the row repeats another row of its batch); "replace" (the row gets another
             sample, the same one in every run). Both keep the batch full, and count.
-        seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included.
+        seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included,
+            and what `collate_fn` draws a function of the batch.
         allocate: where batches are made.
     """
 
@@ -132,10 +132,12 @@ class BatchMaker:
         self._collate = collate_fn
         self._auto_collation = auto_collation
         self._on_error = on_error
-        self._seeded = seeded
+        self._seeds = SampleSeeds() if seeded else None
         self._allocate = allocate
         self._seed = self._epoch = 0
         self._numbered = True
+        self._reader = object()  # not this one, which the dataset would keep
+        self._on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         fastloads = [as_filling(dataset), *(inner.dataset for inner in inner_datasets(dataset))]
         self._filling = [one for one in fastloads if isinstance(one, CacheFilling)]
         self.counters = BatchCounters(dataset)
@@ -147,18 +149,41 @@ class BatchMaker:
         Where they are not `numbered`, no other sample can be asked for: on_error="replace" acts as "skip".
         """
         self._seed, self._epoch, self._numbered = seed, epoch, numbered
+        # torch's own functions make tensors of numbers on the default device: CUDA, in a forked worker too.
+        elsewhere = torch.get_default_device().type != "cpu"
+        pinned = elsewhere and self._collate in (default_collate, default_convert)
+        self._on_host = functools.partial(torch.device, "cpu") if pinned else contextlib.nullcontext
+        if self._seeds is not None:
+            self._seeds.start_epoch(seed, epoch)
         self._unused = 0
         start_epoch(self._dataset, epoch)
 
     def prefetch(self, index: Any) -> None:
-        """Start reading an index batch that will be asked for after those announced before."""
-        if self._rows is not None and self._unused < _UNUSED:
+        """Start reading an index batch that will be asked for after those announced before.
+
+        Raises:
+            What the dataset raises; then none of the batch is announced.
+        """
+        if self._rows is None or self._unused >= _UNUSED:
+            return
+        before = current_reader.set(self._reader)
+        try:
             self._rows.prefetch(index if self._auto_collation else [index])
+        except BaseException:
+            self._give_up(index)
+            raise
+        finally:
+            current_reader.reset(before)
 
     def cancel(self, index: Any) -> None:
         """An index batch that was announced will not be asked for."""
         if self._rows is not None:
             self._rows.cancel(index if self._auto_collation else [index])
+
+    def _give_up(self, index: Any) -> None:
+        """As `cancel`, while an error is raised: what cannot be announced cannot be cancelled either."""
+        with contextlib.suppress(Exception):
+            self.cancel(index)
 
     def flush_cache(self) -> None:
         """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
@@ -179,8 +204,12 @@ class BatchMaker:
         try:
             batch = self._make_encoded(list(index)) if encoded else self._make(index)
         except StopIteration as error:
+            self._give_up(index)
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
+        except BaseException:  # Ctrl-C too: nobody will take what of it was announced
+            self._give_up(index)
+            raise
         self.counters.made_batch(len(index) if self._auto_collation else 1)
         return batch
 
@@ -196,11 +225,15 @@ class BatchMaker:
             self._drop_unused(self._rows, indices, self.counters["get.ahead"] - asked)
         with self.counters.timed("collate"):
             try:
-                return self._collate(samples if self._auto_collation else samples[0])
+                return self._collated(samples if self._auto_collation else samples[0])
             except Exception as error:
                 if self._collate is default_collate:
                     _tell(error, self._why_not_collated(samples, indices))
                 raise
+
+    def _collated(self, samples: Any) -> Any:
+        with self._on_host():
+            return self._collate(samples)
 
     def _why_not_collated(self, samples: Any, indices: list[Any]) -> str:
         def name(row: int) -> str:
@@ -239,7 +272,9 @@ class BatchMaker:
             with self.counters.timed("collate"):
                 return finish_batch(self._dataset, batch)
         samples = [rows.sample(batch, row) for row in range(len(indices))]
-        return self._collate(samples if self._auto_collation else samples[0])
+        if self._seeds is not None and indices:
+            self._seeds.set(indices[-1])
+        return self._collated(samples if self._auto_collation else samples[0])
 
     def _make_encoded(self, indices: list[int]) -> Any:
         assert self._rows is not None
@@ -253,36 +288,31 @@ class BatchMaker:
             return self._encoded_rows.finish_encoded_batch(batch)
 
     def _settle_rows(self, rows: RowDataset, batch: Any, indices: list[int]) -> None:
-        alone = self._seeded and runs_user_code(self._dataset)
-
         def fill(todo: Todo) -> Failures:
-            if not alone:
-                return rows.fill(batch, todo, self._seed, self._epoch)
-            failures: Failures = []
-            for row, index in todo:
-                _seed_everything(_digest(self._seed, self._epoch, index))
-                failures += rows.fill(batch, [(row, index)], self._seed, self._epoch)
-            return failures
+            return rows.fill(batch, todo, self._seed, self._epoch)
 
-        self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
+        with self._seeds or contextlib.nullcontext():
+            self._settle(indices, fill, lambda target, source: rows.copy_row(batch, target, source))
 
     def _samples(self, index: Any, indices: list[Any]) -> Any:
         many = bulk_getter(self._dataset) if self._auto_collation else None
-        if many is not None and not self._seeded:
+        if many is not None and self._seeds is None:
             try:
                 with self.counters.timed("decode"):
                     samples = many(index)
                 self.counters.add("decode.samples", len(indices))
                 return samples
             except Exception as error:
-                self._raise_uncovered(error, indices)  # else one by one, to find the bad ones
+                self._raise_uncovered(error)  # else one by one, to find the bad ones
         parts: list[Any] = [None] * len(indices)
 
         def fill(todo: Todo) -> Failures:
             failures: Failures = []
+            if self._seeds is not None and todo:
+                self._seeds.begin_batch(todo[0][1])
             for row, index in todo:
                 try:
-                    parts[row] = self._sample(index, many)
+                    parts[row] = self._seeded_sample(index, many, last=row == todo[-1][0])
                 except Exception as error:
                     failures.append((row, error))
                     if self._on_error == "raise":
@@ -297,10 +327,16 @@ class BatchMaker:
         self.counters.add("decode.samples", len(parts))
         return parts if many is None else [sample for part in parts for sample in part]
 
+    def _seeded_sample(self, index: Any, many: Callable[[Any], Any] | None, *, last: bool) -> Any:
+        if self._seeds is None:
+            return self._sample(index, many)
+        if not last:
+            return self._seeds.call(index, self._sample, index, many)
+        self._seeds.set(index)
+        return self._sample(index, many)
+
     def _sample(self, index: Any, many: Callable[[Any], Any] | None) -> Any:
         """A sample; a list of it where `__getitems__`, as `many`, makes the samples."""
-        if self._seeded:
-            _seed_everything(_digest(self._seed, self._epoch, index))
         try:
             return self._dataset[index] if many is None else many([index])
         except StopIteration as error:
@@ -317,7 +353,7 @@ class BatchMaker:
                 return
             wanted = dict(todo)
             for row, error in failures:
-                self._judge(wanted[row], error, indices)
+                self._judge(wanted[row], error)
                 key = getattr(error, "key", None) or wanted[row]
                 self.bad.append((str(key), f"{type(error).__name__}: {error}"))
                 self.counters.add("bad.samples")
@@ -332,24 +368,22 @@ class BatchMaker:
             todo = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
         raise failures[0][1]
 
-    def _judge(self, index: Any, error: Exception, indices: list[Any]) -> None:
+    def _judge(self, index: Any, error: Exception) -> None:
         """Raise `error` unless `on_error` covers it, with a note of its sample."""
         if not isinstance(error, FastloadError):
             _tell(error, self._name(index))
-        self._raise_uncovered(error, indices)
+        self._raise_uncovered(error)
 
-    def _raise_uncovered(self, error: Exception, indices: list[Any]) -> None:
+    def _raise_uncovered(self, error: Exception) -> None:
         """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
         outage = isinstance(error, StoreError) and not isinstance(
             error, NotFoundError | ObjectChangedError | ShortReadError
         )
         if self._on_error == "raise" or outage:
-            if self._rows is not None:
-                self._rows.cancel(indices)
             raise error
 
     def _replacement(self, index: Any, attempt: int) -> int:
-        return _digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
+        return digest(self._seed, self._epoch, index, attempt) % len(self._dataset)
 
 
 def _tell(error: Exception, sample: str) -> None:
@@ -366,14 +400,4 @@ def note_sample(error: Exception) -> None:
 
 
 def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
-
-
-def _digest(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed & (2**63 - 1))
-    random.seed(seed)
-    np.random.seed(seed & (2**32 - 1))
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")

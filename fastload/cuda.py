@@ -90,7 +90,7 @@ class Cuda:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.device(self._device):
-            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
     def copy(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -157,7 +157,7 @@ class Cpu:
         return self._passed
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
     def copy(self, leaf: Any) -> Any:
         return leaf

@@ -36,7 +36,8 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
         self._feed: Any = None
         self._owner = os.getpid()
         self._progress = loader._state.begin(loader, late_seed=True)
-        super().__init__(loader)
+        with loader._state.seeding(loader):
+            super().__init__(loader)
         loader._state.started(loader, self, self._progress)
         self._loader = loader
         self._feed = loader._new_feed()
@@ -112,9 +113,13 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
                 index = next(self._sampler_iter, _END)
             if index is _END:
                 break
+            self._coming.append(index)  # before it is announced: Ctrl-C takes it from nobody
             if self._maker is not None and self._ahead:
-                self._maker.prefetch(index)
-            self._coming.append(index)
+                try:
+                    self._maker.prefetch(index)
+                except Exception:  # an index that there is not: this batch is the error that is raised now
+                    self._coming.pop()
+                    raise
         if not self._coming:
             if self._maker is not None:
                 self._maker.flush_cache()  # a dataset that is not read ahead shows its last batch only now
@@ -202,4 +207,4 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
 
 
 def _allocator(pinned: bool) -> Allocate:
-    return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+    return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)

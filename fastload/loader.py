@@ -19,10 +19,11 @@ from torch.utils.data import IterableDataset, default_collate
 from fastload.autoscale import Autoscaler, ceiling, fixed_by
 from fastload.cuda import checked
 from fastload.device import Feed
+from fastload.distributed import find_rank
 from fastload.errors import ArgumentError, refuse_class
 from fastload.in_process import InProcessIterator
 from fastload.rows import as_streams, check_dataset, inner_datasets
-from fastload.sampler import ShardSampler, find_rank
+from fastload.sampler import ShardSampler
 from fastload.state import LoaderState
 from fastload.stats import Counters, Meter
 from fastload.verdict import limit, verdict
@@ -67,10 +68,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
             is repeated in its place); "replace" (another sample takes its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.
-        seed: makes all randomness of a sample a function of (seed, epoch, index): the same for any number of
-            workers. None: drawn from torch's generator, as torch seeds its workers. (fastload's fused
-            transforms are independent of the number of workers either way, but where a subclass of its
-            datasets makes the samples.) A `__getitems__` is then asked for one sample at a time.
+        seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
+            function of the batch: the same for any number of workers. This is what they draw from torch's
+            generator of the CPU, Python's `random` and `np.random`; generators of GPUs are left alone. After
+            100 samples that drew from neither of the last two, the first one that does is made twice. A
+            `__getitems__` is asked for one sample at a time. None: drawn from torch's generator, as torch
+            seeds its workers. (fastload's fused transforms are independent of the number of workers either
+            way, but where a subclass of its datasets makes the samples.)
 
     A subclass of fastload's datasets that overrides `__getitem__` or `__getitems__` is obeyed, always: it is
     still read ahead, and asked for its samples in place of writing rows into the batch.

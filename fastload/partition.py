@@ -9,21 +9,14 @@ node's SSD, or `fastload warm` before it, serves the next run, whatever its seed
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
 
+from fastload.distributed import find_launched
 from fastload.errors import ArgumentError
 
 __all__ = ["Place", "find_place", "node_order", "node_shares"]
-
-# (index of the node, index of the rank in it) and how the size of a node follows: torchrun, SLURM's srun
-_LAUNCHERS = (
-    ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_NODEID", "SLURM_LOCALID", "SLURM_NNODES"),
-)
-_SLURM_RANK = ("SLURM_PROCID", "SLURM_NTASKS")
 
 
 class Place(NamedTuple):
@@ -43,9 +36,8 @@ def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
     place = _given(rank, replicas, nodes) if nodes is not None else _launched(rank, replicas)
     if place is None and replicas > 1:
         raise ArgumentError(
-            f"partition='node' with {replicas} ranks: neither torchrun nor srun started them, so "
-            "nobody says on how many nodes they run; "
-            "pass num_nodes"
+            f"partition='node' with {replicas} ranks: no launcher (torchrun, Horovod, Ray Train, srun) says "
+            f"on which node rank {rank} runs; pass num_nodes"
         )
     place = place or Place(0, 0, 1)
     per_node, left = divmod(replicas, place.nodes)
@@ -64,18 +56,9 @@ def _given(rank: int, replicas: int, nodes: int) -> Place:
 
 
 def _launched(rank: int, replicas: int) -> Place | None:
-    for names in _LAUNCHERS:
-        found = [os.environ.get(name, "") for name in names]
-        if not all(value.isdecimal() for value in found):
-            continue
-        # Ranks that mpirun or a script started inherit what SLURM said of that one process.
-        by_slurm = names[0].startswith("SLURM")
-        if by_slurm and [os.environ.get(name) for name in _SLURM_RANK] != [str(rank), str(replicas)]:
-            continue
-        node, local, size = map(int, found)
-        if names[2] == "LOCAL_WORLD_SIZE":
-            size = -(-replicas // max(1, size))
-        return Place(node, local, size)
+    for said in find_launched(rank, replicas):
+        if said.node is not None and said.local is not None and said.nodes is not None:
+            return Place(said.node, said.local, said.nodes)
     return None
 
 
@@ -87,13 +70,15 @@ def node_shares(length: int, nodes: int) -> torch.Tensor:
     trap.
     """
     if nodes == 1:
-        return torch.arange(length)
+        return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(0)
     rows, tail = divmod(length, nodes)
-    within = torch.rand((rows, nodes), generator=generator).argsort(dim=1, stable=True)
-    shares = torch.arange(length)
-    shares[: rows * nodes] = (within + torch.arange(0, rows * nodes, nodes)[:, None]).flatten()
-    shares[rows * nodes :] = rows * nodes + torch.randperm(tail, generator=generator)
+    # All with dtype and device: the defaults are the training script's, and not alike in each run.
+    within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
+    first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
+    shares = torch.arange(length, device="cpu")
+    shares[: rows * nodes] = (within.argsort(dim=1, stable=True) + first).flatten()
+    shares[rows * nodes :] = rows * nodes + _permutation(tail, generator)
     return shares
 
 
@@ -108,15 +93,19 @@ def node_order(length: int, nodes: int, exchange: float, seed: int) -> torch.Ten
     """
     generator = torch.Generator().manual_seed(seed)
     if nodes == 1:
-        return torch.randperm(length, generator=generator)
+        return _permutation(length, generator)
     order = node_shares(length, nodes)
     for node in range(nodes):
         share = order[node::nodes]
-        order[node::nodes] = share[torch.randperm(len(share), generator=generator)]
+        order[node::nodes] = share[_permutation(len(share), generator)]
     rows = length // nodes
-    moving = torch.randperm(rows, generator=generator)[: round(exchange * rows)]
+    moving = _permutation(rows, generator)[: round(exchange * rows)]
     if len(moving):
         table = order[: rows * nodes].view(rows, nodes)
-        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator)
-        table[moving] = table[moving].gather(1, (torch.arange(nodes) + shift) % nodes)
+        shift = torch.randint(1, nodes, (len(moving), 1), generator=generator, device="cpu")
+        table[moving] = table[moving].gather(1, (torch.arange(nodes, device="cpu") + shift) % nodes)
     return order
+
+
+def _permutation(length: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randperm(length, generator=generator, device="cpu")

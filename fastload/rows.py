@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from types import MemberDescriptorType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,17 +36,20 @@ __all__ = [
     "as_streams",
     "bulk_getter",
     "check_dataset",
+    "current_reader",
     "finish_batch",
     "inner_datasets",
     "key_of",
     "own_samples",
-    "runs_user_code",
     "start_epoch",
 ]
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 Todo = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
 Failures = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
+
+# Whose samples `prefetch` announces, by any object: two iterations over one dataset are two readers.
+current_reader: ContextVar[object] = ContextVar("current_reader", default=None)
 
 
 @runtime_checkable
@@ -183,14 +187,6 @@ def finish_batch(dataset: Any, batch: Any) -> Any:
     """
     finish = getattr(_chosen_from(dataset), "finish_batch", None)
     return batch if finish is None else finish(batch)
-
-
-def runs_user_code(dataset: Any) -> bool:
-    """Whether `fill` calls functions of the user, which may draw from the process-wide generators.
-
-    Not of the protocol, as `start_epoch`.
-    """
-    return bool(getattr(_chosen_from(dataset), "runs_user_code", False))
 
 
 def own_samples(dataset: Any) -> str | None:

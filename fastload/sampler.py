@@ -10,16 +10,14 @@ With `partition="node"` the order is such that this deals every node its own sha
 from __future__ import annotations
 
 import math
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-import torch.distributed
 import torch.utils.data
 
+from fastload.distributed import find_rank
 from fastload.errors import ArgumentError
 from fastload.partition import Place, find_place, node_order, node_shares
 
@@ -28,13 +26,6 @@ __all__ = ["DistributedSampler", "ShardSampler"]
 _VERSION = 1
 _MODES = ("train", "eval")
 _CHUNK = 4096  # indices that are Python ints at one time
-# A launcher that runs inside another one comes first: torchrun or mpirun under SLURM sets both.
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-)
-_SLURM = ("SLURM_PROCID", "SLURM_NTASKS")
 
 
 class DistributedSampler(torch.utils.data.DistributedSampler[int]):
@@ -65,7 +56,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     Args:
         dataset: anything with a length.
         num_replicas, rank: default to torch.distributed where it is initialized, else to what the launcher
-            says (torchrun, Horovod, Open MPI, Ray Train, SLURM: in this order), else to 1 and 0.
+            says (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else to 1 and 0.
         shuffle: order by a permutation drawn from seed + epoch; else by index.
         seed: the same on all ranks.
         drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
@@ -73,7 +64,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         partition: None, or "node".
         exchange: with "node", 0 to 1.
         num_nodes: with "node": how many nodes the ranks are on, neighbouring ranks sharing one, equally many
-            on each. Default: what torchrun or SLURM says.
+            on each. Default: what torchrun, Horovod, Ray Train or SLURM says.
 
     Raises:
         ArgumentError: a rank outside of its world, an unknown mode or partition, drop_last with "eval", or
@@ -139,7 +130,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         order = self._order(epoch, nodes, exchange) if first < last else None
         whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
         for chunk in range(first, last, _CHUNK * replicas):
-            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas)
+            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas, device="cpu")
             places = torch.where(places < length, places, places % whole)
             consumed = chunk - self._column
             for index in (places if order is None else order[places]).tolist():
@@ -332,38 +323,3 @@ def _check_partition(partition: str | None, exchange: float, num_nodes: int | No
         raise ArgumentError("exchange and num_nodes go with partition='node': add it, or leave them out")
     if exchange and not shuffle:
         raise ArgumentError("exchange draws what it moves, and shuffle=False draws nothing: leave one out")
-
-
-def find_rank() -> tuple[int, int]:
-    """(rank, number of ranks) of this process, from torch.distributed or from its launcher."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    for names in _LAUNCHERS:
-        if (found := _from_environment(*names)) is not None:
-            return found
-    # A Ray worker inherits SLURM's variables from the node's daemon, and they describe the daemon.
-    return _from_ray() or _from_environment(*_SLURM) or (0, 1)
-
-
-def _from_environment(rank: str, replicas: str) -> tuple[int, int] | None:
-    if rank not in os.environ or replicas not in os.environ:
-        return None
-    try:
-        return int(os.environ[rank]), int(os.environ[replicas])
-    except ValueError:
-        raise ArgumentError(
-            f"the environment has {rank}={os.environ[rank]!r} and {replicas}={os.environ[replicas]!r}, which "
-            "are no integers: correct them, or pass rank and num_replicas"
-        ) from None
-
-
-def _from_ray() -> tuple[int, int] | None:
-    # A worker of Ray Train has it imported; to import it here would cost seconds.
-    train = sys.modules.get("ray.train")
-    if train is None:
-        return None
-    try:
-        context = train.get_context()
-        return int(context.get_world_rank()), int(context.get_world_size())
-    except (AttributeError, RuntimeError, TypeError):
-        return None  # imported, but this process is no worker of it

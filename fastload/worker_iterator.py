@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from multiprocessing import forkserver
 from typing import Any, NoReturn
 
 import torch.utils.data
@@ -41,7 +42,8 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._pool: WorkerPool | None = None
         self._feed: Feed | None = None
-        super().__init__(loader)
+        with loader._state.seeding(loader):
+            super().__init__(loader)
         self._base_seed = loader._state.base_seed(int(self._base_seed))
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
         self._forget = weakref.WeakMethod(loader._forget)
@@ -361,6 +363,13 @@ def _context(loader: Any) -> Any:
     if loader.multiprocessing_context is None and context.get_start_method() == "fork":
         return torch.multiprocessing
     if context.get_start_method() == "forkserver":
-        # Once, and not in every worker. Not the main script too, as it may have no `__main__` guard.
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(_preloaded())
     return context
+
+
+def _preloaded() -> list[str]:
+    """What the fork server imports once for all workers: the modules that the user has set, and ours."""
+    chosen: list[str] = list(forkserver._forkserver._preload_modules)  # type: ignore[attr-defined]
+    if chosen == ["__main__"]:  # Python's default; the main script may have no `__main__` guard
+        chosen = []
+    return chosen + [module for module in _PRELOADED if module not in chosen]

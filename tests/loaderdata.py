@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -67,6 +68,19 @@ class Stream(IterableDataset[Any]):
         if self.reported is None:
             raise TypeError("no length")
         return self.reported
+
+
+class Imported(Dataset[Any]):
+    """Whether the process that makes the samples has imported these modules."""
+
+    def __init__(self, modules: list[str]) -> None:
+        self.modules = modules
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __getitem__(self, index: int) -> bool:
+        return self.modules[index] in sys.modules
 
 
 class RecordingSampler:

@@ -62,8 +62,8 @@ class Slots:
 
     def send(self, number: int) -> Any:
         """What loads a batch full of `number`, made in a free slot."""
-        while self.map.released:
-            self.pool.release(self.map.released.popleft())
+        for slot_id in self.map.take_returned()[0]:
+            self.pool.release(slot_id)
         tensor = self.pool.allocate((4, 25_000), torch.float32)
         tensor.fill_(number)
         packed, fds = self.pool.pack(tensor)

@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tree: Path, no_leaks: None, fork_workers: None) -> Iterator[Callable[..., ImageFolder]]:
+def folder(tree: Path, no_leaks: None) -> Iterator[Callable[..., ImageFolder]]:
     made: list[ImageFolder] = []
 
     def make(*arguments: Any, **options: Any) -> ImageFolder:

@@ -88,7 +88,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def opened(no_leaks: None, fork_workers: None) -> Iterator[Callable[[Any], Any]]:
+def opened(no_leaks: None) -> Iterator[Callable[[Any], Any]]:
     made: list[Any] = []
 
     def keep(dataset: Any) -> Any:

@@ -8,6 +8,7 @@ import gc
 import inspect
 import itertools
 import multiprocessing
+import os
 import pickle
 import re
 import signal
@@ -457,6 +458,36 @@ def test_worker_init_fn() -> None:
         info.dataset.mark = (worker_id, torch.initial_seed() == info.seed)  # type: ignore[attr-defined]
 
     same(lambda Loader: list(Loader(seen, num_workers=2, worker_init_fn=init, collate_fn=identity)))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_iterator_names_its_processes_when_the_epoch_is_over(persistent: bool) -> None:
+    """Private, but torch's own tests and many scripts look there."""
+    seen = Numbers(6, lambda i: seen.mark)  # type: ignore[attr-defined]
+
+    def init(worker_id: int) -> None:
+        seen.mark = (worker_id, os.getpid())  # type: ignore[attr-defined]
+
+    def body(Loader: Any) -> Any:
+        iterator = iter(
+            Loader(
+                seen,
+                2,
+                num_workers=2,
+                worker_init_fn=init,
+                collate_fn=identity,
+                persistent_workers=persistent,
+            )
+        )
+        before = list(iterator._workers)
+        marks = [mark for batch in iterator for mark in batch]
+        assert iterator._workers == before
+        pids = [worker.pid for worker in iterator._workers]
+        return [pids[worker_id] == pid for worker_id, pid in marks], [
+            (worker.is_alive(), worker.exitcode) for worker in iterator._workers
+        ]
+
+    same(body)
 
 
 def test_error_in_worker_init_fn() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +15,16 @@ from typing import Any
 
 import pytest
 from faultserver import Fault, FaultServer
+from fsspec.implementations.memory import MemoryFileSystem
+from torch.utils.data import Subset
 
-from fastload import Cache, ObjectDataset
+from fastload import Cache, DataLoader, ObjectDataset
 from fastload.errors import StoreError
-from fastload.fetch import Window, source
+from fastload.fetch import Window, share, source
 from fastload.fetch import hedge as hedge_rules
 from fastload.fetch import window as window_module
 from fastload.fetch.limit import Limit
+from fastload.fetch.lines import Lines
 from fastload.fetch.pool import ReadPool
 from fastload.fetch.source import ObjectSource
 from fastload.manifest import Manifest
@@ -254,3 +259,152 @@ def test_the_limit_recovers_while_threads_of_better_days_are_idle(tmp_path: Path
         taken += 1
     assert opened._limit.value >= 3 and time.monotonic() - start < window_module.IDLE_SECONDS
     opened.close()
+
+
+# --- Beside other iterations, and after Ctrl-C
+
+
+class Gated:
+    """Objects of 1000 bytes in fsspec's memory, those from `closed` on read only once the gate is open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, closed: int) -> None:
+        monkeypatch.setattr(share, "_PROCESS_BYTES", 8 * 10_000)  # an eighth of it at least
+        self.closed = closed
+        self.gate = threading.Event()
+        self.begun: list[int] = []
+        cat_file = MemoryFileSystem.cat_file
+
+        def read(system: Any, path: str, *arguments: Any, **options: Any) -> Any:
+            number = int(Path(path).name)
+            self.begun.append(number)
+            if number >= self.closed:
+                self.gate.wait(PATIENCE)
+            return cat_file(system, path, *arguments, **options)
+
+        files = MemoryFileSystem()
+        files.pipe({f"/gated/{number:03d}": b"x" * 1000 for number in range(200)})
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", read)
+        self.dataset = ObjectDataset("memory://gated")
+
+    @property
+    def window(self) -> Window:
+        return self.dataset._open_window()
+
+    def is_empty(self) -> bool:
+        return not (self.window._reads or self.window._held or self.window._busy)
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
+    found = Gated(monkeypatch, 100)
+    yield found
+    found.gate.set()
+    found.dataset.close()
+
+
+def interrupt(condition: Callable[[], Any]) -> threading.Thread:
+    """Ctrl-C, once the condition holds."""
+
+    def run() -> None:
+        wait_until(condition, "it is waited for")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_paused_iterator_leaves_another_one_room_to_read_ahead(gated: Gated) -> None:
+    window, dataset = gated.window, gated.dataset
+    window._most_bytes = 20_000
+    paused = iter(DataLoader(Subset(dataset, range(100)), 4, collate_fn=len))
+    next(paused)
+    wait_until(lambda: window._held == 20_000 and not window._busy, "it holds all the bytes there are")
+    found: list[int] = []
+    others = DataLoader(Subset(dataset, range(100, 200)), 4, collate_fn=len)
+    thread = threading.Thread(target=lambda: found.extend(others))
+    thread.start()
+    wait_until(lambda: len([one for one in gated.begun if one >= 100]) == 10, "half as many are under way")
+    gated.gate.set()
+    thread.join(PATIENCE)
+    assert found == [4] * 25 and [*paused] == [4] * 24
+    assert len(gated.begun) == 200, "each is read once"
+    wait_until(gated.is_empty, "all bytes were let go")
+
+
+def test_interrupted_iterator_leaves_nothing_behind(gated: Gated) -> None:
+    window = gated.window
+    iterator = iter(DataLoader(Subset(gated.dataset, range(96, 140)), 4, collate_fn=len))
+    assert next(iterator) == 4
+    thread = interrupt(lambda: 100 in window._reads and window._reads[100].awaited)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    thread.join()
+    gated.gate.set()
+    assert list(iterator) == [4] * 9, "as torch's, it goes on with the batch after it"
+    wait_until(gated.is_empty, "all bytes were let go")
+
+
+def test_iteration_given_up_after_an_interrupt_leaves_nothing_behind(gated: Gated) -> None:
+    def epoch() -> None:
+        for _ in DataLoader(gated.dataset, 4, num_workers=0, collate_fn=len):
+            pass
+
+    window = gated.window
+    thread = interrupt(lambda: 100 in window._reads and window._reads[100].awaited)
+    with pytest.raises(KeyboardInterrupt):
+        epoch()
+    thread.join()
+    gated.gate.set()
+    wait_until(gated.is_empty, "all bytes were let go")
+
+
+def test_interrupt_while_a_batch_is_announced_loses_no_batch(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated.gate.set()
+    add, calls = Lines.add, iter(range(10**6))
+
+    def interrupted(lines: Lines, parts: Any, reader: object) -> None:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        add(lines, parts, reader)
+
+    monkeypatch.setattr(Lines, "add", interrupted)
+    iterator = iter(DataLoader(Subset(gated.dataset, range(40)), 4, collate_fn=len))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert list(iterator) == [4] * 10
+    wait_until(gated.is_empty, "all bytes were let go")
+
+
+def test_read_whose_announcement_was_interrupted_is_not_waited_for_for_ever(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Lines, "add", lambda *_: None)
+        gated.window.request([1])
+    assert bytes(gated.window.take(1)) == b"x" * 1000
+    wait_until(gated.is_empty, "all bytes were let go")
+
+
+@pytest.mark.parametrize("bad", [[0, 1, 999], [999, 0, 1]])
+def test_batch_with_an_index_that_there_is_not_leaves_nothing_behind(gated: Gated, bad: list[int]) -> None:
+    iterator = iter(DataLoader(gated.dataset, batch_sampler=[[5, 6], bad, [7]], collate_fn=len))
+    with pytest.raises(IndexError, match="999"):
+        list(iterator)
+    del iterator
+    wait_until(gated.is_empty, "all bytes were let go")
+
+
+def test_error_of_collate_fn_leaves_nothing_behind(gated: Gated) -> None:
+    def fail(samples: list[Any]) -> Any:
+        raise ValueError("no batch")
+
+    iterator = iter(DataLoader(gated.dataset, 4, collate_fn=fail))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no batch"):
+            next(iterator)
+    gated.gate.set()
+    del iterator
+    wait_until(gated.is_empty, "all bytes were let go")

@@ -613,6 +613,44 @@ def test_missing_main_guard_is_explained(tmp_path: Path) -> None:
     assert 'put its code under `if __name__ == "__main__":`' in done.stderr
 
 
+_PRELOADING = """
+    import multiprocessing, sys
+    from fastload import DataLoader
+    from tests.loaderdata import Imported, identity
+
+    if __name__ == "__main__":
+        if sys.argv[1:]:
+            multiprocessing.set_forkserver_preload(sys.argv[1:])
+        for _ in range(2):
+            loader = DataLoader(
+                Imported(["json.tool", "fastload.datasets.image_folder"]),
+                num_workers=1,
+                collate_fn=identity,
+                multiprocessing_context="forkserver",
+            )
+            print(*[found for batch in loader for found in batch])
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [([], "False True"), (["json.tool"], "True True"), (["no.such.module"], "False True")],
+)
+def test_modules_that_the_user_preloads_are_preloaded_beside_ours(
+    chosen: list[str], found: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"  # forkserver needs a file
+    path.write_text(textwrap.dedent(_PRELOADING))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", path, *chosen],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.stdout.splitlines() == [found, found], done.stderr
+
+
 def test_a_fork_of_the_user_while_a_loader_lives() -> None:
     iterator = iter(DataLoader(Numbers(40), num_workers=2))
     assert int(next(iterator)) == 0
@@ -632,6 +670,47 @@ def test_a_fork_of_the_user_while_a_loader_lives() -> None:
     assert os.read(read, 10) == bytes(range(4))
     os.close(read)
     os.close(write)
+
+
+def _slots_of(iterator: Any) -> set[int]:
+    """Those that the trainer has mapped, of its only worker."""
+    return set(iterator._pool._workers[0].slots._memory)
+
+
+def test_batch_that_a_forked_child_sees_does_not_change() -> None:
+    """As torch's: the memory of a batch is the child's too, and is not used for another one."""
+    iterator = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1))
+    batch, kept = next(iterator), next(iterator)
+    told, tell = os.pipe()
+    answer, answered = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(tell)
+        os.read(told, 1)  # until the trainer closes its end
+        os.write(answered, bytes(int(part[0]) for part in (*batch, *kept)))
+        os._exit(0)
+    os.close(told)
+    slots = _slots_of(iterator)
+    del batch
+    for first, later in enumerate(iterator, 2):
+        assert later[:, 0].tolist() == [2 * first, 2 * first + 1]
+    assert len(slots - _slots_of(iterator)) == 1, "what nobody here looks at any more is not kept"
+    os.close(tell)
+    assert os.read(answer, 10) == bytes([0, 1, 2, 3])
+    assert os.waitpid(child, 0)[1] == 0
+    assert kept[:, 0].tolist() == [2, 3]
+    os.close(answer)
+    os.close(answered)
+
+
+def test_fork_of_a_worker_gives_no_slot_up() -> None:
+    iterator = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1))
+    batch = next(iterator)
+    slots = _slots_of(iterator)
+    assert len(list(DataLoader(Numbers(4), num_workers=2))) == 4
+    del batch
+    assert len([batch.shape for batch in iterator]) == 31
+    assert slots <= _slots_of(iterator)
 
 
 def test_a_loader_in_a_thread() -> None:

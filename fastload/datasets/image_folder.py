@@ -20,6 +20,7 @@ from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 from fastload.manifest import Manifest
 from fastload.rows import Allocate, Failures
+from fastload.seeds import SampleSeeds
 
 __all__ = ["ImageFolder"]
 
@@ -139,11 +140,6 @@ class ImageFolder(ObjectDataset):
     def finish_encoded_batch(self, batch: Any) -> Any:
         return self.finish_batch([super().finish_encoded_batch(batch[0]), batch[1]])
 
-    @property
-    def runs_user_code(self) -> bool:
-        """See `fastload.rows.runs_user_code`."""
-        return self.target_transform is not None
-
     def sample(self, batch: Any, row: int) -> tuple[torch.Tensor, Any]:
         images, targets = batch
         return images[row], targets[row] if isinstance(targets, list) else int(targets[row])
@@ -191,10 +187,15 @@ class ImageFolder(ObjectDataset):
         failures = super()._fill_rows(batch, rows, indices, payloads, seed, epoch)
         failed = {row for row, _ in failures}
         targets = batch[1] if isinstance(batch[1], list) else batch[1].numpy()
+        seeds = None if self.target_transform is None else SampleSeeds.current()
+        if seeds is not None and indices:
+            seeds.begin_batch(indices[0])
         for row, index in zip(rows, indices, strict=True):
             if row not in failed:
                 try:
-                    targets[row] = self._target(index)
+                    targets[row] = (
+                        self._target(index) if seeds is None else seeds.call(index, self._target, index)
+                    )
                 except Exception as error:  # of the user's function: `on_error` decides
                     failures.append((row, error))
         return failures

@@ -246,7 +246,7 @@ def _read_block(memory: memoryview, at: int, tag: str, readonly: bool) -> tuple[
     if tag == "x" and size:
         value = torch.from_numpy(data).view(dtype).reshape(shape)
     elif tag == "x":
-        value = torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype, device="cpu")
     else:
         value = data.view(dtype).reshape(shape)[() if tag == "g" else ...]
     return value, at + size

@@ -25,7 +25,7 @@ from fastload.images.decode import Oriented
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
 from fastload.manifest import Manifest
-from fastload.rows import Allocate, Failures, Todo, own_samples
+from fastload.rows import Allocate, Failures, Todo, current_reader, own_samples
 from fastload.stats import Counters
 from fastload.store import open_store
 
@@ -139,7 +139,7 @@ class ObjectDataset(StoreDataset):
     # --- RowDataset: read ahead, and written straight into the batch
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        self._open_window().request(self._checked(index) for index in indices)
+        self._open_window().request((self._checked(index) for index in indices), current_reader.get())
 
     def cancel(self, indices: Iterable[int]) -> None:
         if self._window is not None and self._window[0] == os.getpid():  # else nothing is under way

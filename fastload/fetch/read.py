@@ -16,6 +16,7 @@ class Read:
     size: int
     key: bytes | None = None  # of the cache
     entry: Any = None  # where the cache has it
+    line: Any = None  # of whom announced it; see `Lines`
     wanted: int = 1  # how often it was requested and not yet taken
     missing: int = 1  # parts that are queued or under way
     body: bytearray | None = None  # of an object read in parts; empty until the first one is asked for

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fastload.distributed import local_ranks
 from fastload.fetch.limit import Limit
 from fastload.store import Store
-from fastload.store.node import local_ranks
 
 __all__ = ["process_share"]
 

@@ -18,6 +18,7 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
 from fastload.fetch.hedge import Hedge
+from fastload.fetch.lines import Lines
 from fastload.fetch.pool import IDLE_SECONDS, add_thread
 from fastload.fetch.read import Part, Read
 from fastload.fetch.share import process_share
@@ -64,14 +65,18 @@ class Window:
         self._done = threading.Condition(lock)  # consumers wait here for reads
         self._reads: dict[int, Read] = {}
         self._cancelled: deque[int] = deque()
-        self._queue: deque[Part] = deque()
+        self._lines = Lines()
         self._threads: list[threading.Thread] = []
-        self._idle = self._busy = self._held = 0
+        self._idle = self._busy = 0
         self._claiming = threading.Lock()
         self._closing = threading.Event()
 
-    def request(self, indices: Iterable[int]) -> None:
-        """Start reading samples that will be taken in this order. Does not block."""
+    @property
+    def _held(self) -> int:
+        return self._lines.held
+
+    def request(self, indices: Iterable[int], reader: object = None) -> None:
+        """Start reading samples that `reader` will take in this order. Does not block."""
         for index in indices:
             with self._work:
                 known = self._reads.get(index)
@@ -82,10 +87,10 @@ class Window:
             parts = self._parts(read) if read.entry is None else []
             with self._work:
                 self._reads[index] = read
-                self._queue.extend(parts)
+                self._lines.add(parts, reader)
         with self._work:
             self._staff()
-            self._work.notify(len(self._queue))
+            self._work.notify(len(self._lines))
         if self._cache is not None:
             self._counters.merge(self._cache.counters.drain())
 
@@ -128,7 +133,7 @@ class Window:
         """End the threads (after the read each is busy with) and write out the cache."""
         with self._work:
             self._closing.set()
-            self._queue.clear()
+            self._lines.clear()
             self._work.notify_all()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in self._threads:
@@ -158,18 +163,18 @@ class Window:
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
             read.awaited = True
-            if not read.started and self._queue and self._queue[0].read is not read:
+            if not read.started and read.wanted > 0 and not self._lines.is_next(read):
                 self._advance(read)
             self._staff()
             self._work.notify()
             while not read.done and read.wanted > 0:
                 if self._closing.is_set():
                     raise StoreError("the reader was closed while its bytes were waited for")
-                if self._queue and self._busy >= self._limit.value:
+                if self._lines and self._busy >= self._limit.value:
                     self._limit.grow(time.monotonic())
                     self._staff()
                     self._work.notify(max(0, self._limit.value - self._busy))
-                if read.put_off and self._queue and self._queue[0].read is not read:
+                if read.put_off and not self._lines.is_next(read):
                     # It is behind others again, which may not start before this one is taken.
                     self._advance(read)
                     self._staff()
@@ -181,9 +186,9 @@ class Window:
 
     def _advance(self, read: Read) -> None:
         """Read next what is waited for now: its place may lie behind reads that are taken after it."""
-        parts = [part for part in self._queue if part.read is read]
-        others = [part for part in self._queue if part.read is not read]
-        self._queue = deque(parts + others)
+        if not self._lines.advance(read) and not read.started:  # Ctrl-C came while it was announced
+            self._lines.add(self._parts(read), None)
+            self._lines.advance(read)
 
     def _late(self, read: Read) -> bool:
         assert self._hedge is not None
@@ -195,7 +200,7 @@ class Window:
         read.hedged = True
         read.missing += 1
         self._counters.add("get.hedged")
-        self._queue.appendleft(Part(read, 0, read.size))
+        self._lines.again(Part(read, 0, read.size), first=True)
         self._staff()
         self._work.notify()
 
@@ -217,8 +222,8 @@ class Window:
             return
         self._reads.pop(read.index, None)
         if read.done and read.entry is None:
-            self._held -= read.size
-            if self._queue:
+            self._lines.let_go(read)
+            if self._lines:
                 self._work.notify()
 
     def _take_now(self, read: Read) -> Any:
@@ -235,7 +240,7 @@ class Window:
 
     def _staff(self) -> None:
         """Have a thread for every part that may be read now."""
-        wanted = min(self._limit.value, len(self._threads) - self._idle + len(self._queue))
+        wanted = min(self._limit.value, len(self._threads) - self._idle + len(self._lines))
         while len(self._threads) < wanted and add_thread(self._threads, self._read_on, "fastload-read"):
             pass
 
@@ -288,11 +293,11 @@ class Window:
         with self._work:
             self._busy -= 1
             if part.read.wanted > 0:
-                self._queue.append(part)
+                self._lines.again(part)
                 self._work.notify()
             elif not part.read.done:  # cancelled meanwhile
                 part.read.done = True
-                self._held -= part.read.size
+                self._lines.let_go(part.read)
 
     def _next_part(self) -> Part | None:
         with self._work:
@@ -304,23 +309,17 @@ class Window:
                 self._threads.remove(threading.current_thread())
             if not woken or self._closing.is_set():
                 return None
-            part = self._queue.popleft()
+            line = self._lines.startable(self._most_bytes)
+            assert line is not None
+            part = line.parts.popleft()
             self._busy += 1
             if not part.read.started:
-                self._held += part.read.size
+                self._lines.hold(part.read)
                 part.read.started = time.monotonic()
             return part
 
     def _may_start(self) -> bool:
-        queue = self._queue
-        while queue and (queue[0].read.done or (queue[0].read.wanted <= 0 and not queue[0].read.started)):
-            queue.popleft()  # failed in another part, or cancelled meanwhile
-        if not queue or self._busy >= self._limit.value:
-            return False
-        read = queue[0].read
-        # What is waited for is read whatever is held: what is held may be taken only after it.
-        fits = self._held == 0 or self._held + read.size <= self._most_bytes
-        return bool(read.started) or read.awaited or fits
+        return self._busy < self._limit.value and self._lines.startable(self._most_bytes) is not None
 
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
         """A part is done: `payload` is what the sample is, None while other parts are missing."""
@@ -338,7 +337,7 @@ class Window:
             read.payload, read.error, read.done = payload, error, True
             read.body = None
             if read.wanted <= 0:
-                self._held -= read.size
+                self._lines.let_go(read)
             if read.awaited:
                 self._done.notify_all()
 

@@ -73,7 +73,7 @@ def map_shared(fd: int, nbytes: int, pin: Pin | None = None) -> Bytes:
 
 def storage_over(memory: Bytes, offset: int, nbytes: int) -> torch.UntypedStorage:
     if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
     return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).untyped_storage()
 
 
@@ -82,7 +82,7 @@ def tensor_over(
 ) -> torch.Tensor:
     """A tensor over `memory[offset:]`. Not a view of another: `_base` is None, as in torch's batches."""
     storage = storage_over(memory, offset, extent(shape, stride) * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(stride))
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(stride))
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:

@@ -76,7 +76,7 @@ class _Pickler(ForkingPickler):
     def _describe(self, obj: torch.Tensor | torch.UntypedStorage) -> tuple[Any, ...]:
         if isinstance(obj, torch.Tensor):
             return *self._place(obj.detach()), obj.dtype, obj.requires_grad
-        content = torch.empty(0, dtype=torch.uint8).set_(obj)
+        content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
         return *self._place(content), None, False
 
 

@@ -85,6 +85,10 @@ class SlotPool:
         else:
             self._free.append(slot)
 
+    def give_up(self, slot_id: int) -> None:
+        """The trainer will not send this slot back: another process may look at it."""
+        del self._slots[slot_id]
+
     def abandon(self) -> None:
         """Forget the batch in the making; its slots are free again."""
         for slot in self._current:

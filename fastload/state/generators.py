@@ -8,7 +8,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ __all__ = [
     "Lender",
     "digest",
     "kept_globals",
+    "on_device_of",
     "read_generator",
     "read_globals",
     "write_generator",
@@ -86,6 +87,15 @@ class Lender:
         for name, state in states.items():
             _GLOBALS[name].set(state)
         return before
+
+
+def on_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:
+    """Where torch's code draws from `generator` (None: the CPU's), whatever the default device is.
+
+    That code leaves the device to the default, even where the generator is of another one.
+    """
+    device = torch.device("cpu") if generator is None else generator.device
+    return nullcontext() if torch.get_default_device() == device else device
 
 
 @contextmanager

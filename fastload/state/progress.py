@@ -6,16 +6,25 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler
 
 from fastload.sampler import DistributedSampler
-from fastload.state.generators import read_generator, read_globals, write_generator, write_globals
+from fastload.state.generators import (
+    on_device_of,
+    read_generator,
+    read_globals,
+    write_generator,
+    write_globals,
+)
 from fastload.streams import StreamEpoch
 
 __all__ = ["Order", "Progress", "dataset_state", "load_dataset", "resume_fetcher"]
+
+_END = object()
 
 
 def _is_stateful(thing: object) -> bool:
@@ -92,6 +101,12 @@ class Order:
         self.globals = ("torch",) if known or self.followed else ("torch", "python", "numpy")
         # torch's samplers draw from the process-wide generators with their first index only.
         self.drawn_at_once = known
+        # One of the user's own may mean the default device that it draws on.
+        self._pinned = all(
+            type(part).__module__.startswith(("torch.utils.data", "fastload")) for part in parts
+        )
+        self._samplers_generator = getattr(inner, "generator", None)
+        self._loaders_generator = loader.generator
 
     def start_epoch(self) -> None:
         if isinstance(self.stateful, DistributedSampler):
@@ -101,6 +116,26 @@ class Order:
     def epoch(self) -> int | None:
         epoch = getattr(self._with_epoch, "epoch", None)
         return epoch if isinstance(epoch, int) else None
+
+    def seeding(self) -> AbstractContextManager[Any]:
+        """Around the code of torch that draws the base seed, and calls `iter` of the sampler."""
+        return on_device_of(self._loaders_generator) if self._pinned else nullcontext()
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Around what the samplers draw."""
+        return on_device_of(self._samplers_generator) if self._pinned else nullcontext()
+
+    def drawn(self, index_batches: Iterator[Any]) -> Iterator[Any]:
+        """The same, drawn in `drawing`."""
+        if isinstance(self.drawing(), nullcontext):
+            yield from index_batches
+            return
+        while True:
+            with self.drawing():
+                index = next(index_batches, _END)
+            if index is _END:
+                return
+            yield index
 
     def sampler_state(self) -> dict[str, Any]:
         state = copy.deepcopy(self.stateful.state_dict()) if self.stateful is not None else None
@@ -260,9 +295,11 @@ class Progress:
             order.load_sampler_state(self.sampler)  # once more: torch has called iter(sampler) since
         index_batches = iter(() if self.sampler["over"] else order.index_sampler)
         if self.late_seed:
-            torch.empty((), dtype=torch.int64).random_(generator=generator)
+            with order.seeding():
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
         if not self.unordered and not order.followed:
-            deque(itertools.islice(index_batches, self.batches), maxlen=0)
+            with order.drawing():
+                deque(itertools.islice(index_batches, self.batches), maxlen=0)
         return index_batches
 
     def position(self) -> dict[str, Any]:

@@ -126,7 +126,9 @@ class LoaderState:
             workers = [_untouched(state) for state in states]
         base_seed = None
         if previous is not None and not self._draws_one_seed(loader):
-            base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+            with order.seeding():
+                drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            base_seed = int(drawn.item())
         progress = Progress(order, self.epoch, _is_iterable(loader), late_seed, workers, streams)
         progress.base_seed = base_seed
         if self._again is not None:
@@ -134,6 +136,10 @@ class LoaderState:
         self.epoch += 1
         self._progress = progress
         return progress
+
+    def seeding(self, loader: Any) -> contextlib.AbstractContextManager[Any]:
+        """Around the constructor of torch's iterator, which draws the base seed."""
+        return contextlib.nullcontext() if _is_iterable(loader) else Order(loader).seeding()
 
     def started(self, loader: Any, iterator: Any, progress: Progress) -> None:
         """torch has made the sampler's iterator, and has drawn the base seed if it does."""
@@ -145,7 +151,7 @@ class LoaderState:
             iterator._sampler_iter = progress.order_again(loader.generator)
         if progress.unordered:
             return
-        batches = iterator._sampler_iter
+        batches = Order(loader).drawn(iterator._sampler_iter)
         if self._lent is not None and not progress.sampler_followed:
             # Where the process-wide generators were restored, they stand behind what was drawn until then.
             lent = math.inf if self._lender is not None else progress.drawn - progress.batches

@@ -39,7 +39,8 @@ class Epoch(NamedTuple):
 
 class Work(NamedTuple):
     consumed: int  # batches of this epoch and worker that were taken out of the loader, or dropped, so far
-    released: list[int]
+    released: list[int]  # slots
+    given_up: list[int]  # slots that must not be used again
     seq: int  # -1: there are no more index batches in this epoch
     index: Any
     encoded: bool  # its images are to be decoded by the trainer's process

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from fastload.channel import Channel
 from fastload.errors import WorkerError
-from fastload.slots import PackedBatch, Pin, SlotMap
+from fastload.slots import PackedBatch, Pin, SlotMap, forking_a_worker
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
 from fastload.workers.worker import worker_main
 
@@ -98,7 +98,7 @@ class WorkerPool:
         process = self._context.Process(target=worker_main, args=(setup, worker_id, theirs, os.getpid()))
         process.daemon = True
         try:
-            with self._interrupts_held():
+            with self._interrupts_held(), forking_a_worker():
                 process.start()
         except BaseException as error:
             ours.close()
@@ -154,10 +154,7 @@ class WorkerPool:
         return self._workers[worker_id].slots.unpack(packed)
 
     def _tell(self, worker: _Handle, seq: int, index: Any, encoded: bool = False) -> None:
-        released = []
-        while worker.slots.released:
-            released.append(worker.slots.released.popleft())
-        self._send(worker, Work(worker.consumed, released, seq, index, encoded))
+        self._send(worker, Work(worker.consumed, *worker.slots.take_returned(), seq, index, encoded))
 
     def _send(self, worker: _Handle, message: Epoch | Work) -> None:
         # A death is reported when the worker's batch is due, with what it had sent before.

@@ -166,6 +166,8 @@ class _Worker:
         self._consumed = message.consumed
         for slot_id in message.released:
             self._slots.release(slot_id)
+        for slot_id in message.given_up:
+            self._slots.give_up(slot_id)
         self._last_known = message.seq < 0
         if message.seq >= 0:
             self._work.append(message)

@@ -79,9 +79,8 @@ def put_value(column: Any, row: int, value: Any, path: str) -> None:
 
 def _put_number(column: torch.Tensor, row: int, value: Any, path: str) -> None:
     try:
-        given = torch.as_tensor(value)
-        dtype = _DTYPES.get(type(value), given.dtype)
-        if given.shape != column.shape[1:] or dtype != column.dtype:
+        given = torch.as_tensor(value, dtype=_DTYPES.get(type(value)), device="cpu")
+        if given.shape != column.shape[1:] or given.dtype != column.dtype:
             raise ValueError
         column[row] = given
     except (TypeError, ValueError, RuntimeError, OverflowError):

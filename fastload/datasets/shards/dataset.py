@@ -25,7 +25,8 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch import Window
 from fastload.fetch.interleave import Found
 from fastload.images.rng import sample_seed
-from fastload.rows import Allocate, Failures, Todo
+from fastload.rows import Allocate, Failures, Todo, current_reader
+from fastload.seeds import SampleSeeds
 from fastload.stats import Counters
 from fastload.store.retry import sleep
 
@@ -121,11 +122,6 @@ class ShardDataset(StoreDataset):
         self._maker = SampleMaker(self._fields, self.decode is not None, transform)
         self._transform = transform
 
-    @property
-    def runs_user_code(self) -> bool:
-        """See `fastload.rows.runs_user_code`."""
-        return self._maker.runs_user_code
-
     def __len__(self) -> int:
         if not self._book.complete():
             raise TypeError(f"this dataset has no length yet: {NO_NUMBERS}")
@@ -181,7 +177,7 @@ class ShardDataset(StoreDataset):
         self._notice_fork()
         records = [self._record(index) for index in indices if index not in self._held]
         if records:
-            self._open_window().request(records)
+            self._open_window().request(records, current_reader.get())
 
     def cancel(self, indices: Iterable[int]) -> None:
         self._notice_fork()
@@ -196,6 +192,9 @@ class ShardDataset(StoreDataset):
 
     def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
         failures: Failures = []
+        seeded = SampleSeeds.current() if self._maker.runs_user_code else None
+        if seeded is not None and todo:
+            seeded.begin_batch(todo[0][1])
         for start in range(0, len(todo), _CHUNK):
             rows: list[int] = []
             records: list[int] = []
@@ -206,7 +205,11 @@ class ShardDataset(StoreDataset):
                 try:
                     record = self._record(index)
                     fields = self._prefix.restore(self._take(record), readonly=True)
-                    for name, image in self._maker.put(batch, row, fields).items():
+                    if seeded is None:
+                        found = self._maker.put(batch, row, fields)
+                    else:
+                        found = seeded.call(record, self._maker.put, batch, row, fields)
+                    for name, image in found.items():
                         images.setdefault(name, []).append(image)
                     rows.append(row)
                     records.append(record)

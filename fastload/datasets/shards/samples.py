@@ -91,9 +91,9 @@ class SampleMaker:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether functions of the user run as rows are filled."""
-        return any(
-            part is not None and not isinstance(current_transform(part), Crop) for part in self._parts()
+        """Whether functions of the user run as rows are filled, beside a fused transform."""
+        return isinstance(self._transform, Mapping) and not all(
+            isinstance(current_transform(part), Crop) for part in self._parts()
         )
 
     def sample(self, value: Any) -> Any:

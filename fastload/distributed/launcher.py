@@ -1,0 +1,160 @@
+"""What the launcher says of this process: which rank it is of how many, and where on its node.
+
+A launcher that runs inside another one comes first: torchrun, mpirun and Ray under SLURM leave SLURM's
+variables as they are, and these then describe another process. So what is said of a node is believed only of
+the rank that this process is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.distributed
+
+from fastload.errors import ArgumentError
+
+__all__ = ["Launched", "find_launched", "find_rank", "local_ranks"]
+
+
+class Launched(NamedTuple):
+    """What one launcher says. None: it does not say that."""
+
+    rank: int
+    replicas: int
+    local: int | None = None  # rank among those of its node
+    local_ranks: int | None = None  # how many those are
+    node: int | None = None
+    nodes: int | None = None
+
+
+class _Variables(NamedTuple):
+    """The environment variables of a launcher; "" where it has none for that."""
+
+    rank: str
+    replicas: str
+    local: str = ""
+    local_ranks: str = ""
+    node: str = ""
+
+
+_TORCHRUN = _Variables("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_HOROVOD = _Variables(
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK")
+)
+_OPEN_MPI = _Variables(
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+_MPICH = _Variables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # Intel MPI too
+_SLURM = _Variables("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", node="SLURM_NODEID")
+# `srun --ntasks-per-node` alone sets the last one; the others are "4(x2),3": two nodes of 4, and one of 3.
+_SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_SLURM_TASKS_EACH = "SLURM_NTASKS_PER_NODE"
+_SLURM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+
+
+def find_rank() -> tuple[int, int]:
+    """(rank, number of ranks) of this process, from torch.distributed or from its launcher; else (0, 1).
+
+    Raises:
+        ArgumentError: a launcher's variables are no integers.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return next(((said.rank, said.replicas) for said in _said(strict=True)), (0, 1))
+
+
+def find_launched(rank: int, replicas: int) -> Iterator[Launched]:
+    """What launchers say of this rank. What is said of another one was inherited, and is left out."""
+    return (said for said in _said(strict=False) if (said.rank, said.replicas) == (rank, replicas))
+
+
+def local_ranks() -> int:
+    """How many ranks of this job run on this node; 1 where no launcher says so."""
+    with contextlib.suppress(ArgumentError):  # raised where the rank itself is asked for
+        for said in find_launched(*find_rank()):
+            if said.local_ranks:
+                return said.local_ranks
+    for names in (_TORCHRUN, _HOROVOD, _OPEN_MPI, _MPICH):  # a script may set nothing but this
+        if names.rank not in os.environ and (count := _number(names.local_ranks)):
+            return count
+    return 1
+
+
+def _said(*, strict: bool) -> Iterator[Launched]:
+    """What each launcher says, the innermost one first. `strict`: variables that are no integers raise."""
+    for names in (_TORCHRUN, _HOROVOD, _OPEN_MPI):
+        yield from _from_environment(names, strict)
+    # A Ray worker inherits the variables of the node's daemon, and they describe the daemon.
+    yield from _from_ray()
+    yield from _from_environment(_MPICH, strict)
+    yield from map(_with_slurms_nodes, _from_environment(_SLURM, strict))
+
+
+def _from_environment(names: _Variables, strict: bool) -> Iterator[Launched]:
+    if names.rank not in os.environ or names.replicas not in os.environ:
+        return
+    try:
+        rank, replicas = int(os.environ[names.rank]), int(os.environ[names.replicas])
+    except ValueError:
+        if not strict:
+            return
+        raise ArgumentError(
+            f"the environment has {names.rank}={os.environ[names.rank]!r} and "
+            f"{names.replicas}={os.environ[names.replicas]!r}, which are no integers: correct them, or pass "
+            "rank and num_replicas"
+        ) from None
+    each = _number(names.local_ranks)
+    nodes = -(-replicas // each) if each else None
+    yield Launched(rank, replicas, _number(names.local), each, _number(names.node), nodes)
+
+
+def _with_slurms_nodes(said: Launched) -> Launched:
+    nodes = next(filter(None, map(_number, _SLURM_NODES)), None)
+    each = next(
+        filter(None, (_of_node(os.environ.get(name, ""), said.node or 0) for name in _SLURM_TASKS)), None
+    )
+    if each is None:
+        each = _number(_SLURM_TASKS_EACH) or (-(-said.replicas // nodes) if nodes else None)
+    return said._replace(local_ranks=each, nodes=nodes)
+
+
+def _of_node(counts: str, node: int) -> int | None:
+    """The number of a node in SLURM's "4(x2),3"; None where it is no such list, or the node is not in it."""
+    for part in counts.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            return None
+        times = int(found[2] or 1)
+        if node < times:
+            return int(found[1])
+        node -= times
+    return None
+
+
+def _from_ray() -> Iterator[Launched]:
+    # A worker of Ray Train has it imported; to import it here would cost seconds.
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return
+    try:
+        context = train.get_context()
+        rank, replicas = int(context.get_world_rank()), int(context.get_world_size())
+    except (AttributeError, RuntimeError, TypeError):
+        return  # imported, but this process is no worker of it
+    try:
+        local, each, node = context.get_local_rank(), context.get_local_world_size(), context.get_node_rank()
+    except (AttributeError, RuntimeError, TypeError):
+        yield Launched(rank, replicas)
+    else:
+        yield Launched(rank, replicas, int(local), int(each), int(node), -(-replicas // int(each)))
+
+
+def _number(name: str) -> int | None:
+    value = os.environ.get(name, "") if name else ""
+    return int(value) if value.isdecimal() else None
