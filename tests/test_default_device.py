@@ -20,7 +20,6 @@ LENGTH = 30
 # "meta" stands for "cuda": a device whose tensors the order and a batch in host memory cannot be made of.
 DEFAULTS = ["float64", "bfloat16", "meta"]
 
-pytestmark = pytest.mark.usefixtures("fork_workers")
 
 
 @contextlib.contextmanager
