@@ -169,21 +169,23 @@ class BatchMaker:
         before = current_reader.set(self._reader)
         try:
             self._rows.prefetch(index if self._auto_collation else [index])
+        except Exception:
+            self.cancel(index)
+            if self._row_by_row:
+                raise
+            # A `__getitem__` of its own may take what the dataset below has no sample of: it decides.
+            self._unused = _UNUSED
         except BaseException:
-            self._give_up(index)
+            self.cancel(index)
             raise
         finally:
             current_reader.reset(before)
 
     def cancel(self, index: Any) -> None:
-        """An index batch that was announced will not be asked for."""
+        """An index batch that was announced will not be asked for. What could not be announced is left out."""
         if self._rows is not None:
-            self._rows.cancel(index if self._auto_collation else [index])
-
-    def _give_up(self, index: Any) -> None:
-        """As `cancel`, while an error is raised: what cannot be announced cannot be cancelled either."""
-        with contextlib.suppress(Exception):
-            self.cancel(index)
+            with contextlib.suppress(Exception):
+                self._rows.cancel(index if self._auto_collation else [index])
 
     def flush_cache(self) -> None:
         """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
@@ -204,11 +206,11 @@ class BatchMaker:
         try:
             batch = self._make_encoded(list(index)) if encoded else self._make(index)
         except StopIteration as error:
-            self._give_up(index)
+            self.cancel(index)
             # Left alone it would end the epoch without a word, since it passes for the end of an iterator.
             raise RuntimeError(f"dataset or collate_fn raised StopIteration for batch {index!r}") from error
         except BaseException:  # Ctrl-C too: nobody will take what of it was announced
-            self._give_up(index)
+            self.cancel(index)
             raise
         self.counters.made_batch(len(index) if self._auto_collation else 1)
         return batch
@@ -219,10 +221,10 @@ class BatchMaker:
             batch = self._fill_rows(self._rows, indices)
             if batch is not None:
                 return batch
-        asked = self.counters["get.ahead"]
+        asked = self._taken_ahead()
         samples = self._samples(index, indices)
         if self._rows is not None and not self._row_by_row:
-            self._drop_unused(self._rows, indices, self.counters["get.ahead"] - asked)
+            self._drop_unused(indices, self._taken_ahead() - asked)
         with self.counters.timed("collate"):
             try:
                 return self._collated(samples if self._auto_collation else samples[0])
@@ -252,14 +254,18 @@ class BatchMaker:
                 return f"sample {index!r} {key!r}"
         return f"sample {index!r}"
 
-    def _drop_unused(self, rows: RowDataset, indices: list[Any], used: float) -> None:
+    def _taken_ahead(self) -> float:
+        """How many samples were asked for that had been read ahead, as the dataset itself counts them."""
+        return 0.0 if self._rows is None else self._rows.counters["get.ahead"]
+
+    def _drop_unused(self, indices: list[Any], used: float) -> None:
         """Let go of what was read ahead for these samples and their own `__getitem__` did not ask for.
 
         One that never asks for its own sample (it gives the key alone, or another sample) is read ahead for
         nothing: that ends after a while.
         """
         if used < len(indices):
-            rows.cancel(indices)
+            self.cancel(indices if self._auto_collation else indices[0])
         self._unused = 0 if used else self._unused + len(indices)
 
     def _fill_rows(self, rows: RowDataset, indices: list[int]) -> Any | None:
@@ -269,12 +275,20 @@ class BatchMaker:
             return None
         self._settle_rows(rows, batch, indices)
         if direct:
-            with self.counters.timed("collate"):
-                return finish_batch(self._dataset, batch)
+            with self.counters.timed("collate"), self._on_host():
+                return self._finish_batch(rows, batch, indices)
         samples = [rows.sample(batch, row) for row in range(len(indices))]
         if self._seeds is not None and indices:
             self._seeds.set(indices[-1])
         return self._collated(samples if self._auto_collation else samples[0])
+
+    def _finish_batch(self, rows: RowDataset, batch: Any, indices: list[Any]) -> Any:
+        try:
+            return finish_batch(self._dataset, batch)
+        except Exception as error:
+            samples = [rows.sample(batch, row) for row in range(len(indices))]
+            _tell(error, self._why_not_collated(samples, indices))
+            raise
 
     def _make_encoded(self, indices: list[int]) -> Any:
         assert self._rows is not None
@@ -284,7 +298,7 @@ class BatchMaker:
             raise ArgumentError(f"decode= of the loader does not work here: {why}")
         batch = self._encoded_rows.new_encoded_batch(len(indices), self._allocate)
         self._settle_rows(self._rows, batch, indices)
-        with self.counters.timed("collate"):
+        with self.counters.timed("collate"), self._on_host():
             return self._encoded_rows.finish_encoded_batch(batch)
 
     def _settle_rows(self, rows: RowDataset, batch: Any, indices: list[int]) -> None:
@@ -396,6 +410,10 @@ def note_sample(error: Exception) -> None:
     """Show which sample `error` is about, where it does not leave this process: below its own text."""
     sample = error.__dict__.pop("fastload_sample", "")
     if sample and sys.version_info >= (3, 11):
+        # One instance may be raised again and again: the note is that of the last time.
+        error.__notes__ = [
+            note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")
+        ]
         error.add_note(f"({sample})")
 
 

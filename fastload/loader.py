@@ -290,7 +290,7 @@ def _warn_of_an_empty_epoch(loader: DataLoader[Any]) -> None:
         return
     try:
         samples = len(loader.sampler)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # it has no length
+    except Exception:  # it has no length, or one that torch would not ask for here
         return
     if samples < loader.batch_size:
         warnings.warn(

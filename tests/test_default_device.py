@@ -21,7 +21,6 @@ LENGTH = 30
 DEFAULTS = ["float64", "bfloat16", "meta"]
 
 
-
 @contextlib.contextmanager
 def default(name: str) -> Iterator[None]:
     if name == "meta":

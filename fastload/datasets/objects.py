@@ -267,7 +267,8 @@ class ObjectDataset(StoreDataset):
         """What the prefix gives -> what the transform takes."""
         if isinstance(value, Oriented):
             return value.pixels
-        return bytes(value) if isinstance(value, memoryview) and self._fused is None else value
+        as_they_are = self.decode is None and self._prefix.mode != "decoded" and self._fused is None
+        return bytes(value) if as_they_are else value  # a client's buffer is not what a user expects
 
     def _checked(self, index: int) -> int:
         index = operator.index(index)  # two tensors of one number are not one key

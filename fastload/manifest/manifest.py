@@ -248,6 +248,11 @@ class Manifest:
         manifest = cls(descriptor)
         return manifest if identity in (None, manifest.identity) else None
 
+    def __fingerprint__(self) -> Any:
+        """What it says, without when it was listed: see `datasets.fingerprint`."""
+        arrays = (self._key_offsets, self.sizes, self.labels, self._version_offsets)
+        return self.identity, self.classes, *arrays, bytes(self._keys), bytes(self._versions)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Manifest:
         return self
 

@@ -14,9 +14,9 @@ from typing import Any
 from fastload.errors import ArgumentError
 from fastload.store._translate import Place
 from fastload.store.base import ObjectInfo, Reading, Store
-from fastload.store.client_process import clients_live_here, keep_clients_here
+from fastload.store.client_process import clients_live_here
 
-__all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "keep_clients_here", "open_store"]
+__all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "open_store"]
 
 # fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
 _CHAIN = re.compile(

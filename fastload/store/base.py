@@ -90,6 +90,10 @@ class Store(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
 
+    def __fingerprint__(self) -> Any:
+        """Which place it is, without whether it ever answered: see `datasets.fingerprint`."""
+        return self.identity
+
     def _state(self) -> dict[str, Any]:
         """What a copy in another process knows of this one."""
         return {"reading": self.reading, "reached": self.reached}

@@ -318,7 +318,9 @@ class _Work:
                 yield _RESULT, pickle.dumps(result)
         except FastloadError as error:
             yield _ERROR, pickle.dumps(error)
-        except Exception:
+        except GeneratorExit:  # nobody listens any more
+            raise
+        except BaseException:  # a panic of the client is no Exception
             said = f"the process that reads for this one failed:\n{traceback.format_exc()}"
             yield _ERROR, pickle.dumps(StoreError(said))
 

@@ -108,6 +108,11 @@ class ShardDataset(StoreDataset):
         own = ("_pid", "_held", "_offsets", "_key_beginnings", "_window", "_streams")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
+    def __fingerprint__(self) -> dict[str, Any]:
+        """Of what is learned as it is read, no sample depends: see `datasets.fingerprint`."""
+        learned = ("_book", "_numbered", "_maker")
+        return {name: value for name, value in self.__getstate__().items() if name not in learned}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
@@ -268,7 +273,7 @@ class ShardDataset(StoreDataset):
             if ordinal >= len(table.places):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.places)} records")
             return index
-        n = len(self)
+        n = ShardDataset.__len__(self)  # a subclass may have another length
         if not -n <= index < n:
             raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
         return self._book.record_id(index % n)

@@ -109,6 +109,10 @@ class MemberFields:
         self._unsafe = unsafe
         self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
 
+    def __fingerprint__(self) -> Any:
+        """Without what it remembers of the last sample: see `datasets.fingerprint`."""
+        return self._decoders, self._unsafe
+
     @property
     def key(self) -> str:
         return repr(sorted(self._decoders))
