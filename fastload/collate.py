@@ -182,7 +182,7 @@ class BatchMaker:
             current_reader.reset(before)
 
     def cancel(self, index: Any) -> None:
-        """An index batch that was announced will not be asked for. What could not be announced is left out."""
+        """An index batch that was announced will not be asked for; what could not be announced is ignored."""
         if self._rows is not None:
             with contextlib.suppress(Exception):
                 self._rows.cancel(index if self._auto_collation else [index])

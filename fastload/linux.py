@@ -14,7 +14,7 @@ ANYWHERE = ("ByEpoch", "CenterCrop", "DistributedSampler", "Normalize", "RandomR
 
 
 def why_not_linux() -> str:
-    """One sentence where this is no Linux, or a Python built without what fastload takes from it; else ""."""
+    """One sentence if this is not Linux, or if this Python has no `memfd_create`; else ""."""
     if str(sys.platform) != "linux":
         found = f"this is {sys.platform}"
     elif not hasattr(os, "memfd_create"):

@@ -1,4 +1,4 @@
-"""What keeps samples from becoming one batch, in words: torch's error names neither samples nor remedy."""
+"""The reason why samples cannot be collated, as text: torch's error names neither samples nor remedy."""
 
 from __future__ import annotations
 

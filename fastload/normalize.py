@@ -23,12 +23,12 @@ class Normalize:
 
     `DataLoader(dataset, batch_transform=Normalize(mean, std))` takes every kind of batch. In a list, tuple,
     dict or dataclass, nested or not, the images are the one uint8 tensor of 4 dimensions that has as many
-    channels as there are means. Labels, masks of one channel and all else stay as they are. Where there is no
-    such tensor, or where there are two (an image and a mask in colours, two views), nothing is guessed: it is
-    an error, and `batch_transform=lambda batch: (normalize(batch[0]), batch[1])` says which one is meant.
+    channels as there are means. Labels, masks of one channel and all other values stay as they are. A batch
+    without such a tensor, or with several (an image and a colour mask, two views), is an error. To choose one
+    of several, pass `batch_transform=lambda batch: (normalize(batch[0]), batch[1])`.
 
-    It is also called with images themselves, a tensor of 4 dimensions, or of 3 for one image; so it may stand
-    behind RandomResizedCrop or CenterCrop in torchvision's Compose.
+    It also takes an image tensor directly: 4 dimensions for a batch, 3 for one image. So it can follow
+    RandomResizedCrop or CenterCrop in torchvision's Compose.
 
     Args:
         mean, std: one number per channel, in units of 0 to 1, as for torchvision's Normalize.
@@ -40,9 +40,10 @@ class Normalize:
             None: that of the images.
 
     Raises:
-        ArgumentError: not as many means as standard deviations, one that is not finite or not above 0; when
-            called: a tensor that is not uint8, or of other channels; a batch without images, or with two
-            tensors that may be these; what is neither a tensor nor a batch, such as a PIL image.
+        ArgumentError: the numbers of means and standard deviations differ, a value is not finite, or a
+            standard deviation is not above 0. When called: a tensor is not uint8 or has another number of
+            channels; a batch has no images, or several tensors that may be images; or the input is neither a
+            tensor nor a batch, such as a PIL image.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Normalize:
 
     def _why_not(self, batch: Any, images: list[torch.Tensor]) -> str:
         """Why the images of a batch cannot be told."""
-        which = "say which with batch_transform=lambda batch: (normalize(batch[0]), batch[1])"
+        which = "choose one with batch_transform=lambda batch: (normalize(batch[0]), batch[1])"
         if images:
             shapes = ", ".join(str(tuple(one.shape)) for one in images)
             return f"this batch has {len(images)} tensors of {self._wanted()}, {shapes}: {which}"
@@ -115,8 +116,8 @@ class Normalize:
             )
         return (
             f"Normalize takes batches of {self._wanted()}, not a {type(batch).__module__}."
-            f"{type(batch).__qualname__}. It is no transform of a dataset: write DataLoader(dataset, "
-            "batch_transform=Normalize(mean, std)), and as the transform RandomResizedCrop(224)"
+            f"{type(batch).__qualname__}. It is not a transform for a dataset: give the dataset transform="
+            "RandomResizedCrop(224), and the loader batch_transform=Normalize(mean, std)"
         )
 
     def _normalized(self, images: torch.Tensor) -> torch.Tensor:

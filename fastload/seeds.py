@@ -1,11 +1,11 @@
 """`seed=`: the process-wide generators of torch's CPU, Python and numpy, set for each sample.
 
-To seed them costs 6 us (torch 1.0, Python 3.5, numpy 1.5), which shows where samples are ready. So the last
-two are left alone where samples do not draw from them:
+Seeding them costs 6 us a sample (torch 1.0, Python 3.5, numpy 1.5), which is measurable when samples are
+cheap. So Python's and numpy's are seeded only if samples draw from them:
 
-    watched    the first samples are seeded, and it is seen whether they draw
+    watched    the first samples are seeded, and checked for draws
     always     one drew: every sample is seeded
-    checked    none drew: a sample is seeded only if it turns out to have drawn, and is then made once more
+    checked    none drew: a sample that turns out to have drawn is seeded and made a second time
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def digest(*parts: object) -> int:
 
 
 class SampleSeeds:
-    """Calls the code of samples such that what it draws is a function of (seed, epoch, index).
+    """Calls the code of samples so that its random numbers are a function of (seed, epoch, index).
 
-    That is drawing from torch's CPU generator, Python's `random` and numpy's `np.random`. The generators of
-    devices belong to the model, and stay as they are.
+    These are the numbers of torch's CPU generator, Python's `random` and numpy's `np.random`. The generators
+    of devices belong to the model and are not changed.
 
-    Whether the code drew is seen by a second generator that goes in step. Not covered is a sample that draws
-    from Python's or numpy's generator and then puts its state back, where none before it drew in plain sight.
+    A second generator in the same state shows whether the code drew. Not covered: a sample that draws from
+    Python's or numpy's generator and restores its state, if no earlier sample was seen to draw.
     """
 
     active = threading.local()  # `.seeds` while a loader with a seed has rows filled, see `current`

@@ -89,8 +89,8 @@ def _judge(stage: str, counters: Mapping[str, float], gauges: Mapping[str, float
         )
     if stage == "decoder":
         return (
-            "the device's decoder is the limit: a cache in mode 'shrunk' leaves it less to do, decode='cpu' "
-            "with more workers nothing"
+            "the device's decoder is the limit: use cache mode 'shrunk' (less to decode), or decode='cpu' "
+            "with more workers"
         )
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0
@@ -122,8 +122,8 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     hits, misses = counters.get("cache.hits", 0.0), counters.get("cache.misses", 0.0)
     if counters.get("get.alone", 0.0):
         return (
-            "a dataset that wraps one of fastload's asks for one sample at a time, and nothing is read ahead "
-            "(a warning names it): put its work into transform=, a collate_fn or a subclass's __getitem__"
+            "your dataset wraps a fastload dataset and asks for one sample at a time, so nothing is read "
+            "ahead (a warning names it): move its work to transform=, collate_fn or a subclass's __getitem__"
         )
     if counters.get("cache.failures", 0.0) and not hits:
         first = "the cache fails (a warning says why): mend it, or every epoch reads the store; until then "

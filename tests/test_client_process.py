@@ -107,7 +107,7 @@ def test_call_that_raises_the_error_keeps_type_key_and_retry() -> None:
 
 
 def test_call_that_breaks_is_an_error_with_its_traceback() -> None:
-    with pytest.raises(StoreError, match=r"(?s)reads for this one failed.*ZeroDivisionError"):
+    with pytest.raises(StoreError, match=r"(?s)client process of the store failed.*ZeroDivisionError"):
         ClientProcess().call(Target(), "fail", ZeroDivisionError("x"))
 
 

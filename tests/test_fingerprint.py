@@ -369,7 +369,7 @@ def test_what_cannot_be_described_is_refused_by_its_place(make: Callable[[], Any
         return
     with pytest.raises(ArgumentError, match=words) as caught:
         describe(make(), "decode")
-    assert "give fingerprint=" in caught.value.message
+    assert "pass fingerprint=" in caught.value.message
 
 
 def test_an_open_file_is_refused(tmp_path: Path) -> None:

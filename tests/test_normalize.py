@@ -169,8 +169,8 @@ def test_batch_with_channels_last() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ([IMAGES, IMAGES.clone()], r"has 2 tensors of uint8 images with 3 channels.*say which with batch_"),
-        ({"a": IMAGES, "b": (IMAGES[:2], 1)}, r"\(5, 3, 7, 9\), \(2, 3, 7, 9\): say which"),
+        ([IMAGES, IMAGES.clone()], r"has 2 tensors of uint8 images with 3 channels.*choose one with batch_"),
+        ({"a": IMAGES, "b": (IMAGES[:2], 1)}, r"\(5, 3, 7, 9\), \(2, 3, 7, 9\): choose one"),
         ([IMAGES.float(), LABELS], r"in this list.*float32 \(5, 3, 7, 9\), int64 \(5,\).*RandomResizedCrop"),
         ((IMAGES[0], 3), r"in this tuple. Its tensors are: uint8 \(3, 7, 9\)"),
         ({"mask": MASKS}, r"in this dict. Its tensors are: uint8 \(5, 1, 7, 9\)"),
@@ -186,9 +186,7 @@ def test_batch_in_which_the_images_cannot_be_told_is_refused(batch: Any, words: 
 
 @pytest.mark.parametrize("sample", [Image.new("RGB", (8, 8)), IMAGES[0].numpy(), b"bytes", "text", 3, None])
 def test_as_transform_of_a_sample_it_says_where_it_belongs(sample: Any) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"no transform of a dataset: write DataLoader\(dataset, batch_tr"
-    ):
+    with pytest.raises(ArgumentError, match=r"not a transform for a dataset: give the dataset transform="):
         Normalize(MEAN, STD)(sample)
 
 
@@ -221,7 +219,7 @@ def test_as_batch_transform_of_image_folder_it_normalises_images(
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_as_transform_of_image_folder_it_is_refused_in_words(photos: str, num_workers: int) -> None:
     dataset = ImageFolder(photos, Normalize(MEAN, STD))
-    with pytest.raises(ArgumentError, match=r"no transform of a dataset.*batch_transform=Normalize"):
+    with pytest.raises(ArgumentError, match=r"not a transform for a dataset.*batch_transform=Normalize"):
         next(iter(DataLoader(dataset, 2, num_workers=num_workers)))
     dataset.close()
 

@@ -745,8 +745,8 @@ def test_nothing_shows_a_secret(s3: S3Server) -> None:
 
 def _ran(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     code = (
-        f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import open_store\nfrom fastload.store.client_process import keep_clients_here\n"
-        + body
+        f"import os, sys, signal\nKEY = {KEY!r}\nfrom fastload.store import open_store\n"
+        "from fastload.store.client_process import keep_clients_here\n" + body
     )
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *arguments],

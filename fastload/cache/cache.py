@@ -72,7 +72,7 @@ class Cache:
     share it.
 
     Args:
-        path: directory, made if absent, for this user only. On a local disk: network file systems do not do.
+        path: directory, made if absent, for this user only. On a local disk, not a network file system.
         mode: what is kept: "raw" the object's bytes, "shrunk" a smaller JPEG, "decoded" pixels (uint8, HWC).
         size_limit: bytes on disk over all processes that use the directory with this limit, as int or as text
             such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays

@@ -35,7 +35,7 @@ ShortSide = Annotated[
 ]
 Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="shrunk: JPEG quality.")]
 
-EndpointUrl = Annotated[str | None, typer.Option(metavar="URL", help="Not AWS: of MinIO, R2, OBS, ...")]
+EndpointUrl = Annotated[str | None, typer.Option(metavar="URL", help="Server of MinIO, R2, OBS, ...")]
 Anon = Annotated[bool, typer.Option("--anon", help="Public data: send no credentials.")]
 StorageOption = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fastload.open_store; repeatable.")

@@ -148,7 +148,7 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
     if settings["images"] <= settings["batch_size"]:
         console.print(
             f"an epoch is one batch: {settings['images']:,} images, --batch-size {settings['batch_size']:,}; "
-            "give a smaller one",
+            "pass a smaller --batch-size",
             soft_wrap=True,
         )
     for number, epoch in enumerate(epochs, 1):

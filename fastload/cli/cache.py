@@ -17,11 +17,11 @@ app = typer.Typer(help="Look at, verify or empty a cache directory.", no_args_is
 
 _NO_CACHE = "no cache here: check the path, which is the one given to fastload.Cache"
 
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="As it was given to fastload.Cache.")]
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory given to fastload.Cache.")]
 
 
 def info(directory: Directory, as_json: JsonOption = False) -> None:
-    """What the cache holds: entries, bytes, what they are of, space left. Exit code 1 where there is none."""
+    """Show the entries, bytes, sources and free space of a cache. Exit code 1: there is no cache."""
     import fastload
 
     with answering(as_json) as output:
@@ -43,7 +43,9 @@ def info(directory: Directory, as_json: JsonOption = False) -> None:
             )
             output.console.print(f"  of {source['url']}: {text}", markup=False, soft_wrap=True)
         if found["entries"]:
-            output.console.print("  modes: not recorded; a dataset finds only what was kept in its own mode")
+            output.console.print(
+                "  modes: not recorded; a dataset finds only the records of its own cache mode"
+            )
         output.console.print(f"free on its disk: {short_bytes(found['disk_free'])}")
         # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
         known = {key: value for key, value in found.items() if key not in ("mode", "size_limit")}

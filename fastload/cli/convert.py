@@ -74,7 +74,7 @@ def convert(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write shards, with indexes, and read them again. Type the same again to go on after an interruption.
+    """Write shards, with indexes, and read them again. After an interruption, run it again to resume.
 
     Labels are class indexes; NAME.json in DST has the class names. Nothing half is ever seen in DST, and
     nothing of others is overwritten. Samples are made from files as KEY.jpg and KEY.cls in a tar, and as

@@ -52,7 +52,7 @@ def plan(
     cache_size: Annotated[str, typer.Option(metavar="SIZE", help="Disk for the cache: 500GB, 1.5TB, ...")],
     gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs of this machine.")],
     gpu_rate: Annotated[
-        float, typer.Option(metavar="N", min=0.001, help="Images per second that one of them takes.")
+        float, typer.Option(metavar="N", min=0.001, help="Images per second that one GPU consumes.")
     ],
     num_workers: Annotated[
         int, typer.Option(metavar="N", min=1, help="Worker processes.  [default: cores]")
@@ -63,7 +63,7 @@ def plan(
     quality: Quality = 90,
     objects: Annotated[int, typer.Option(metavar="N", min=16, help="How many to read for the probe.")] = 256,
     cache_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="On the cache's disk, to measure that.")
+        Path | None, typer.Option(metavar="DIR", help="A directory on the cache's disk, to measure it.")
     ] = None,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,

@@ -77,7 +77,7 @@ def warm(
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fill a cache ahead of training. Type the same again to go on after an interruption."""
+    """Fill a cache ahead of training. After an interruption, run the same command again to resume."""
     with answering(as_json) as output:
         wanted = _parse_shard(shard)
         options = storage_options(storage_option, endpoint_url, anon)
@@ -253,8 +253,8 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         console.print(f"  and {document['failed'] - len(document['failures']):,} more")
     if document["too_large"] and not document["full"]:
         console.print(
-            "too large for the cache, and read from the store in training: "
-            f"{document['too_large']:,} objects (above 1 GiB, or what is left of --size-limit)",
+            f"too large for the cache: {document['too_large']:,} objects (above 1 GiB, or above the rest of "
+            "--size-limit); training reads them from the store",
             soft_wrap=True,
         )
     if document["full"]:

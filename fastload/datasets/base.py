@@ -1,4 +1,4 @@
-"""What all datasets of a store share: which attributes may be set again, and how functions are checked."""
+"""The base of all datasets of a store: attributes that may be set again, and the check of functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StoreDataset", "check_function"]
 
 
 class StoreDataset(Dataset[Any]):
-    """A dataset whose transforms may be set at any time; what is read and kept goes by its other arguments.
+    """A dataset whose transforms may be set at any time. Reads and cache keys depend on its other arguments.
 
     Attributes:
         settled: attributes that are set once, by the constructor.
@@ -27,8 +27,8 @@ class StoreDataset(Dataset[Any]):
             raise ArgumentError(f"{name} of {type(self).__name__} cannot be set: {self.computed[name]}")
         if name in self.settled and name in self.__dict__:
             raise ArgumentError(
-                f"{name} of {type(self).__name__} cannot be set again, as what is read and kept goes by it: "
-                f"make a new dataset with {name}="
+                f"{name} of {type(self).__name__} cannot be set again: reads and cache keys depend on it. "
+                f"To change it, make a new dataset with {name}="
             )
         super().__setattr__(name, value)
 

@@ -24,20 +24,20 @@ def cached(
 ) -> CachedDataset:
     """Keep the samples of a deterministic map-style dataset in `cache`.
 
-    What is random (augmentation) belongs behind this, or every epoch repeats the first one.
+    Apply random augmentation after the cache; otherwise every epoch repeats the first one.
 
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
         cache: any `Cache`, or the path of one; its mode only says where entries belong.
-        fingerprint: text that names the samples: same fingerprint and index, same sample. Default: a
-            description of all that the dataset holds: its class and the code of its methods, its length and
-            attributes, nested datasets and transforms, arrays and tensors by content. Files that a path names
-            are not looked at.
+        fingerprint: text that identifies the samples: the same fingerprint and index mean the same sample.
+            Default: a description of all that the dataset holds: its class, the code of its methods, its
+            length and attributes, nested datasets and transforms, arrays and tensors by content. Files that
+            a path names are not read.
 
     Raises:
-        ArgumentError: a dataset without length; one that holds what cannot be described, such as an open file
-            or a lock, without a fingerprint; at a sample that cannot be stored.
+        ArgumentError: the dataset has no length, or it holds an object that cannot be described, such as an
+            open file or a lock, and there is no fingerprint. When read: a sample cannot be stored.
     """
     kept_in = as_cache(cache)
     if kept_in is None:

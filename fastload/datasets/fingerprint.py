@@ -5,12 +5,12 @@
     classes       bases, methods and attributes; of a library: name and version
     modules       a library's by name and version; the user's own by what is taken of them, or by their file
     arrays        dtype, shape and content; so are tensors
-    containers    their items; dicts in their order, which a pipeline may depend on; sets in none
+    containers    their items; a dict's order counts (a pipeline may depend on it), a set's does not
 
-The text is the same in every process and run with the same Python version: no identity, file name or line
-number is in it. Files that a path names are not looked at, and nothing is called except an object's own
-`__reduce_ex__`. `inspect.getsource` was rejected: two lambdas on one line have the same source, a
-partial none.
+The text is the same in every process and run with the same Python version: it contains no identity, file name
+or line number. Files that a path names are not read, and nothing is called except an object's own
+`__reduce_ex__`. `inspect.getsource` was rejected: two lambdas on one line have the same source, and a
+partial has none.
 """
 
 from __future__ import annotations
@@ -258,12 +258,12 @@ class _Description:
             parts.append(form.format(name))
         raise ArgumentError(
             f"{''.join(reversed(parts))} is a {type(value).__module__}.{type(value).__qualname__}, which "
-            f"nothing tells from another one: {_way_out(parts[-1])}"
+            f"fastload cannot describe: {_way_out(parts[-1])}"
         )
 
 
 def _way_out(name: str) -> str:
-    return f"give fingerprint=, a text that you change whenever {name} makes other samples"
+    return f"pass fingerprint=, a text that you change whenever {name} produces different samples"
 
 
 def _is_plain(value: Any) -> bool:

@@ -25,8 +25,8 @@ from fastload.seeds import SampleSeeds
 __all__ = ["ImageFolder"]
 
 _CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
-_RELABEL = "give other labels with target_transform=, or in a __getitem__ of your own"
-_NAME = "name the classes, in the order of their indices, with classes="
+_RELABEL = "change labels with target_transform=, or override __getitem__"
+_NAME = "pass the class names, in the order of their indices, as classes="
 _HOOKS = dict.fromkeys(("find_classes", "make_dataset"), f"{_NAME}; {_CHOOSE}")
 _OPEN = "open images with transform=, or in a __getitem__ of your own"
 
@@ -42,11 +42,11 @@ class ImageFolder(ObjectDataset):
         url: any fsspec URL or path.
         transform: a fused transform of fastload (the image is then a uint8 tensor), or any callable on a
             `PIL.Image` (torchvision's convention; needs Pillow or pillow-simd). None: the `PIL.Image`.
-        target_transform: class index -> target of the sample, whatever that is; None: the class index.
-            `targets` and `samples` keep the index.
-        classes: the names of the classes, in the order of their indices: as they are given, not sorted. A
-            folder that is not among them is an error. None: every folder below `url`, sorted by name.
-        allow_empty: a class may be without images; else that is an error.
+        target_transform: function of the class index that returns the target, any object. None: the class
+            index. `targets` and `samples` keep the index.
+        classes: the class names, in the order of their indices; they are not sorted. A folder that is not in
+            the list is an error. None: every folder below `url`, sorted by name.
+        allow_empty: accept classes without images. Otherwise they are an error.
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
@@ -54,7 +54,7 @@ class ImageFolder(ObjectDataset):
 
     Raises:
         NotFoundError: there are no folders, or a class has no image. ArgumentError: a folder is not among
-            `classes`; an argument is not what it can be. Others as `ObjectDataset`.
+            `classes`, or an argument is invalid. Others as `ObjectDataset`.
     """
 
     computed: ClassVar[dict[str, str]] = {
@@ -80,7 +80,7 @@ class ImageFolder(ObjectDataset):
     ) -> None:
         for name, instead in (self.computed | _HOOKS).items():
             if getattr(type(self), name, None) is not getattr(ImageFolder, name, None):
-                raise ArgumentError(f"{type(self).__name__}.{name} would not be used: {instead}")
+                raise ArgumentError(f"{type(self).__name__}.{name} is not supported: {instead}")
         check_function("target_transform", target_transform)
         self.target_transform = target_transform
         self._classes: list[str] | None = None if classes is None else _checked_names(classes)

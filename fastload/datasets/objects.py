@@ -39,19 +39,19 @@ _CHUNK = 8
 class ObjectDataset(StoreDataset):
     """A map-style dataset with one sample per object under `url`.
 
-    A subclass may override `__getitem__` or `__getitems__`: a loader then asks it for every sample, as
-    torch's does, and still reads ahead. `transform` may be set again at any time.
+    A subclass may override `__getitem__` or `__getitems__`: a loader then calls that method for every sample,
+    as torch's loader does, and still reads ahead. `transform` may be changed at any time.
 
     Args:
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
         decode: bytes -> object; deterministic. Default: the bytes as they are, or whatever `transform` needs.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on what `decode` returns; or a `ByEpoch` of these.
-        fingerprint: text that names what `decode` does; cache mode "decoded" tells the results of two decodes
-            apart by it. Default: a description of all that `decode` holds (its code, arguments, closure,
-            attributes, the globals it names).
-        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. A store that names
-            no versions of its objects is not cached: a warning says so.
+        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
+            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
+            closure, attributes, the globals it uses).
+        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. If the store
+            gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
         refresh: list the URL again where the cache holds an earlier listing.
         on_change: what to do with an object that is no longer the one that was listed: "error", or "refresh",

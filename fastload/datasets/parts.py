@@ -32,7 +32,7 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _NOTHING = ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL")
 
-# Of a class: what follows from the rest of it, says where it stands, or differs from run to run.
+# Attributes of a class that are derived from others, tell its position, or differ from run to run.
 _DERIVED = {f"__{name}__" for name in ("dict", "weakref", "module", "doc", "qualname", "annotations")}
 _DERIVED |= {f"__{name}__" for name in ("annotate", "annotate_func", "annotations_cache", "type_params")}
 _DERIVED |= {f"__{name}__" for name in ("firstlineno", "static_attributes", "orig_bases", "parameters")}
@@ -64,7 +64,7 @@ def members_of(cls: type) -> list[tuple[str, Any]]:
 
 
 def digest_of_code(code: CodeType) -> bytes:
-    """Of what the code does; where it stands is not in it."""
+    """A digest of what the code does, without its file and line numbers."""
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     table = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on

@@ -18,8 +18,8 @@ __all__ = ["TarDataset"]
 # What a prefix is searched for.
 _NAMES = Wanted(
     r".*\.(?:tar|tgz|tar\.gz)",
-    "named as a tar (.tar, .tar.gz, .tgz). TFRecord files are read by fastload.TFRecordDataset; one "
-    "sample an object by fastload.ImageFolder (class/file.jpg) and fastload.ObjectDataset",
+    "named as a tar (.tar, .tar.gz, .tgz). Read TFRecord files with fastload.TFRecordDataset, and objects "
+    "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
 )
 
 
@@ -46,14 +46,14 @@ class TarDataset(ShardDataset):
     index, id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle,
     .pth, .pt) are refused. No name in a tar ever becomes a path on this machine.
 
-    Masks are images like any other, so their class numbers do not survive: RGB is made of a palette, fused
-    transforms interpolate, and so do the cache modes "shrunk" and "decoded". For a mask, write
-    `decode={"png": function of bytes}`, which hands it on as the function returns it, and cut it together
-    with its image in `transform`, a function of the sample.
+    Segmentation masks are treated as ordinary images, which destroys their class numbers: palettes become
+    RGB, and fused transforms and the cache modes "shrunk" and "decoded" interpolate. For a mask, pass
+    `decode={"png": function of bytes}`, whose result is not changed, and crop the mask together with its
+    image in a `transform` that takes the whole sample.
 
-    Its samples have numbers, and it is a map-style dataset with random access and an exact shuffle, once
-    their places are known: from index files (DALI's wds2idx), or learned in the first epoch and kept in the
-    cache. Until then `len()` and `[]` raise TypeError, and `fastload.DataLoader` reads it as streams:
+    Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
+    comes from index files (DALI's wds2idx), or is made in the first epoch and kept in the cache. Until then
+    `len()` and `[]` raise TypeError, and `fastload.DataLoader` reads it as streams:
     `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks. The same loop
     reads both.
 
@@ -72,9 +72,9 @@ class TarDataset(ShardDataset):
         cycle_length: files open at once, over the workers of a rank.
         block_length: samples from each in turn.
         shuffle_buffer: of a block: samples as int, or bytes as text, per worker.
-        fingerprint: text that names what `decode` does; cache mode "decoded" tells the results of two decodes
-            apart by it. Default: a description of all that `decode` holds (its code, arguments, closure,
-            attributes, the globals it names).
+        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
+            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
+            closure, attributes, the globals it uses).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         index: where index files are: a URL; None: beside the files, if there are any; False: not at all.
         compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.

@@ -21,8 +21,8 @@ __all__ = ["TFRecordDataset"]
 # What a prefix is searched for: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
 _NAMES = Wanted(
     r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
-    "named as a TFRecord file (.tfrecord, -00000-of-00128). A tar is read by fastload.TarDataset; one "
-    "sample an object by fastload.ImageFolder (class/file.jpg) and fastload.ObjectDataset",
+    "named as a TFRecord file (.tfrecord, -00000-of-00128). Read a tar with fastload.TarDataset, and objects "
+    "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
 )
 
 
@@ -44,10 +44,10 @@ class _TFRecord:
 class TFRecordDataset(ShardDataset):
     """The records of TFRecord files, read without TensorFlow; both CRCs of every record are checked.
 
-    Its records have numbers, and it is a map-style dataset with random access and an exact shuffle, once
-    their places are known: from index files, or learned in the first epoch and kept in the cache. Until then
-    `len()` and `[]` raise TypeError, and `fastload.DataLoader` reads it as streams: `cycle_length` files at
-    once per rank, read ahead in large ranges, shuffled in blocks. The same loop reads both.
+    Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
+    comes from index files, or is made in the first epoch and kept in the cache. Until then `len()` and `[]`
+    raise TypeError, and `fastload.DataLoader` reads it as streams: `cycle_length` files at once per rank,
+    read ahead in large ranges, shuffled in blocks. The same loop reads both.
 
     With index files and no cache it is read at random too, unless records are smaller than 32 KiB on average
     or the files are compressed: then it is streamed in every epoch. A damaged record is an error with file
@@ -65,9 +65,9 @@ class TFRecordDataset(ShardDataset):
         cycle_length: files open at once, over the workers of a rank.
         block_length: records from each in turn.
         shuffle_buffer: of a block: records as int, or bytes as text, per worker.
-        fingerprint: text that names what `decode` does; cache mode "decoded" tells the results of two decodes
-            apart by it. Default: a description of all that `decode` holds (its code, arguments, closure,
-            attributes, the globals it names).
+        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
+            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
+            closure, attributes, the globals it uses).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         index: where index files of tfrecord2idx are: a URL; None: beside the files, if there are any; False:
             not at all.

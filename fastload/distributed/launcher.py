@@ -1,8 +1,8 @@
-"""What the launcher says of this process: which rank it is of how many, and where on its node.
+"""This process's rank, world size and place on its node, as its launcher tells them.
 
 A launcher that runs inside another one comes first: torchrun, mpirun and Ray under SLURM leave SLURM's
-variables as they are, and these then describe another process. So what is said of a node is believed only of
-the rank that this process is.
+variables unchanged, and these then describe another process. So what a launcher says of the node is used
+only if its rank is the rank of this process.
 """
 
 from __future__ import annotations

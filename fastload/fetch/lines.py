@@ -1,10 +1,10 @@
-"""Which read is next: a line for each who announces reads, and one budget of bytes for all of them.
+"""The order of reads: one queue ("line") for each iteration, and one budget of bytes for all of them.
 
     training     [17][18][19] ...    its reads hold all of the budget, and it is paused
-    validation   [301][302] ...      waits for 301: its line comes first, and has room for a share of its own
+    validation   [301][302] ...      waits for 301: its line comes first, and has its own share of the budget
 
-With one line for all, what a paused iteration has announced would stand before what is waited for, and each
-sample of the other one would be read alone.
+With a single queue, the reads announced by a paused iteration would block those of the other iteration, whose
+samples would then be read one by one.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class Lines:
         return None
 
     def _may_start(self, line: Line, read: Read, most_bytes: int) -> bool:
-        # What is waited for is read whatever is held: what is held may be taken only after it.
+        # A read that is waited for ignores the budget: the reads that hold it may be taken only after it.
         if read.started or read.awaited or self.held == 0 or self.held + read.size <= most_bytes:
             return True
-        # Others hold the bytes, and may never take them: so each line has room for some of its own.
+        # Another iteration may hold the budget and never take its reads, so each line has its own share.
         alone = len(self._order) == 1
         return not alone and (line.held == 0 or line.held + read.size <= most_bytes // len(self._order))
 

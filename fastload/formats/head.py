@@ -3,8 +3,8 @@
 tar        a header that holds its own checksum         gzip     1f 8b 08
 tfrecord   a length with its CRC behind it              zlib     78 01, 78 5e, 78 9c or 78 da (RFC 1950)
 
-What has a checksum is looked for first, for it is certain: the length of a TFRecord and the first name in a
-tar may well begin as zlib data do.
+The kinds with a checksum are tested first, because only they are certain: the length of a TFRecord and the
+first name in a tar may begin with the same bytes as zlib data.
 """
 
 from __future__ import annotations

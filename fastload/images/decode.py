@@ -1,6 +1,6 @@
 """Encoded images of any allowed format to RGB uint8: as an array, as a PIL image, smaller, or re-encoded.
 
-JPEG goes through the kernel or its twin; every other format through Pillow, on an allow-list. Every image's
+JPEG goes through the kernel or its fallback, other formats through Pillow, on an allow-list. Every image's
 size is compared with `max_pixels` before its pixels are allocated. `strict` is the switch for damaged JPEGs:
 True (the default) makes corrupt or missing data an error, and refuses a file without its end whatever part
 of it is wanted; False serves what could be decoded, as a viewer would.

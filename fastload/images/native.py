@@ -1,4 +1,4 @@
-"""Which code decodes: the compiled kernel where it was built, its Python twin where it was not.
+"""Which code decodes: the compiled kernel if it was built, else its Python fallback.
 
 The choice is made once, at import, and shows in `backend()`. Both offer the functions of `Kernel` and agree
 within the tolerance that the tests state. A missing kernel is told of at the first decode.

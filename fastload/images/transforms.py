@@ -212,28 +212,28 @@ class Crop(ABC):
 
 
 class RandomResizedCrop(Crop):
-    """A random part of the image, resized to `size`: torchvision's law, and its arguments in its order.
+    """A random part of the image, resized to `size`, with torchvision's rules and order of arguments.
 
     Up to 10 times: an area of U(scale) of the image's, with an aspect ratio whose logarithm is uniform
     between log(ratio[0]) and log(ratio[1]); the first that fits is placed uniformly. If none fits: the
-    largest centred box whose ratio is within bounds. It comes out as a uint8 tensor, (3, H, W), where
-    torchvision's is of the kind that it was given. An EXIF orientation is not applied.
+    largest centred box whose ratio is within bounds. The result is always a uint8 tensor, (3, H, W);
+    torchvision's has the type of its input. An EXIF orientation is not applied.
 
     Args:
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).
         scale: smallest and largest share of the area.
         ratio: smallest and largest width / height.
-        interpolation: "bilinear", the only one there is; torchvision's InterpolationMode.BILINEAR and
-            Pillow's 2 mean the same.
-        antialias: True, always; None means the same, as torchvision's does on PIL images.
-        flip: probability of a horizontal flip, as by a RandomHorizontalFlip(flip) that follows; it is drawn
-            after the box, and not at all at 0.
+        interpolation: only "bilinear" is supported; torchvision's InterpolationMode.BILINEAR and Pillow's 2
+            are accepted as the same.
+        antialias: only True is supported; None means True, as in torchvision for PIL images.
+        flip: probability of a horizontal flip, like a RandomHorizontalFlip(flip) after the crop. It is drawn
+            after the box; 0 draws nothing.
         channels_last: (H, W, 3) instead of (3, H, W).
         max_pixels: larger images are refused before they are decoded.
         strict: a damaged JPEG is an error (True) or served as far as it goes (False).
 
     Raises:
-        ArgumentError: an argument is out of range, or asks for what is not done here.
+        ArgumentError: an argument is out of range or not supported.
     """
 
     clamp = True
@@ -290,12 +290,12 @@ class RandomResizedCrop(Crop):
 
 
 class CenterCrop(Crop):
-    """The centre of the image; torchvision's law, padding included.
+    """The centre of the image, by torchvision's rules, padding included.
 
-    Where the image is smaller than `size`, it lies in the middle of a black result. With `resize` it is
-    torchvision's Resize(resize) and CenterCrop(size), evaluation's usual transform, without the pixels that
-    are cut away: for example CenterCrop(224, resize=256). It comes out as a uint8 tensor, (3, H, W), where
-    torchvision's is of the kind that it was given. An EXIF orientation is not applied.
+    An image that is smaller than `size` is centred on black. With `resize` the result is that of
+    torchvision's Resize(resize) and CenterCrop(size), the usual transform for evaluation, but pixels outside
+    the crop are not computed: for example CenterCrop(224, resize=256). The result is always a uint8 tensor,
+    (3, H, W); torchvision's has the type of its input. An EXIF orientation is not applied.
 
     Args:
         size: of the result: an int or a sequence of one means a square, a pair is (height, width).

@@ -221,7 +221,7 @@ class Place:
     def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
         if stage != "put" and key is not None and "NoSuchBucket" not in text:
             return NotFoundError(
-                f"no such object in {self.url!r}; if it was listed, it was deleted since: list again"
+                f"no such object in {self.url!r}: it may have been deleted since the listing (list again)"
                 f"{self.unread}",
                 stage=stage,
                 key=key,

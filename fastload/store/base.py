@@ -306,8 +306,8 @@ def check_version(key: str, found: str, wanted: str | None, timed: str | None = 
             return
     elif timed is not None and found == timed:
         raise StoreError(
-            f"the store lists the ETag {wanted!r} but answers a read without one, so a change could not be "
-            "noticed: look for a proxy that takes the ETag header away",
+            f"the listing has the ETag {wanted!r}, but the response to a read has none, so a change could "
+            "not be detected: look for a proxy that removes the ETag header",
             key=key,
         )
     raise ObjectChangedError(

@@ -120,7 +120,7 @@ def _child(work: Work, sender: Connection, parent: int) -> NoReturn:
     """The child's whole life. It leaves by `_exit`: exit handlers belong to the parent."""
     try:
         keep_clients_here()
-        gc.freeze()  # what the parent has left to its collector is the parent's to take apart
+        gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)

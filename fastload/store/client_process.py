@@ -4,12 +4,13 @@
     a thread ─ method, arguments ──── socket pair ──▶ a thread ─ one attempt ─▶ object store
              ◀─ bytes, result, items or an error ───
 
-The threads of a native client do not survive a fork, and a child that uses the client after its parent did
-hangs. So what a trainer reads itself (`dataset[0]`, `num_workers=0`, `open_store`) is read elsewhere,
-and its workers start as they would without fastload. Nothing is forked from a worker: its client is its own.
+The threads of a native client do not survive a fork: a child that uses the client after its parent did
+hangs. So the client process makes the trainer's own reads (`dataset[0]`, `num_workers=0`, `open_store`),
+and workers start as they would without fastload. A worker has a client of its own: nothing is forked from it.
 
-Rejected: workers that start by forkserver once the trainer has used a client, for the dataset must then be
-picklable and the script guarded. Bodies in shared memory, which saves one copy of two, and takes a pool.
+Rejected: starting workers by forkserver once the trainer has used a client, because the dataset must then be
+picklable and the script needs a `__main__` guard. Bodies in shared memory, which saves one copy of two but
+needs a pool.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class ClientProcess:
 
 def _killed() -> StoreError:
     return StoreError(
-        "the process that reads for this one was killed during this request; memory may have run out"
+        "the client process of the store was killed during this request; memory may have run out"
     )
 
 
@@ -204,12 +205,10 @@ def _launch(target: Any) -> _Running:
     ours.settimeout(_START_SECONDS)
     try:
         if not ours.recv(1):
-            raise StoreError(
-                "the process that is to read for this one ended at once; memory may have run out"
-            )
+            raise StoreError("the client process of the store ended at once; memory may have run out")
     except TimeoutError:
         raise StoreTimeoutError(
-            f"the process that reads for this one did not start within {_START_SECONDS:.0f} s"
+            f"the client process of the store did not start within {_START_SECONDS:.0f} s"
         ) from None
     ours.setblocking(False)
     return running
@@ -219,7 +218,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
     except OSError as error:
-        failed = StoreError(f"no connection to the process that reads for this one: {error}; see ulimit -n")
+        failed = StoreError(f"no connection to the client process of the store: {error}; raise ulimit -n")
         failed.retry = "later"  # other requests end meanwhile
         raise failed from error
 
@@ -243,7 +242,7 @@ def _fork(target: Any, control: socket.socket) -> None:
 def _main(target: Any, control: socket.socket) -> NoReturn:
     """The whole life of a client process. It leaves by `_exit`: exit handlers belong to the parent."""
     try:
-        gc.freeze()  # what the parent has left to its collector is the parent's to take apart
+        gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         keep_clients_here()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -321,7 +320,7 @@ class _Work:
         except GeneratorExit:  # nobody listens any more
             raise
         except BaseException:  # a panic of the client is no Exception
-            said = f"the process that reads for this one failed:\n{traceback.format_exc()}"
+            said = f"the client process of the store failed:\n{traceback.format_exc()}"
             yield _ERROR, pickle.dumps(StoreError(said))
 
 

@@ -1,13 +1,12 @@
-"""Which place an fsspec store is: its URL and the options of its file system, without what is secret in them.
+"""The identity of an fsspec store: its URL and the options of its file system, without secrets.
 
 A repository, an account, an endpoint, a branch or a port may each be an option, under a name that only its
-file system knows. So every option counts, except those that are known to say nothing of the place (a timeout)
-and those that are secret. An option that nobody knows makes another place at worst: its data is read once
-more.
+file system knows. So every option counts, except secrets and options that are known not to affect the place,
+such as a timeout. At worst an unknown option makes a second identity, and the data is read once more.
 
-Secrets are left out, not hashed: who reads a cache directory could try passwords against a digest. Where only
-a token says whose account it is (Dropbox, Google Drive), two accounts are one place here, and need a cache
-directory each.
+Secrets are left out, not hashed: a reader of the cache directory could test passwords against a digest. Where
+only a token identifies the account (Dropbox, Google Drive), two accounts have the same identity, and each one
+needs its own cache directory.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def place_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> tup
         described = _described_options(apply_config(cls, dict(arguments)))
     except _Opaque as error:
         described = {}
-        why = f"its storage option {error} is an object that fastload cannot tell from others"
+        why = f"its storage option {error} is an object that fastload cannot describe"
     text = json.dumps(described, sort_keys=True, ensure_ascii=True)
     return blake2b(text.encode(), digest_size=8).hexdigest(), why
 

@@ -1,15 +1,14 @@
 """Keys that end in a slash, in the listings of a client that takes the slash away.
 
-obstore lists "name/" as "name", and has no way to ask for it. Empty ones are directory markers, which are no
-samples; one with content is refused by name. What is listed as "name" is
+obstore lists "name/" as "name", and cannot read it. An empty "name/" is a directory marker and no sample; one
+with content is an error that names the key. An entry listed as "name" is
 
-* another key, "name/", where "name" was listed before: keys come in their order, and "name" stands before it;
-* in doubt where it is empty, where keys "name/..." are listed too, or where few keys have no extension and it
-  is one of them;
-* the object "name" else. A "name/" with content among many keys without extensions is found when it is read.
+* the key "name/", if "name" was listed before: keys come in order, and "name" comes before "name/";
+* in doubt, if it is empty, if keys "name/..." are listed too, or if it is one of few keys without extension;
+* otherwise the object "name". A "name/" with content among many keys without extension is found when read.
 
-What is in doubt is asked for: by a HEAD, or, where a directory has many of them, by a listing of it with a
-delimiter, 1,000 names a request. A HEAD for each would make a million empty objects a million requests.
+Entries in doubt are checked by a HEAD each, or, if a directory has many, by a listing of the directory with a
+delimiter, 1,000 names a request. With HEADs alone, a million empty objects would cost a million requests.
 """
 
 from __future__ import annotations
@@ -128,8 +127,8 @@ class SlashKeys:
 
 def _refused(key: str) -> StoreError:
     return StoreError(
-        f"the key {key!r} ends in a slash and is not empty: obstore cannot read it. For s3:// pass "
-        "client='s3fs', which can; or rename or delete the object",
+        f"the key {key!r} ends in a slash and is not empty; obstore cannot read such a key. Pass "
+        "client='s3fs' (s3:// only), or rename or delete the object",
         stage="list",
         key=key,
     )

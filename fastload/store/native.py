@@ -49,7 +49,7 @@ NATIVE_PROTOCOLS = {
     "http": "http",
     "https": "http",
 }
-_UNREAD = "; or its key ends in a slash, which client='s3fs' can read"
+_UNREAD = ", or its key ends in a slash (client='s3fs' can read it)"
 _PAGE = 1000
 _LIST_FAILURES = 5  # in a row
 # A first contact must fail within 10 s: at most 4 s of attempts begin, each ends in 4 s.

@@ -364,8 +364,8 @@ def refuse_user(name: str, url: str, instead: str) -> None:
     """Raise `ArgumentError` for a URL with a user in it, which clients leave out of their requests."""
     if "@" in urlsplit(url).netloc:
         raise ArgumentError(
-            f"{name} {public_url(url)!r} is given with a user or password in it, which no request carries: "
-            f"leave it out, and give the storage options {instead}"
+            f"{name} {public_url(url)!r} contains a user or password, which requests do not carry: "
+            f"remove it, and pass the storage options {instead}"
         )
 
 

@@ -123,7 +123,8 @@ class RecordSource:
         self._book.settle(index)
         if record is None or record.error is None:
             _log.warning(
-                "shard %r was damaged when it was read, and is not: the next run reads it anew", shard.key
+                "shard %r arrived damaged once, but is intact in the store: the next run reads it again",
+                shard.key,
             )
             self._book.doubt(where.shard)
         return None
