@@ -22,7 +22,7 @@ from faultserver import FaultServer
 from patience import PATIENCE
 
 from fastload import ImageFolder
-from fastload.errors import NotFoundError, StoreError
+from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
 from fastload.store import client_process, open_store
 from fastload.store.client_process import ClientProcess
 from tests.photos import pillow_jpeg, scene
@@ -60,6 +60,12 @@ class Target:
     def count(self) -> Iterator[int]:
         yield from range(5)
         raise NotFoundError("no more", key="five")
+
+    def content(self, file: Path, tail: str | None) -> bytes:
+        return file.read_bytes() + (tail or "").encode()
+
+    def panic(self) -> None:
+        raise BaseException("panicked")
 
     def descriptors(self) -> list[str]:
         names = [int(fd.name) for fd in Path("/proc/self/fd").iterdir()]  # that of this listing is gone then
@@ -109,6 +115,32 @@ def test_call_that_raises_the_error_keeps_type_key_and_retry() -> None:
 def test_call_that_breaks_is_an_error_with_its_traceback() -> None:
     with pytest.raises(StoreError, match=r"(?s)client process of the store failed.*ZeroDivisionError"):
         ClientProcess().call(Target(), "fail", ZeroDivisionError("x"))
+
+
+def test_call_that_panics_is_an_error_and_leaves_other_requests_alone(tmp_path: Path) -> None:
+    process, target = ClientProcess(), Target()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(process.call, target, "wait_for", str(tmp_path / "flag"))
+        pid = process.call(target, "pid")
+        with pytest.raises(StoreError, match=r"(?s)client process of the store failed.*panicked"):
+            process.call(target, "panic")
+        (tmp_path / "flag").touch()
+        assert other.result(PATIENCE) == "came"
+    assert process.call(target, "pid") == pid
+
+
+def test_path_argument_is_the_callers_file_whatever_its_name_means_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, target = ClientProcess(), Target()
+    process.call(target, "pid")
+    (tmp_path / "file").write_bytes(b"mine")
+    monkeypatch.chdir(tmp_path)
+    assert process.call(target, "content", Path("file"), "!") == b"mine!"
+    with (tmp_path / "file").open("rb") as file:
+        (tmp_path / "file").unlink()
+        assert process.call(target, "content", Path(f"/proc/self/fd/{file.fileno()}"), None) == b"mine"
+    assert not [name for name in process.call(target, "descriptors") if "file" in name]
 
 
 def test_iterate_gives_the_items_then_the_error() -> None:
@@ -210,6 +242,38 @@ def test_client_survives_ctrl_c_in_the_terminal() -> None:
     pid = process.call(target, "pid")
     os.kill(pid, signal.SIGINT)
     assert process.call(target, "pid") == pid
+
+
+def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.5)
+    process, target = ClientProcess(), Target()
+    pid = process.call(target, "pid")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreTimeoutError, match="has not answered for"):
+            process.call(target, "echo", 1)
+        assert process.call(target, "pid") != pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_client_that_works_long_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.5)
+    process, target = ClientProcess(), Target()
+    threading.Timer(2.0, (tmp_path / "flag").touch).start()
+    assert process.call(target, "wait_for", str(tmp_path / "flag")) == "came"
+
+
+def test_client_that_cannot_be_forked_is_an_error_that_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(StoreError, match="can be started: .*temporarily unavailable") as caught:
+        ClientProcess().call(Target(), "pid")
+    assert caught.value.retry == "later"
 
 
 # --- What its parent may do ---------------------------------------------------------------------------------

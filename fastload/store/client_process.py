@@ -31,7 +31,8 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fastload.errors import FastloadError, StoreError, StoreTimeoutError
@@ -41,9 +42,12 @@ __all__ = ["ClientProcess", "clients_live_here", "keep_clients_here"]
 _IDLE_SECONDS = 10.0  # without a request, after which it ends; the next request forks a new one
 _LOOK_SECONDS = 1.0
 _START_SECONDS = 60.0
+_SILENT_SECONDS = 60.0  # after which one that does not answer is asked whether it lives
 _HEADER = struct.Struct("<BQ")  # kind and length of what follows
 _BYTES, _RESULT, _ITEM, _ERROR = range(4)
 _BUFFER = 4 << 20  # asked for as a socket's buffer; the kernel grants what the system allows
+_PING = pickle.dumps(("", []))
+_MOST_FILES = 4  # sent with a request
 _PR_SET_NAME = 15
 
 _keep_here = False
@@ -58,6 +62,10 @@ def keep_clients_here() -> None:
 def clients_live_here() -> bool:
     """Whether this process uses native clients itself: a worker does, as nothing is forked from it."""
     return _keep_here or multiprocessing.current_process().daemon
+
+
+class _File:
+    """The place of a file among the arguments of a request: its descriptor comes beside."""
 
 
 class ClientProcess:
@@ -82,18 +90,20 @@ class ClientProcess:
             FastloadError: what the method raised.
             StoreError: no process could be started, or it was killed at this request, twice.
         """
-        request = pickle.dumps((method, arguments))
-        for last in (False, True):
-            running = self._start(target)
-            try:
-                with running.connection() as connection:
-                    _send(connection, _RESULT, request)
-                    kind, value = _receive(connection)
-                break
-            except (EOFError, ConnectionError):
-                running.close()
-                if last:
-                    raise _killed() from None
+        # The client process has another working directory, perhaps, and other descriptors: files go open.
+        paths = [argument for argument in arguments if isinstance(argument, Path)]
+        request = pickle.dumps((method, [_File() if isinstance(one, Path) else one for one in arguments]))
+        with contextlib.ExitStack() as opened:
+            files = [opened.enter_context(path.open("rb")) for path in paths]
+            for last in (False, True):
+                running = self._start(target)
+                try:
+                    kind, value = running.ask(request, [file.fileno() for file in files])
+                    break
+                except (EOFError, ConnectionError):
+                    running.close()
+                    if last:
+                        raise _killed() from None
         if kind == _ERROR:
             raise value
         return value
@@ -105,8 +115,8 @@ class ClientProcess:
             running = self._start(target)
             try:
                 with running.connection() as connection:  # one that is left half-way is closed
-                    _send(connection, _RESULT, pickle.dumps((method, ())))
-                    while (answer := _receive(connection))[0] == _ITEM:
+                    _send(connection, _RESULT, pickle.dumps((method, [])))
+                    while (answer := _receive(connection, running.check))[0] == _ITEM:
                         started = True
                         yield answer[1]
                 break
@@ -148,6 +158,28 @@ class _Running:
         # Not `__del__`: sockets that are collected with this one would warn before it closes them.
         self.close = weakref.finalize(self, _close, control, self._free)
 
+    def ask(self, request: bytes, files: Sequence[int] = ()) -> tuple[int, Any]:
+        """Send one request, and these descriptors with it; the answer's kind and value."""
+        with self.connection() as connection:
+            _send(connection, _RESULT, request, files)
+            return _receive(connection, self.check)
+
+    def check(self) -> None:
+        """Ask whether it lives, where an answer takes long: requests have the client's own deadlines.
+
+        Raises:
+            StoreTimeoutError: it does not answer.
+        """
+        with self.connection() as connection:
+            _send(connection, _RESULT, _PING)
+            _receive(connection, self._give_up)
+
+    def _give_up(self) -> None:
+        self.close()
+        raise StoreTimeoutError(
+            f"the client process of the store has not answered for {_SILENT_SECONDS:.0f} s: is it stopped?"
+        )
+
     def ended(self) -> bool:
         """Whether it has ended, or was closed."""
         try:
@@ -177,6 +209,8 @@ class _Running:
         ours, theirs = _pair()
         with theirs:
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            # By the kernel: a socket with a timeout of Python's gives what it waits for in small pieces.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_SILENT_SECONDS))
             while True:
                 try:
                     socket.send_fds(self._control, [b"+"], [theirs.fileno()])
@@ -228,7 +262,12 @@ def _fork(target: Any, control: socket.socket) -> None:
     with warnings.catch_warnings():
         # Python 3.12 warns of forks beside threads. This child takes no lock of theirs.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            failed = StoreError(f"no client process of the store can be started: {error}")
+            failed.retry = "later"
+            raise failed from error
     if pid == 0:
         try:
             if os.fork() == 0:
@@ -294,19 +333,21 @@ class _Work:
         """Answer the requests of one connection until it is closed."""
         with connection, contextlib.suppress(EOFError, ConnectionError):
             while True:
-                _, (method, arguments) = _receive(connection)
+                files, (method, arguments) = _receive_request(connection)
                 self._busy.add(connection)
                 try:
                     for kind, body in self._answer(method, arguments):
                         _send(connection, kind, body)
                 finally:
+                    for file in files:
+                        os.close(file)
                     self._last = time.monotonic()
                     self._busy.discard(connection)
 
-    def _answer(self, method: str, arguments: tuple[Any, ...]) -> Iterator[tuple[int, Any]]:
+    def _answer(self, method: str, arguments: list[Any]) -> Iterator[tuple[int, Any]]:
         """What goes back for a request: (kind, bytes)."""
         try:
-            result = getattr(self._target, method)(*arguments)
+            result: Any = getattr(self._target, method)(*arguments) if method else None
             if isinstance(result, types.GeneratorType):
                 for item in result:
                     yield _ITEM, pickle.dumps(item)
@@ -324,34 +365,54 @@ class _Work:
             yield _ERROR, pickle.dumps(StoreError(said))
 
 
-def _send(connection: socket.socket, kind: int, body: Any) -> None:
+def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] = ()) -> None:
     header = _HEADER.pack(kind, len(body))
-    sent = connection.sendmsg((header, body))  # both at once: the other side is woken once
+    # All at once: the other side is woken once.
+    sent = socket.send_fds(connection, (header, body), files) if files else connection.sendmsg((header, body))
     if sent < len(header) + len(body):
         connection.sendall(header[sent:])
         connection.sendall(memoryview(body)[max(sent - len(header), 0) :])
 
 
-def _receive(connection: socket.socket) -> tuple[int, Any]:
-    """(kind, what was sent). Raises EOFError where the other side has ended."""
-    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size))
-    body = _exactly(connection, length)
+def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, list[Any]]]:
+    """(descriptors that came with it, (method, arguments)). Raises EOFError where nobody asks any more."""
+    header, files, _, _ = socket.recv_fds(connection, _HEADER.size, _MOST_FILES)
+    if not header:
+        raise EOFError
+    method, arguments = pickle.loads(_exactly(connection, _HEADER.unpack(header)[1], lambda: None))
+    left = iter(files)
+    arguments = [Path(f"/proc/self/fd/{next(left)}") if isinstance(one, _File) else one for one in arguments]
+    return files, (method, arguments)
+
+
+def _receive(connection: socket.socket, silent: Callable[[], None]) -> tuple[int, Any]:
+    """(kind, what was sent); `silent` is called now and then while nothing comes, and may raise.
+
+    Raises:
+        EOFError: the other side has ended.
+    """
+    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
+    body = _exactly(connection, length, silent)
     return kind, body if kind == _BYTES else pickle.loads(body)
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    body = connection.recv(length, socket.MSG_WAITALL) if length else b""
-    if len(body) == length:
-        return body
-    parts = [body]  # a signal came between, or it is larger than one call gives
-    missing = length - len(body)
+def _exactly(connection: socket.socket, length: int, silent: Callable[[], None]) -> bytes:
+    parts: list[bytes] = []  # more than one: a signal came between, or it is larger than one call gives
+    missing = length
     while missing:
-        part = connection.recv(missing, socket.MSG_WAITALL)
-        if not part:
+        try:
+            parts.append(connection.recv(missing, socket.MSG_WAITALL))
+        except BlockingIOError:
+            silent()
+            continue
+        if not parts[-1]:
             raise EOFError
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
+        missing -= len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _forget_all() -> None:
