@@ -271,7 +271,7 @@ def test_client_that_cannot_be_forked_is_an_error_that_is_tried_again(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", fork)
-    with pytest.raises(StoreError, match="can be started: .*temporarily unavailable") as caught:
+    with pytest.raises(StoreError, match=r"can be started: .*temporarily unavailable") as caught:
         ClientProcess().call(Target(), "pid")
     assert caught.value.retry == "later"
 

@@ -122,15 +122,15 @@ def test_a_pool_closed_by_a_thread_of_its_own() -> None:
 def test_a_read_that_is_late_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hedge_rules, "_ENOUGH", 2)
     monkeypatch.setattr(hedge_rules, "_SHARE", 1.0)
-    bodies = {f"{i:02d}": bytes([i]) * 1000 for i in range(20)}
+    bodies = {f"{i:02d}.bin": bytes([i]) * 1000 for i in range(20)}
     with FaultServer(bodies) as server:
-        server.script("15", Fault(delay=20))
+        server.script("15.bin", Fault(delay=20))
         dataset = ObjectDataset("s3://bucket", storage_options={**server.options, "hedge": True})
         start = time.monotonic()
         dataset.prefetch(range(20))
         assert [bytes(dataset[index]) for index in range(20)] == list(bodies.values())
         assert time.monotonic() - start < 10
-        assert server.count("15") == 2 and dataset.counters["get.hedged"] >= 1
+        assert server.count("15.bin") == 2 and dataset.counters["get.hedged"] >= 1
         dataset.close()
 
 
