@@ -14,7 +14,8 @@ from sharddata import shards
 from torch.utils.data import Dataset, RandomSampler, default_convert
 
 import fastload
-from fastload import DataLoader, DistributedSampler
+from fastload import CenterCrop, DataLoader, DistributedSampler, ImageFolder
+from tests.photos import pillow_jpeg, scene
 
 LENGTH = 30
 # "meta" stands for "cuda": a device whose tensors the order and a batch in host memory cannot be made of.
@@ -148,3 +149,13 @@ def test_default_convert_keeps_arrays_on_the_host_under_a_default_device() -> No
     same(
         [batch["array"] for batch in batches], [default_convert(Samples()[k]["array"]) for k in range(LENGTH)]
     )
+
+
+def test_targets_of_a_function_lie_on_the_host_beside_a_fused_transform(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for number in range(4):
+        (tmp_path / "a" / f"{number}.jpg").write_bytes(pillow_jpeg(scene(30, 20, number)))
+    dataset = ImageFolder(str(tmp_path), CenterCrop(8), target_transform=float)
+    with default("meta"):
+        [(images, targets)] = DataLoader(dataset, 4)
+    assert images.device.type == targets.device.type == "cpu" and targets.tolist() == [0.0] * 4

@@ -25,10 +25,11 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 import fastload
-from fastload import Cache, ObjectDataset, TarDataset, TFRecordDataset, cached
+from fastload import Cache, ImageFolder, ObjectDataset, TarDataset, TFRecordDataset, cached
 from fastload.datasets.fingerprint import describe
 from fastload.errors import ArgumentError
 from tests.patience import PATIENCE
+from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -399,6 +400,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
     for i in range(3):
         (tmp_path / "data" / str(i)).write_bytes(b"x" * (i + 1))
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "0.jpg").write_bytes(pillow_jpeg(scene(20, 20, 0)))
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for i in range(3):
             info = tarfile.TarInfo(f"{i}.bin")
@@ -520,6 +523,24 @@ def test_a_dataset_of_fastload_is_described(folder: Path) -> None:
     assert used[0] == 1
     assert cached(used, folder / "cache").fingerprint == before == of(scale), "reading changes nothing"
     used.close()
+
+
+def test_what_a_dataset_of_fastload_learns_as_it_is_read_changes_no_fingerprint(folder: Path) -> None:
+    """When it was listed, and whether from a kept listing; what a shard holds."""
+
+    def of(dataset: Any) -> str:
+        return cached(dataset, folder / "cache").fingerprint
+
+    for kind, url in ((ImageFolder, folder / "images"), (TarDataset, folder / "a.tar")):
+        first = kind(str(url), cache=folder / "kept")
+        assert sum(1 for _ in fastload.DataLoader(first, None)) > 0  # shards are indexed by this
+        first.close()
+        before = of(kind(str(url), cache=folder / "kept"))
+        again = kind(str(url), cache=folder / "kept")
+        assert of(again) == before
+        assert len(list(fastload.DataLoader(again, None))) > 0
+        assert of(again) == before == of(kind(str(url), cache=folder / "kept", refresh=True))
+        again.close()
 
 
 def test_what_a_list_holds_is_refused_by_its_place(tmp_path: Path) -> None:

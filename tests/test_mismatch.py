@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import SequentialSampler, Subset
 
-from fastload import DataLoader, ImageFolder
+from fastload import CenterCrop, DataLoader, ImageFolder
 from fastload.errors import ArgumentError
 from tests.loaderdata import Numbers
 from tests.photos import pillow_jpeg, scene
@@ -138,3 +138,34 @@ def test_epoch_without_a_batch_is_warned_of_once(options: dict[str, Any]) -> Non
     (warning,) = caught
     assert "every epoch is empty" in str(warning.message) and warning.filename == __file__
     assert "6 samples are fewer than batch_size=64" in str(warning.message)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_targets_that_differ_beside_a_fused_transform_are_named(folder: Path, num_workers: int) -> None:
+    """Three samples of each class: the fourth is the first whose target has another length."""
+    dataset = ImageFolder(str(folder), CenterCrop(8), target_transform=lambda label: [0] * (1 + label))
+    _, text = error_of(dataset, num_workers)
+    assert re.search(r"sample 0 'class0/0.jpg' .*, but sample 3 'class1/3.jpg' .*pass collate_fn", text), text
+
+
+def test_error_that_is_raised_again_has_one_note() -> None:
+    error = ValueError("always the same")
+
+    def fail(index: int) -> int:
+        raise error
+
+    for index in (3, 4):
+        with pytest.raises(ValueError, match="always the same") as caught:
+            list(DataLoader(Numbers(8, fail), sampler=[index]))
+        assert caught.value.__notes__ == [f"(sample {index})"]
+
+
+def test_sampler_that_refuses_to_tell_its_length_is_left_alone() -> None:
+    class Sampler:
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+        def __len__(self) -> int:
+            raise RuntimeError("not known yet")
+
+    assert sum(1 for _ in DataLoader(Numbers(4), 2, sampler=Sampler(), drop_last=True)) == 2

@@ -297,6 +297,78 @@ def test_a_sample_that_is_drawn_twice_is_read_once(photos: Path, opened: Any) ->
     assert loader.stats()["counters"]["get.requests"] == COUNT
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_ahead_for_samples_of_its_own_lasts_the_epoch(
+    workers: int, photos: Path, opened: Any
+) -> None:
+    dataset = opened(OwnItems(str(photos), FUSED))
+    order = [index for _ in range(30) for index in range(COUNT)]
+    loader = DataLoader(dataset, 8, sampler=order, num_workers=workers)
+    assert len(list(loader)) == len(order) / 8
+    assert loader.stats()["counters"]["get.ahead"] == len(order)
+
+
+class Twice(ImageFolder):
+    """Another length, and indices that the dataset below does not have."""
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+    def __getitem__(self, index: Any) -> Any:
+        index, more = index if isinstance(index, tuple) else (index, 0)
+        return super().__getitem__(index % COUNT)[1] + more
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_indices_of_a_subclass_may_be_its_own(workers: int, photos: Path, opened: Any) -> None:
+    dataset = opened(Twice(str(photos), FUSED))
+    labels = ImageFolder(str(photos)).targets
+    assert torch.cat(list(DataLoader(dataset, 8, num_workers=workers))).tolist() == [*labels, *labels]
+    pairs = [(index, 10) for index in range(COUNT)]
+    found = torch.cat(list(DataLoader(dataset, 8, sampler=pairs, num_workers=workers))).tolist()
+    assert found == [label + 10 for label in labels]
+
+
+class EveryOther(TarDataset):
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(2 * index)["cls"]
+
+
+def test_length_of_a_subclass_of_indexed_shards_may_be_its_own(tmp_path: Path, opened: Any) -> None:
+    url, cache = write(tmp_path / "shards", shards("tar")), str(tmp_path / "cache")
+    everything = opened(TarDataset(url, transform=FUSED, cache=cache))
+    assert len(list(DataLoader(everything, 8))) > 0  # indexed from here on
+    dataset = opened(EveryOther(url, transform=FUSED, cache=cache))
+    expected = [int(everything[2 * index]["cls"]) for index in range(TOTAL // 2)]
+    assert torch.cat(list(DataLoader(dataset, 8))).tolist() == expected
+
+
+def test_index_that_was_refused_leaves_a_persistent_worker_alive(photos: Path, opened: Any) -> None:
+    dataset = opened(ImageFolder(str(photos), FUSED))
+    order = list(range(COUNT))
+    loader = DataLoader(dataset, 4, sampler=order, num_workers=1, persistent_workers=True)
+    order[6] = 1000
+    with pytest.raises(IndexError, match="1000"):
+        list(loader)
+    order[6] = 6
+    assert len(list(loader)) == COUNT / 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_objects_without_decode_are_bytes_wherever_they_are_read(workers: int, photos: Path) -> None:
+    objects = {str(path.relative_to(photos)): path.read_bytes() for path in photos.rglob("*.jpg")}
+    with FaultServer(objects) as server:
+        dataset = ObjectDataset("s3://bucket", storage_options=server.options)
+        assert type(dataset[0]) is bytes
+        loader = DataLoader(dataset, 4, num_workers=workers, collate_fn=as_list)
+        assert [body for batch in loader for body in batch] == [objects[key] for key in sorted(objects)]
+        assert all(type(body) is bytes for batch in loader for body in batch)
+        dataset.close()
+
+
 class KeysAlone(ObjectDataset):
     def __getitem__(self, index: int) -> Any:
         return self.key(index)

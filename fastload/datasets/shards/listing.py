@@ -82,6 +82,10 @@ class ShardList:
             shard: by_key[keys[row]] for shard, row in enumerate(self._rows) if keys[row] in by_key
         }
 
+    def __fingerprint__(self) -> dict[str, Any]:
+        """What is there, however it was listed: see `datasets.fingerprint`."""
+        return {name: value for name, value in vars(self).items() if name != "_refresh"}
+
     def __len__(self) -> int:
         return len(self._rows)
 
