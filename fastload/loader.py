@@ -51,7 +51,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         num_workers: also "auto": the first epoch finds how many of the node's cores it takes, see
             `fastload.autoscale`. `loader.num_workers` is then the most that there can be, an int; the samples
             and states are those of any number. A dataset that is split by worker gets the most at once.
-        device: where batches are placed. None: in host memory. "cuda", "cuda:1" or a torch.device: on
+        device: where the batches come to lie. None: in host memory. "cuda", "cuda:1" or a torch.device: on
             that GPU, copied one or two batches ahead beside the running work; `pin_memory` is then of no use.
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
         batch_transform: called with every batch in this process, for example `fastload.Normalize(mean, std)`;
@@ -65,25 +65,25 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             `stats()["decode"]`. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
             ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk".
             Damage in the middle of a JPEG is an error with "cpu"; the others may show it.
-        on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
-            its batch in its place); "replace" (another sample takes its place, the same one in every run).
+        on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
+            is repeated in its place); "replace" (another sample takes its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.
         seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
-            function of the batch: the same for any number of workers. It covers torch's CPU generator,
-            Python's `random` and `np.random`, but not the generators of GPUs. If none of the first 100
-            samples draws from `random` or `np.random`, the first later sample that does is computed twice.
-            `__getitems__` is called for one sample at a time. None: seeds are drawn from torch's generator,
-            as torch seeds its workers. (Even then fused transforms do not depend on the number of workers,
-            unless a subclass of a fastload dataset overrides `__getitem__`.)
+            function of the batch: the same for any number of workers. This is what they draw from torch's
+            generator of the CPU, Python's `random` and `np.random`; generators of GPUs are left alone. After
+            100 samples that drew from neither of the last two, the first one that does is made twice. A
+            `__getitems__` is asked for one sample at a time. None: drawn from torch's generator, as torch
+            seeds its workers. (fastload's fused transforms are independent of the number of workers either
+            way, but where a subclass of its datasets makes the samples.)
 
-    The loader always calls `__getitem__` or `__getitems__` of a subclass of a fastload dataset that overrides
-    them. It still reads ahead for such a subclass, but does not write samples directly into the batch.
+    A subclass of fastload's datasets that overrides `__getitem__` or `__getitems__` is obeyed, always: it is
+    still read ahead, and asked for its samples in place of writing rows into the batch.
 
-    A shard dataset without a sampler gets a `fastload.ShardSampler`: each rank reads its own part, as streams
-    until the shards are indexed.
+    A shard dataset that is given no sampler gets a `fastload.ShardSampler`: each rank reads its own part, as
+    streams until the places of the samples are known.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error or seed has an invalid value.
+        ArgumentError: device, batch_transform, decode, on_error or seed is not what it can be.
         ValueError, TypeError: as torch's.
     """
 
@@ -277,9 +277,9 @@ def _warn_of_lone_reads(dataset: Any) -> None:
         kind = type(lone.dataset).__name__
         warnings.warn(
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. For "
-            f"read-ahead, override __getitem__ in a subclass of {kind}, or use its transform= (ImageFolder: "
-            "also target_transform=), torch's Subset or the loader's collate_fn",
+            "time, so nothing is read ahead: from an object store this is several times slower. A subclass "
+            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: "
+            "also target_transform=), a torch Subset of it, and a collate_fn of the loader",
             stacklevel=3,
         )
 
@@ -294,8 +294,8 @@ def _warn_of_an_empty_epoch(loader: DataLoader[Any]) -> None:
         return
     if samples < loader.batch_size:
         warnings.warn(
-            f"every epoch is empty: {samples:,} samples are fewer than batch_size={loader.batch_size}, and "
-            "drop_last=True drops the only batch. Use a smaller batch_size or drop_last=False",
+            f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
+            f"than batch_size={loader.batch_size}",
             stacklevel=3,
         )
 

@@ -154,7 +154,7 @@ def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path
         data = make()
         with pytest.raises(TypeError, match="no length yet"):
             len(data)
-        with pytest.raises(TypeError, match="not indexed yet"):
+        with pytest.raises(TypeError, match="no numbers yet"):
             data[3]
         found = read(data)
         data.flush_cache()
@@ -1002,9 +1002,9 @@ def test_bad_records_under_on_error(kind: str, workers: int, tmp_path: Path) -> 
             "tfrecord",
             "tar",
             ArgumentError,
-            r"only index files there, .* Read a tar with fastload\.TarDataset",
+            r"only index files there, .* A tar is read by fastload\.TarDataset",
         ),
-        ("tar", "tfrecord", ArgumentError, r"Read TFRecord files with fastload\.TFRecordDataset"),
+        ("tar", "tfrecord", ArgumentError, r"TFRecord files are read by fastload\.TFRecordDataset"),
         ("tar", "odd/nothing", NotFoundError, "check the"),
     ],
 )

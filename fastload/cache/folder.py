@@ -1,9 +1,8 @@
-"""Folders that only this user can change, and the files that datasets keep there: listings and shard indexes.
+"""Folders that only this user can change, and what datasets keep in the one beside the records: listings of
+stores and tables of shards. A file there is written whole or not at all, and read only where nobody else can
+have written it: whoever writes a listing decides which objects and labels a training gets.
 
-A file is written whole or not at all. It is read only if nobody else can have written it, because the author
-of a listing decides which objects and labels a training gets.
-
-Owners and modes are checked on open descriptors: a path may lead to another file by the time it is opened.
+Everything is looked at by its descriptor: a path may lead to something else by the time it is opened.
 """
 
 from __future__ import annotations

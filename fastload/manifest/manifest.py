@@ -212,8 +212,8 @@ class Manifest:
         """Why nothing of this store may be cached, in words; "" where it may."""
         if self.unversioned:
             return (
-                f"the store gives no version (ETag, checksum or modification time) for {self.unversioned:,} "
-                f"of {len(self):,} objects, so changes could not be detected: nothing is cached"
+                f"the store names no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
+                "checksum or time of change), so that no change of them can be noticed: nothing is cached"
             )
         return f"{store.unidentified}: nothing is cached" if store.unidentified else ""
 
@@ -237,7 +237,7 @@ class Manifest:
         try:
             descriptor = open_kept(path)
         except CacheError as error:
-            _log.warning("ignored a saved listing; the url will be listed again: %s", error.message)
+            _log.warning("a kept manifest is not read, and listed again: %s", error.message)
             return None
         except OSError:
             return None

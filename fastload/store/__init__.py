@@ -36,12 +36,12 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             their file system takes.
 
             s3:// by obstore also takes `credential_provider`, a function (picklable) that returns a dict with
-            access_key_id, secret_access_key, token and expires_at (a datetime with time zone). It is called
-            again before they expire, and when the store says that they have expired.
+            access_key_id, secret_access_key, token and expires_at (a datetime with time zone). It is asked
+            again before that, and when the store says that they have expired.
 
-            All protocols take `max_requests`, the number of requests in flight from this node, all ranks and
-            workers together (default: adapts to the measured rate, 1,024 at most), and `hedge=True`: a read
-            that takes longer than 95 % of the reads is sent a second time, for 3 % of the reads at most.
+            All protocols take `max_requests`, how many a loader has in flight from this node, all ranks and
+            workers together (default: as many as help, 1,024 at most), and `hedge=True`: what takes longer
+            than 95 % of the reads do is asked for a second time, in 3 % of the reads at most.
 
     Raises:
         ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
@@ -49,8 +49,8 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     if not isinstance(url, str | os.PathLike) or isinstance(os.fspath(url), bytes):
         raise ArgumentError(
             f"url must be one URL or path, a str or pathlib.Path, found {_shown(reprlib.repr(url))}. "
-            "For several urls, make one dataset each and join them with torch.utils.data.ConcatDataset; "
-            "shard datasets take a list"
+            "Several are several datasets, which torch.utils.data.ConcatDataset joins; datasets of shards "
+            "take a list"
         )
     reading = _reading(storage_options)
     store = _open(os.fspath(url), storage_options)
@@ -97,12 +97,12 @@ def _chained(url: str) -> str:
     first, _, inner = url.partition("::")
     if first in _CACHING and not _CHAIN.search(inner):
         return (
-            f"url {_shown(url)!r} chains file systems, which fastload does not support: "
-            f"give {_shown(inner)!r}, and cache=DIRECTORY in place of {first!r}"
+            f"url {_shown(url)!r} chains file systems: give {_shown(inner)!r} alone. In place of {first!r}, "
+            "fastload keeps what it reads with cache=DIRECTORY"
         )
     return (
-        f"url {_shown(url)!r} chains file systems, which fastload does not support: unpack the archive into "
-        "a bucket or directory, and give its url"
+        f"url {_shown(url)!r} chains file systems, which fastload does not read: unpack the archive into a "
+        "bucket or directory and give the url of that"
     )
 
 

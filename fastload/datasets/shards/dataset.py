@@ -269,7 +269,7 @@ class ShardDataset(StoreDataset):
         if shard > 0 or (shard == 0 and not self._book.complete()):
             table = self._book.get(shard) if shard < len(self._shards) else None
             if table is None:
-                raise TypeError(f"sample {index!r} is not available: {NO_NUMBERS}")
+                raise TypeError(f"there is no sample {index!r} to be had: {NO_NUMBERS}")
             if ordinal >= len(table.places):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.places)} records")
             return index

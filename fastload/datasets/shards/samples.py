@@ -22,8 +22,8 @@ __all__ = ["SampleMaker"]
 _log = logging.getLogger("fastload")
 
 _ADVICE = (
-    "Pass a transform= that takes the whole sample and makes all samples alike, or rewrite the shards with "
-    "the same members in each sample (fastload convert --to tfrecord names each sample's first image 'image')"
+    "Give transform= a function of the whole sample that makes all alike, or write the shards anew with the "
+    "same members in each sample (fastload convert --to tfrecord calls the first image of each 'image')"
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
@@ -227,9 +227,9 @@ class SampleMaker:
         if masks:
             self._warned = True
             _log.warning(
-                "%r of %s is a greyscale or palette PNG and may be a mask. Fused transforms convert masks to "
-                "RGB and interpolate their values. For a mask, pass decode={%r: function of its bytes} and a "
-                "transform= that takes the whole sample",
+                "%r of %s is a PNG in grey or with a palette. If it is a mask: fused transforms interpolate "
+                "its values and make them RGB; use decode={%r: function of its bytes}, and transform= a "
+                "function of the sample",
                 masks[0],
                 _name(fields),
                 masks[0],

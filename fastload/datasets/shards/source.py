@@ -123,8 +123,7 @@ class RecordSource:
         self._book.settle(index)
         if record is None or record.error is None:
             _log.warning(
-                "shard %r arrived damaged once, but is intact in the store: the next run reads it again",
-                shard.key,
+                "shard %r was damaged when it was read, and is not: the next run reads it anew", shard.key
             )
             self._book.doubt(where.shard)
         return None

@@ -27,8 +27,8 @@ _log = logging.getLogger("fastload")
 _SHARD_BITS = 32
 _UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
 NO_NUMBERS = (
-    "the shards are not indexed yet. Read the dataset with fastload.DataLoader, which streams it; pass index "
-    "files (index=); or pass cache=, which indexes the shards in the first epoch"
+    "its records have no numbers yet. Read it with fastload.DataLoader, which streams it; give index files "
+    "(index=); or give it a cache, which learns the places in the first epoch"
 )
 
 
@@ -116,7 +116,7 @@ class StreamOpener:
         split = self._book.complete() and not compressed
         if streams > len(shards) and not split and rank == 0:
             _log.warning(
-                "%d shards for %d readers: %d readers have nothing to read, because %s",
+                "%d shards for %d readers: %d of these have nothing to read, for %s",
                 len(shards),
                 streams,
                 streams - len(shards),
