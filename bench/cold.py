@@ -31,7 +31,7 @@ import torch
 from bench.peer import Run
 from bench.photos import BATCH, SIZE, WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
+from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 
 WORKERS = 2
 LATENCIES = (0, 20, 50, 100)  # ms

@@ -46,8 +46,8 @@ from bench.photos import BATCH, SIZE, WORKPLACE, photo_folder
 from bench.record import QUICK, Record, Scale, commit
 from bench.sections import CORES, Case, Course, Place, choose_workers, load, take_turns
 from bench.shards import make_shards
-from fastload.cli._machine import describe_machine
-from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
+from fastload.cli.machine import describe_machine
+from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 
 RESULTS = Path(__file__).parent / "results"
 QUALITY = 97

@@ -23,8 +23,9 @@ from rich.table import Table
 from bench.kernels import Contender, Fill, Pillow, RoiDecode, kernel_quality
 from bench.photos import KEPT_QUALITY, KEPT_SIDE, SIZE, photo_folder
 from fastload import RandomResizedCrop
-from fastload.cli._machine import describe_machine
-from fastload.images import backend, decode_resized, native, shrink
+from fastload.cli.machine import describe_machine
+from fastload.images import backend, decode_resized, shrink
+from fastload.images import kernel as native
 
 RESULTS = Path(__file__).parent / "results"
 RAW, SHRUNK = "raw: bare ROI decode in C", "shrunk: bare ROI decode in C"

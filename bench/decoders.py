@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import fastload
-from fastload.decoding import Decoding, measure_decoder
-from fastload.stats import Counters
+from fastload.gpu.decoding import Decoding, measure_decoder
+from fastload.metrics.counters import Counters
 
 CHOICES = ("dali", "nvjpeg")
 

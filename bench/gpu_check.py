@@ -32,7 +32,7 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
-from fastload.cli._machine import describe_machine
+from fastload.cli.machine import describe_machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -202,7 +202,7 @@ PARTS = {"copy": copy_part, "images": images_part, "idle": idle_part}
 def build_kernel() -> str:
     """Which code decodes on the CPU here; built first where the sources and headers allow it."""
     try:
-        from fastload.images import _kernel  # noqa: F401
+        from fastload.images import compiled as _kernel  # noqa: F401
 
         return "native kernel"
     except ImportError:

@@ -19,8 +19,9 @@ from PIL import Image
 
 from bench.photos import BATCH, SIZE, WORKPLACE
 from fastload import RandomResizedCrop
-from fastload.cli._photos import make_photo
-from fastload.images import SampleRng, decode_image, native
+from fastload.demo.photos import make_photo
+from fastload.images import SampleRng, decode_image
+from fastload.images import kernel as native
 
 __all__ = ["Contender", "Fill", "Pillow", "RoiDecode", "kernel_quality"]
 

@@ -15,8 +15,9 @@ from bench.kernels import Fill, RoiDecode
 from bench.photos import BATCH, KEPT_QUALITY, KEPT_SIDE, SIZE
 from bench.sections import Place
 from fastload import RandomResizedCrop
-from fastload.cli._probe import probe_disk
-from fastload.images import decode_resized, native, shrink
+from fastload.images import decode_resized, shrink
+from fastload.images import kernel as native
+from fastload.plan.probe import probe_disk
 
 __all__ = ["Limits", "bare_get", "handing_over", "machine_limits"]
 

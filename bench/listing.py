@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple, overload
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from fastload.cli._photos import make_photo
-from fastload.cli._tether import tethered
+from fastload.demo.photos import make_photo
+from fastload.demo.tether import tethered
 
 __all__ = ["CLASSES", "Keys", "bucket_of", "list_page", "serve_listing"]
 

@@ -25,8 +25,8 @@ from bench.cold import BATCH, SIZE, WORKERS, Run, count, epoch
 from bench.photos import WORKPLACE, photo_folder
 from bench.shards import RESULTS, ROUND_TRIP, make_shards
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TFRecordDataset
-from fastload.cli._machine import describe_machine
-from fastload.cli._s3 import delay_proxy, serve_s3
+from fastload.cli.machine import describe_machine
+from fastload.demo.s3_server import delay_proxy, serve_s3
 
 IMAGES, QUALITY = 3671, 86  # 60.5 KB each
 MOXING = {"bytes": (619.64, 863.76), "images": (375.15, 402.57), "tfrecord": (139.06, 683.51)}  # MB/s

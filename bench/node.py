@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from bench.figures import MAIN, find, rows_of
-from fastload.cli._model import (
+from fastload.plan.model import (
     MODES,
     NODE_REQUESTS,
     Data,

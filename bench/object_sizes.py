@@ -34,7 +34,7 @@ Reader = Callable[[int], float]  # reads so many random objects, and returns the
 def sizes(byte_counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each size and contender; all take turns."""
     from bench.photos import WORKPLACE
-    from fastload.cli._s3 import delay_proxy, serve_s3
+    from fastload.demo.s3_server import delay_proxy, serve_s3
 
     folders = {size: object_folder(size) for size in byte_counts}
     rows = []

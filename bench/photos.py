@@ -33,6 +33,6 @@ def photo_folder(count: int, quality: int) -> Path:
 
 def _write_photo(seed: int, path: Path, quality: int) -> None:
     # Here, since processes whose start is measured import this module for its numbers.
-    from fastload.cli._photos import make_photo
+    from fastload.demo.photos import make_photo
 
     path.write_bytes(make_photo(seed, quality=quality))

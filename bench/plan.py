@@ -18,7 +18,7 @@ import tempfile
 from typing import Any
 
 from bench.photos import WORKPLACE, photo_folder
-from fastload.cli._s3 import delay_proxy, serve_s3
+from fastload.demo.s3_server import delay_proxy, serve_s3
 
 WORKERS = 2
 BATCH_SIZE = 64

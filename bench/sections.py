@@ -16,7 +16,7 @@ from bench.contenders import Contender
 from bench.environment import Unavailable
 from bench.peer import Peer, Run
 from bench.photos import BATCH, SIZE, WORKPLACE
-from fastload.cli._s3 import Proxy, S3Server
+from fastload.demo.s3_server import Proxy, S3Server
 
 __all__ = [
     "CORES",

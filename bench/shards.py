@@ -32,8 +32,8 @@ from bench.cold import BATCH, SIZE, WORKERS, epoch, filling_and_cached, side_by_
 from bench.peer import Peer, Run
 from bench.photos import WORKPLACE, photo_folder
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
-from fastload.cli._machine import describe_machine
-from fastload.cli._s3 import delay_proxy, serve_s3
+from fastload.cli.machine import describe_machine
+from fastload.demo.s3_server import delay_proxy, serve_s3
 
 RESULTS = Path(__file__).parent / "results"
 ROUND_TRIP = 0.02

@@ -20,7 +20,7 @@ from bench.figures import (
     spread,
     table,
 )
-from fastload.cli._model import MODES
+from fastload.plan.model import MODES
 
 __all__ = [
     "decode_only",

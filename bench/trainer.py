@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.photos import photo_folder
-from fastload.cli._machine import describe_machine
+from fastload.cli.machine import describe_machine
 
 TRAIN = Path(__file__).parents[1] / "examples" / "resnet50" / "train.py"
 SHARES = (0.5, 0.7, 0.9, 1.2, 1.5)

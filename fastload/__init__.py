@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastload.cache import Cache
-    from fastload.dali import Dali
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.objects import ObjectDataset
-    from fastload.datasets.tar import TarDataset
-    from fastload.datasets.tfrecord import TFRecordDataset
+    from fastload.distributed.sampler import DistributedSampler, ShardSampler
+    from fastload.gpu.dali import Dali
+    from fastload.gpu.normalize import Normalize
     from fastload.images.by_epoch import ByEpoch
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
-    from fastload.loader import DataLoader
-    from fastload.normalize import Normalize
-    from fastload.sampler import DistributedSampler, ShardSampler
+    from fastload.loader.dataloader import DataLoader
+    from fastload.loader.watch import watch
+    from fastload.shards.tar import TarDataset
+    from fastload.shards.tfrecord import TFRecordDataset
     from fastload.store import open_store
-    from fastload.watch import watch
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
 # child needs none of it.
@@ -30,19 +30,19 @@ _HOME = {
     "ByEpoch": "fastload.images.by_epoch",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
-    "Dali": "fastload.dali",
-    "DataLoader": "fastload.loader",
-    "DistributedSampler": "fastload.sampler",
+    "Dali": "fastload.gpu.dali",
+    "DataLoader": "fastload.loader.dataloader",
+    "DistributedSampler": "fastload.distributed.sampler",
     "ImageFolder": "fastload.datasets.image_folder",
-    "Normalize": "fastload.normalize",
+    "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
-    "ShardSampler": "fastload.sampler",
-    "TFRecordDataset": "fastload.datasets.tfrecord",
-    "TarDataset": "fastload.datasets.tar",
+    "ShardSampler": "fastload.distributed.sampler",
+    "TFRecordDataset": "fastload.shards.tfrecord",
+    "TarDataset": "fastload.shards.tar",
     "cached": "fastload.datasets.cached",
     "open_store": "fastload.store",
-    "watch": "fastload.watch",
+    "watch": "fastload.loader.watch",
 }
 
 __all__ = [
@@ -71,7 +71,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fastload' has no attribute {name!r}")
-    from fastload.linux import ANYWHERE, need_linux
+    from fastload.metrics.platform import ANYWHERE, need_linux
 
     if name not in ANYWHERE:
         need_linux()

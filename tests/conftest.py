@@ -16,7 +16,7 @@ import psutil
 import pytest
 from patience import PATIENCE
 
-from fastload.worker_iterator import _PRELOADED
+from fastload.loader.worker_iterator import _PRELOADED
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

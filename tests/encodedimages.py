@@ -8,7 +8,7 @@ from typing import Any
 import simplejpeg
 import torch
 
-from fastload.encoded import EncodedBatch, EncodedImages
+from fastload.images.encoded import EncodedBatch, EncodedImages
 from fastload.images.transforms import Crop
 
 

@@ -33,7 +33,8 @@ from patience import PATIENCE
 
 import fastload
 from fastload.fetch import source
-from fastload.store import native, retry, s3fs
+from fastload.store import object_store as native
+from fastload.store import retry, s3fs
 
 N = 24
 BAD = "0007"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from patience import PATIENCE
 
-from fastload.nested import tensors
+from fastload.gpu.tree import tensors
 
 GARBAGE = 0xFD
 
@@ -46,7 +46,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """See `fastload.cuda.Device`.
+    """See `fastload.gpu.cuda.Device`.
 
     Args:
         delay: seconds before each copy.
@@ -85,7 +85,7 @@ class FakeCuda:
     def _here(self) -> None:
         assert os.getpid() == self._pid, "CUDA was used in a forked process"
 
-    # --- fastload.cuda.Device
+    # --- fastload.gpu.cuda.Device
 
     @contextlib.contextmanager
     def side(self) -> Iterator[None]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fastload.rows import Allocate, Failures, Todo
-from fastload.stats import Counters
+from fastload.datasets.protocols import Allocate, Failures, Todo
+from fastload.metrics.counters import Counters
 
 
 def content(shard: int, ordinal: int) -> int:

@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.autoscale import Autoscaler, ceiling
 from fastload.errors import WorkerError
-from fastload.stats import Counters
-from fastload.workers import WorkerPool
+from fastload.metrics.counters import Counters
+from fastload.workers.autoscale import Autoscaler, ceiling
+from fastload.workers.pool import WorkerPool
 from tests.loaderdata import Numbers, Stream
 from tests.photos import pillow_jpeg, scene
 
@@ -152,7 +152,7 @@ class Scripted:
 
 def auto(dataset: Any, batch_size: int, numbers: list[int], monkeypatch: Any, **options: Any) -> Any:
     """A loader with num_workers="auto" that has as many workers as the script says."""
-    monkeypatch.setattr("fastload.loader.ceiling", lambda: max(numbers))
+    monkeypatch.setattr("fastload.loader.dataloader.ceiling", lambda: max(numbers))
     loader: DataLoader[Any] = DataLoader(dataset, batch_size, num_workers="auto", **options)
     loader._autoscaler = Scripted(numbers)  # type: ignore[assignment]
     return loader
@@ -277,7 +277,7 @@ def test_the_death_of_a_grown_worker_is_reported(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("slow", ["samples", "steps"])
 def test_policy_and_mechanism_together(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.autoscale._INTERVAL", 0.1)
+    monkeypatch.setattr("fastload.workers.autoscale._INTERVAL", 0.1)
     loader = auto(Numbers(300, Slow(0.01 if slow == "samples" else 0.0)), 2, [6], monkeypatch)
     loader._autoscaler = Autoscaler(6, cores=8, busy=lambda: 0.0)
     found, numbers = [], {3}
@@ -316,7 +316,7 @@ class Stateful(Dataset[Any]):
 def test_datasets_that_are_split_by_worker_keep_the_number(
     dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastload.loader.ceiling", lambda: 2)
+    monkeypatch.setattr("fastload.loader.dataloader.ceiling", lambda: 2)
     loader: DataLoader[Any] = DataLoader(dataset, 2, num_workers="auto")
     assert loader.num_workers == 2 and loader._autoscaler is None and loader.stats()["autoscale"] == ""
     assert len(list(loader)) == (5 if isinstance(dataset, Stream) else 4)

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from fastload import Cache, DataLoader, ObjectDataset
-from fastload.cache import claims
-from fastload.cache.claims import Claims
-from fastload.cli._photos import make_dataset
-from fastload.cli._s3 import delay_proxy, serve_s3
+from fastload.cache import inflight as claims
+from fastload.cache.inflight import Claims
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import WorkerError
 from tests.patience import PATIENCE, wait_until
 

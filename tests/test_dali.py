@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from fastload.dali import Dali, why_no_dali
-from fastload.encoded import EncodedBatch, EncodedImages, decode_by_kernel
 from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.gpu.dali import Dali, why_no_dali
 from fastload.images import CenterCrop, RandomResizedCrop
-from fastload.stats import Counters
+from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
+from fastload.metrics.counters import Counters
 from tests.encodedimages import encode, psnr, undecodable
 from tests.photos import pillow_jpeg, png, scene, variants
 
 if why_no_dali() is not None:
     pytest.skip(str(why_no_dali()), allow_module_level=True)
 
-from fastload.dali import DaliDecoder
+from fastload.gpu.dali import DaliDecoder
 
 CPU = torch.device("cpu")
 GOOD = pillow_jpeg(scene(96, 72))

@@ -24,12 +24,12 @@ from fastload import (
     ObjectDataset,
     RandomResizedCrop,
 )
-from fastload.dali import DaliDecoder, why_no_dali
-from fastload.decoding import Decoding, _Kernel, measure_decoder
-from fastload.encoded import EncodedBatch, EncodedImages
 from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.nvjpeg import NvJpegDecoder
-from fastload.stats import Counters
+from fastload.gpu.dali import DaliDecoder, why_no_dali
+from fastload.gpu.decoding import Decoding, _Kernel, measure_decoder
+from fastload.gpu.nvjpeg import NvJpegDecoder
+from fastload.images.encoded import EncodedBatch, EncodedImages
+from fastload.metrics.counters import Counters
 from tests.encodedimages import CpuEngine, encode, psnr, undecodable
 from tests.photos import pillow_jpeg, png, scene
 
@@ -54,8 +54,8 @@ def _photo(k: int) -> bytes:
 @pytest.fixture(autouse=True)
 def nvjpeg_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All around nvJPEG runs here, with an engine of the tests in its place."""
-    monkeypatch.setattr("fastload.decoding.why_no_nvjpeg", lambda device: None)
-    monkeypatch.setattr("fastload.nvjpeg.TorchvisionEngine", lambda device: CpuEngine())
+    monkeypatch.setattr("fastload.gpu.decoding.why_no_nvjpeg", lambda device: None)
+    monkeypatch.setattr("fastload.gpu.nvjpeg.TorchvisionEngine", lambda device: CpuEngine())
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def _picture(image: Any) -> Any:
 
 def test_a_decoder_that_is_not_installed(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fastload.decoding.why_no_dali", lambda: "NVIDIA DALI is not installed: pip install x"
+        "fastload.gpu.decoding.why_no_dali", lambda: "NVIDIA DALI is not installed: pip install x"
     )
     for decode in ("dali", Dali()):
         with pytest.raises(ArgumentError, match="pip install x"):
@@ -362,9 +362,9 @@ def test_auto_keeps_the_fastest(
 ) -> None:
     """Whoever it is, no sample is lost or repeated, and the pictures are those of the CPU path."""
     made: dict[Any, str] = {}
-    monkeypatch.setattr("fastload.decoding.why_no_dali", lambda: None)
+    monkeypatch.setattr("fastload.gpu.decoding.why_no_dali", lambda: None)
     rates = {"dali": dali, "nvjpeg": nvjpeg}
-    monkeypatch.setattr("fastload.decoding.measure_decoder", lambda decoder, _: rates[made[decoder]])
+    monkeypatch.setattr("fastload.gpu.decoding.measure_decoder", lambda decoder, _: rates[made[decoder]])
     closed = set()
     monkeypatch.setattr(NvJpegDecoder, "close", lambda self: closed.add(made[self]))
 
@@ -408,7 +408,7 @@ def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.Mon
             raise FastloadError("decode='dali' cannot start: driver too old", stage="decode")
         return Failing(torch.device("cpu"), "raise", self._counters, self._bad)
 
-    monkeypatch.setattr("fastload.decoding.why_no_dali", lambda: None)
+    monkeypatch.setattr("fastload.gpu.decoding.why_no_dali", lambda: None)
     monkeypatch.setattr(Decoding, "_new", new)
     dataset = folder()
     loader = DataLoader(dataset, 2, num_workers=2, seed=1, decode="auto")
@@ -424,7 +424,7 @@ def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: 
     kernel = _Kernel(torch.device("meta"), "raise", Counters(), [])
     assert kernel.start(encoded)().device.type == "meta"
     for reason in ("why_no_dali", "why_no_nvjpeg"):
-        monkeypatch.setattr(f"fastload.decoding.{reason}", lambda *device: "not installed")
+        monkeypatch.setattr(f"fastload.gpu.decoding.{reason}", lambda *device: "not installed")
     dataset = folder()
     loader = DataLoader(dataset, 2, num_workers=2, seed=1, decode="auto")
     assert _alike(_epoch(loader)[0], _epoch(DataLoader(dataset, 2, seed=1))[0])

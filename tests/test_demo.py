@@ -30,10 +30,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fastload
-from fastload.cli import _tether
-from fastload.cli._photos import make_dataset, make_photo
-from fastload.cli._proxy import RequestReader
-from fastload.cli._s3 import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
+from fastload.demo import tether as _tether
+from fastload.demo.delay_proxy import RequestReader
+from fastload.demo.photos import make_dataset, make_photo
+from fastload.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
 from fastload.errors import StoreError
 from tests.patience import PATIENCE, runs, wait_until
 
@@ -292,7 +292,7 @@ def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, tm
     rclone = tmp_path / "rclone"
     rclone.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
     rclone.chmod(0o755)
-    monkeypatch.setattr("fastload.cli._s3.find_rclone", lambda: rclone)
+    monkeypatch.setattr("fastload.demo.s3_server.find_rclone", lambda: rclone)
     with pytest.raises(StoreError, match="no such luck"), serve_s3(tmp_path):
         pass
 

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.encoded import EncodedBatch, EncodedImages, decode_by_kernel, finish_decoding, start_decoding
 from fastload.errors import DecodeError
+from fastload.gpu.decoders import finish_decoding, start_decoding
 from fastload.images import CenterCrop, RandomResizedCrop
+from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
 from fastload.images.headers import is_plain_jpeg
-from fastload.slots import SlotMap, SlotPool
+from fastload.workers.slot_map import SlotMap
+from fastload.workers.slots import SlotPool
 from tests.encodedimages import ordinary
 from tests.photos import pillow_jpeg, png, scene, variants
 

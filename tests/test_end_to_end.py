@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli._photos import make_dataset
-from fastload.cli._s3 import serve_s3
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import serve_s3
 from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError, NotFoundError
 from tests.loaderdata import Stream
 from tests.patience import PATIENCE

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-import fastload.device
+import fastload.gpu.transfer
 import fastload.loader
 from fastload import DataLoader
-from fastload.cuda import Cpu
-from fastload.device import Feed
 from fastload.errors import ArgumentError
-from fastload.slots import SlotMap, SlotPool, memory
-from fastload.stats import Counters
+from fastload.gpu.cuda import Cpu
+from fastload.gpu.transfer import Feed
+from fastload.metrics.counters import Counters
+from fastload.workers import slot_memory as memory
+from fastload.workers.slot_map import SlotMap
+from fastload.workers.slots import SlotPool
 from tests.fakecuda import GARBAGE, FakeCuda
 from tests.feed_cases import *  # noqa: F403
 from tests.feed_cases import Target, ids
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastload.device, "Cuda", fake)
+    monkeypatch.setattr(fastload.gpu.transfer, "Cuda", fake)
     monkeypatch.setattr(fastload.loader, "checked", lambda name: None if name is None else torch.device(name))
 
 
@@ -293,7 +295,7 @@ def test_no_gpu_is_said_at_once(device: Any) -> None:
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert fastload.cuda.checked("cuda:1") == torch.device("cuda:1")
+    assert fastload.gpu.cuda.checked("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ArgumentError, match="torch sees 2 GPUs here"):
         DataLoader(Numbers(3), device="cuda:2")
 

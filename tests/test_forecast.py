@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli._photos import make_dataset
-from fastload.datasets.forecast import forecast
+from fastload.datasets.cache_forecast import forecast
+from fastload.demo.photos import make_dataset
 from fastload.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

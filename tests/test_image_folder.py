@@ -17,8 +17,8 @@ from realtorchvision import torchvision
 from torch.utils.data import Subset
 
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.dali import why_no_dali
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
+from fastload.gpu.dali import why_no_dali
 from tests.photos import pillow_jpeg, scene
 
 CROP = CenterCrop((16, 16), resize=20)

@@ -17,17 +17,9 @@ from PIL import Image, features
 
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images import (
-    SampleRng,
-    backend,
-    decode_image,
-    decode_pil,
-    decode_resized,
-    native,
-    sample_seed,
-    shrink,
-    twin,
-)
+from fastload.images import SampleRng, backend, decode_image, decode_pil, decode_resized, sample_seed, shrink
+from fastload.images import fallback as twin
+from fastload.images import kernel as native
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, png, psnr, scene, variants, with_size
 
@@ -518,7 +510,7 @@ def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 WITHOUT_KERNEL = """
 import sys, warnings
 warnings.simplefilter("always")
-sys.modules["fastload.images._kernel"] = None  # as where it was not built
+sys.modules["fastload.images.compiled"] = None  # as where it was not built
 import fastload
 from fastload.images import backend, native
 dataset = fastload.ImageFolder(sys.argv[1], fastload.CenterCrop(8))

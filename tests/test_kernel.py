@@ -17,7 +17,9 @@ import pytest
 from PIL import Image
 
 from fastload import CenterCrop, RandomResizedCrop
-from fastload.images import decode_image, native, twin
+from fastload.images import decode_image
+from fastload.images import fallback as twin
+from fastload.images import kernel as native
 from tests.photos import Pixels, pillow_jpeg, psnr, scene, variants, with_size
 
 kernel: Any = native.kernel

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fastload import DistributedSampler
-from fastload.autoscale import ceiling
 from fastload.distributed import find_rank, local_ranks
 from fastload.fetch.share import process_share
 from fastload.store import open_store
+from fastload.workers.autoscale import ceiling
 
 _PREFIXES = ("SLURM_", "OMPI_", "HOROVOD_", "PMI_", "MPI_", "LOCAL_", "GROUP_")
 

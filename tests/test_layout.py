@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fastload.datasets.layout import dump, load
 from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.sample import dump, load
 
 any_text = st.text(st.characters(codec=None, categories=None), max_size=20)  # lone surrogates too
 scalars = st.one_of(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fastload
-from fastload.linux import ANYWHERE
+from fastload.metrics.platform import ANYWHERE
 from tests.patience import PATIENCE
 
 ELSEWHERE = """

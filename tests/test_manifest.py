@@ -21,11 +21,11 @@ import psutil
 import pytest
 from faultserver import LIST, Fault, FaultServer
 
-from fastload.cli._s3 import serve_s3
+from fastload.demo.s3_server import serve_s3
 from fastload.errors import NotFoundError, StoreError
-from fastload.manifest import Manifest, listing
-from fastload.store import child, open_store
+from fastload.store import child, listing, open_store
 from fastload.store.base import ObjectInfo, Page, Store
+from fastload.store.manifest import Manifest
 from tests.patience import PATIENCE, wait_until
 
 FILES = {
@@ -207,7 +207,7 @@ def test_without_the_checksum_damage_comes_through(tmp_path: Path, monkeypatch: 
     Manifest.open(store, directory=tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes().replace(b"a.jpgb.jpg", b"a.jpgX.jpg"))
-    monkeypatch.setattr("fastload.manifest.manifest._is_whole", lambda descriptor: True)
+    monkeypatch.setattr("fastload.store.manifest._is_whole", lambda descriptor: True)
     assert _keys(Manifest.open(store, directory=tmp_path)) == ["a.jpg", "X.jpg"]
 
 
@@ -454,13 +454,13 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
 
 def test_progress_where_stderr_is_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training scripts put in its place what can write, and daemons have none."""
-    from fastload.manifest.progress import ListingProgress
+    from fastload.store.listing_progress import ListingProgress
 
     class Tee:
         def write(self, text: str) -> int:
             return len(text)
 
-    monkeypatch.setattr("fastload.manifest.progress._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("fastload.store.listing_progress._QUIET_SECONDS", 0.0)
     for other in (Tee(), None):
         monkeypatch.setattr(sys, "stderr", other)
         with ListingProgress("s3://bucket") as progress:

@@ -21,10 +21,10 @@ from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, 
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
-from fastload.fetch import Window
-from fastload.fetch.pool import ReadPool
-from fastload.state import Progress
-from fastload.stats import Counters
+from fastload.fetch.prefetcher import Window
+from fastload.fetch.threads import ReadPool
+from fastload.loader.progress import Progress
+from fastload.metrics.counters import Counters
 from fastload.store.local import LocalStore
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until
@@ -205,7 +205,7 @@ def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch
 
 
 def test_a_thread_that_ended_is_replaced(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.fetch.window.IDLE_SECONDS", 0.001)
+    monkeypatch.setattr("fastload.fetch.prefetcher.IDLE_SECONDS", 0.001)
     for _ in range(50):
         window.request([1, 2])
         assert (window.take(1), window.take(2)) == (bytes([1]) * 8, bytes([2]) * 8)

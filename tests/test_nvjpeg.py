@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from fastload import DataLoader, ObjectDataset
-from fastload.decoding import Decoding
-from fastload.encoded import EncodedImages, decode_by_kernel
 from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.gpu.decoding import Decoding
+from fastload.gpu.nvjpeg import Engine, NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
 from fastload.images import CenterCrop, RandomResizedCrop
-from fastload.nvjpeg import Engine, NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
-from fastload.stats import Counters
+from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.metrics.counters import Counters
 from tests.encodedimages import CpuEngine, encode, psnr, undecodable
 from tests.photos import pillow_jpeg, scene, variants
 from tests.realtorchvision import torchvision
@@ -252,8 +252,8 @@ def test_an_engine_that_cannot_start_is_an_error_of_the_first_batch(
     def refuse(device: torch.device) -> Engine:
         raise RuntimeError("torchvision not compiled with nvJPEG support")
 
-    monkeypatch.setattr("fastload.decoding.why_no_nvjpeg", lambda device: None)
-    monkeypatch.setattr("fastload.nvjpeg.TorchvisionEngine", refuse)
+    monkeypatch.setattr("fastload.gpu.decoding.why_no_nvjpeg", lambda device: None)
+    monkeypatch.setattr("fastload.gpu.nvjpeg.TorchvisionEngine", refuse)
     loader = DataLoader(ObjectDataset(photo, transform=CenterCrop(32)), 1, decode="nvjpeg")
     with pytest.raises(FastloadError, match=r"decode='nvjpeg' cannot start: .*not compiled with nvJPEG"):
         list(loader)

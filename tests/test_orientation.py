@@ -14,7 +14,8 @@ from PIL import Image, ImageOps
 
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
 from fastload.formats.write import TarWriter
-from fastload.images import decode_image, decode_pil, decode_resized, native, shrink
+from fastload.images import decode_image, decode_pil, decode_resized, shrink
+from fastload.images import kernel as native
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
 

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import fastload
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, TarDataset
-from fastload.dali import why_no_dali
+from fastload.datasets.protocols import own_samples
 from fastload.errors import ArgumentError, NotFoundError
-from fastload.rows import own_samples
+from fastload.gpu.dali import why_no_dali
 from tests.photos import pillow_jpeg, scene
 
 COUNT = 24
@@ -103,7 +103,7 @@ def opened(no_leaks: None) -> Iterator[Callable[[Any], Any]]:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of any size are worth a request each, where index files name their places."""
-    monkeypatch.setattr("fastload.datasets.shards.dataset._SMALL_RECORD", 0)
+    monkeypatch.setattr("fastload.shards.dataset._SMALL_RECORD", 0)
 
 
 def told(batch: Any) -> Any:

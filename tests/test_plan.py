@@ -13,8 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fastload.cli._app import app
-from fastload.cli._model import (
+from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import delay_proxy, serve_s3
+from fastload.plan.model import (
     RECORD_BYTES,
     Data,
     Demand,
@@ -26,8 +28,6 @@ from fastload.cli._model import (
     predict,
     predict_epoch,
 )
-from fastload.cli._photos import make_dataset
-from fastload.cli._s3 import delay_proxy, serve_s3
 
 IMAGES = 120
 # Figures as measured on 138 KB JPEGs, 20 ms away.

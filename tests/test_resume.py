@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 import fastload
 from fastload import DistributedSampler
 from fastload.errors import ArgumentError
-from fastload.state import Progress
-from fastload.workers import WorkerPool
+from fastload.loader.progress import Progress
+from fastload.workers.pool import WorkerPool
 from tests.patience import wait_until
 
 pytestmark = [

@@ -14,9 +14,9 @@ from sharddata import COUNTS, LABEL, TOTAL, at_random, batches, dataset, labels,
 from typer.testing import CliRunner
 
 from fastload import RandomResizedCrop
-from fastload.cli._app import app
+from fastload.cli.app import app
 from fastload.errors import ArgumentError, DecodeError
-from fastload.fetch import lane as lane_module
+from fastload.shards import reader as lane_module
 
 KINDS = ["tar", "tfrecord"]
 CROP = RandomResizedCrop(24)

@@ -35,10 +35,8 @@ from torch.utils.data import Subset, default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
-from fastload.cli._s3 import serve_s3
-from fastload.datasets.shards import lanes as lanes_module
-from fastload.datasets.shards.columns import copy_value, new_column, put_value
-from fastload.datasets.shards.urls import expand_braces, glob_pattern
+from fastload.datasets.protocols import RowDataset, StreamDataset
+from fastload.demo.s3_server import serve_s3
 from fastload.errors import (
     ArgumentError,
     DecodeError,
@@ -46,8 +44,10 @@ from fastload.errors import (
     ObjectChangedError,
     StoreError,
 )
-from fastload.fetch import lane as lane_module
-from fastload.rows import RowDataset, StreamDataset
+from fastload.shards import reader as lane_module
+from fastload.shards import readers as lanes_module
+from fastload.shards.columns import copy_value, new_column, put_value
+from fastload.shards.urls import expand_braces, glob_pattern
 from tests.patience import PATIENCE
 
 KINDS = ["tar", "tfrecord"]

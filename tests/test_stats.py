@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fastload import Cache, DataLoader, ObjectDataset, RandomResizedCrop, cached
-from fastload.cores import Cores
-from fastload.stats import Counters, rates
-from fastload.verdict import limit, verdict
+from fastload.metrics.bottleneck import limit, verdict
+from fastload.metrics.cores import Cores
+from fastload.metrics.counters import Counters, rates
 from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
 

@@ -21,7 +21,7 @@ import fsspec
 import pytest
 from faultserver import LIST, Fault, FaultServer
 
-from fastload.cli._s3 import S3Server, serve_s3
+from fastload.demo.s3_server import S3Server, serve_s3
 from fastload.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -30,7 +30,8 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
-from fastload.store import ObjectInfo, Store, base, native, open_store, options, retry
+from fastload.store import ObjectInfo, Store, base, open_store, options, retry
+from fastload.store import object_store as native
 from fastload.store import s3fs as s3fs_store
 from tests.patience import PATIENCE
 
@@ -676,7 +677,7 @@ def test_other_places_have_other_identities(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_answered_once_is_waited_for_in_other_processes_too(tmp_path: Path) -> None:
-    from fastload.manifest import Manifest
+    from fastload.store.manifest import Manifest
 
     (tmp_path / "a").touch()
     store = open_store(tmp_path)

@@ -22,8 +22,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import fastload
 from fastload.errors import ArgumentError, ObjectChangedError, StoreError
-from fastload.manifest import Manifest
 from fastload.store import ObjectInfo, Store, open_store
+from fastload.store.manifest import Manifest
 from tests.patience import PATIENCE
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]

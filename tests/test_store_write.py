@@ -15,9 +15,10 @@ import fsspec.implementations.local
 import pytest
 from faultserver import Fault, FaultServer
 
-from fastload.cli._s3 import S3Server, serve_s3
+from fastload.demo.s3_server import S3Server, serve_s3
 from fastload.errors import AccessDeniedError, ArgumentError, NotFoundError, StoreError
-from fastload.store import Store, native, open_store, retry
+from fastload.store import Store, open_store, retry
+from fastload.store import object_store as native
 from tests.patience import PATIENCE
 
 KINDS = ["obstore", "s3fs", "path", "memory"]
@@ -167,7 +168,7 @@ def test_one_part_that_fails_is_sent_again_alone(faults: FaultServer, impatient:
 
 def test_renamed_where_renaming_is_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """fsspec's local file system stands for sftp, smb, hdfs: what is being written has another name."""
-    from fastload.store.fs import FsspecStore
+    from fastload.store.fsspec import FsspecStore
 
     seen: list[list[str]] = []
     mv = fsspec.implementations.local.LocalFileSystem.mv

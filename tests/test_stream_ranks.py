@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import fastload
 from fastload import ShardSampler
+from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError, WorkerError
-from fastload.streams.ranks import Ranks
 from tests.patience import PATIENCE
 from tests.streamdata import RowShards
 from tests.test_streams import Sample, rows, streamed
@@ -330,7 +330,7 @@ def absent(rank: int, ranks: int) -> str:
 
 
 def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.streams.ranks._PATIENCE", 1.0)
+    monkeypatch.setattr("fastload.distributed.agreement._PATIENCE", 1.0)
     text, _ = on_ranks(2, absent)
     assert "equally often" in text
 
@@ -345,7 +345,7 @@ def leaves(rank: int, ranks: int) -> int:
 
 
 def test_a_rank_that_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.streams.ranks._PATIENCE", 1.0)
+    monkeypatch.setattr("fastload.distributed.agreement._PATIENCE", 1.0)
     assert on_ranks(2, leaves) == [3, 3]
 
 
@@ -354,7 +354,7 @@ def test_a_rank_that_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_saying_so_before_handing_out_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is at its end would wait for one that waits for it in all_reduce."""
-    monkeypatch.setattr("fastload.streams.ranks._PATIENCE", 1.0)
+    monkeypatch.setattr("fastload.distributed.agreement._PATIENCE", 1.0)
     monkeypatch.setattr(Ranks, "have", lambda self, batches: None)
     with pytest.raises((WorkerError, RuntimeError)):
         on_ranks(2, partial(train, lengths=[30, 1], workers=0, lockstep=True))
@@ -369,7 +369,7 @@ def test_asking_at_the_end_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _start_of_a_job(monkeypatch: pytest.MonkeyPatch, epoch: int) -> list[list[dict[str, int]]]:
     """What three ranks, of new processes, know of each other; they come one after the other."""
-    monkeypatch.setattr("fastload.streams.ranks._loaders", itertools.repeat(0))
+    monkeypatch.setattr("fastload.distributed.agreement._loaders", itertools.repeat(0))
     with ThreadPoolExecutor(3) as threads:
         met = [threads.submit(Ranks(rank, 3).meet, {"epoch": epoch}) for rank in range(3)]
         return [summaries.result(PATIENCE) for summaries in met]
@@ -378,15 +378,15 @@ def _start_of_a_job(monkeypatch: pytest.MonkeyPatch, epoch: int) -> list[list[di
 def test_a_restart_in_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchrun does it: what the ranks that died had said is still there."""
     store = dist.HashStore()
-    monkeypatch.setattr("fastload.streams.ranks._store", lambda: store)
+    monkeypatch.setattr("fastload.distributed.agreement._store", lambda: store)
     for epoch in (0, 5, 5, 2):
         assert _start_of_a_job(monkeypatch, epoch) == [[{"epoch": epoch}] * 3] * 3
 
 
 def test_twin_without_a_corner_of_its_own_a_restart_meets_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr("fastload.streams.ranks._store", lambda: store)
-    monkeypatch.setattr("fastload.streams.ranks._corner", lambda *arguments: "one for all starts")
+    monkeypatch.setattr("fastload.distributed.agreement._store", lambda: store)
+    monkeypatch.setattr("fastload.distributed.agreement._corner", lambda *arguments: "one for all starts")
     _start_of_a_job(monkeypatch, 0)
-    monkeypatch.setattr("fastload.streams.ranks._loaders", itertools.repeat(0))
+    monkeypatch.setattr("fastload.distributed.agreement._loaders", itertools.repeat(0))
     assert Ranks(0, 3).meet({"epoch": 5}) == [{"epoch": 5}, {"epoch": 0}, {"epoch": 0}]

@@ -18,9 +18,9 @@ from torch.utils.data import Subset, get_worker_info
 
 import fastload
 from fastload import ShardSampler
+from fastload.datasets.protocols import RowDataset, StreamDataset
 from fastload.errors import ArgumentError, WorkerError
-from fastload.rows import RowDataset, StreamDataset
-from fastload.streams import StreamEpoch
+from fastload.loader.stream_epoch import StreamEpoch
 from tests.loaderdata import At
 from tests.patience import PATIENCE
 from tests.streamdata import RowShards, Shards, content

@@ -14,7 +14,9 @@ from PIL import Image
 
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import ArgumentError
-from fastload.images import SampleRng, decode_image, native, sample_seed, twin
+from fastload.images import SampleRng, decode_image, sample_seed
+from fastload.images import fallback as twin
+from fastload.images import kernel as native
 from fastload.images.transforms import TorchRng
 from tests.photos import pillow_jpeg, psnr, scene
 from tests.realtorchvision import torchvision

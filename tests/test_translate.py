@@ -7,8 +7,8 @@ import re
 import pytest
 
 from fastload.errors import AccessDeniedError, NotFoundError, ObjectChangedError, StoreError
-from fastload.store import _translate
-from fastload.store._translate import Place
+from fastload.store import translate as _translate
+from fastload.store.translate import Place
 
 PLACE = Place("s3://bucket", bucket="bucket 'bucket'", endpoint="http://127.0.0.1:404")
 # What the statuses are: the class, and how asking again helps.

@@ -20,8 +20,8 @@ import torch
 
 import fastload
 from fastload import Cache
-from fastload.cli._photos import make_dataset
-from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import Proxy, delay_proxy, serve_s3
 from tests.patience import PATIENCE
 from tests.ports import free_port
 

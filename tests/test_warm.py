@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.cli._app import app
-from fastload.cli._photos import make_dataset
-from fastload.cli._s3 import Proxy, delay_proxy, serve_s3
-from fastload.cli._warming import share_of
+from fastload.cli.app import app
+from fastload.cli.warming import share_of
 from fastload.datasets.warm import Warmed
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import Proxy, delay_proxy, serve_s3
 from fastload.errors import ArgumentError, CacheError
 from tests.patience import PATIENCE, wait_until
 

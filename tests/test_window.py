@@ -20,16 +20,17 @@ from torch.utils.data import Subset
 
 from fastload import Cache, DataLoader, ObjectDataset
 from fastload.errors import StoreError
-from fastload.fetch import Window, share, source
 from fastload.fetch import hedge as hedge_rules
-from fastload.fetch import window as window_module
+from fastload.fetch import prefetcher as window_module
+from fastload.fetch import share, source
 from fastload.fetch.limit import Limit
 from fastload.fetch.lines import Lines
-from fastload.fetch.pool import ReadPool
+from fastload.fetch.prefetcher import Window
 from fastload.fetch.source import ObjectSource
-from fastload.manifest import Manifest
-from fastload.stats import Counters
+from fastload.fetch.threads import ReadPool
+from fastload.metrics.counters import Counters
 from fastload.store.local import LocalStore
+from fastload.store.manifest import Manifest
 from tests.patience import PATIENCE, wait_until
 
 

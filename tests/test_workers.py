@@ -25,7 +25,8 @@ from torch.utils.data import default_collate
 
 from fastload import DataLoader
 from fastload.errors import WorkerError
-from fastload.slots import SlotMap, SlotPool
+from fastload.workers.slot_map import SlotMap
+from fastload.workers.slots import SlotPool
 from tests.loaderdata import (
     At,
     FormatsItself,
@@ -228,7 +229,7 @@ def test_a_death_is_reported_at_once() -> None:
 @pytest.fixture
 def no_end_of_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Some other process holds the workers' ends of their sockets, so their deaths are no end-of-file."""
-    from fastload.channel import Channel
+    from fastload.workers.channel import Channel
 
     kept: list[Any] = []
     pair = Channel.pair.__func__  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 
-from fastload.cli._s3 import serve_s3
+from fastload.demo.s3_server import serve_s3
 
 HERE = Path(__file__).parent
 SIDE = 96  # pixels

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastload.cache.claims import FILES
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
-from fastload.cache.folder import is_ours
+from fastload.cache.inflight import FILES
 from fastload.cache.memory import NOTE, clear_noted
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
+from fastload.store.folder import is_ours
 
 __all__ = ["Report", "check", "clear", "info"]
 

@@ -14,14 +14,14 @@ from typing import Any, Literal, get_args
 import lmdb
 
 from fastload.cache import survey
-from fastload.cache.arguments import absolute, checked_int, parse_size
+from fastload.cache.arguments import absolute, checked_int
 from fastload.cache.directory import DAMAGED, MANIFESTS, Directory
-from fastload.cache.folder import may_keep, refuse_unsafe
 from fastload.cache.memory import IN_MEMORY, Memory
 from fastload.cache.record import (
     KEY_SIZE,
     MAX_PAYLOAD,
     CorruptRecordError,
+    Digest,
     Entry,
     checksum,
     record_size,
@@ -29,11 +29,12 @@ from fastload.cache.record import (
 from fastload.cache.registry import abandon, acquire, release
 from fastload.cache.writer import Item
 from fastload.errors import ArgumentError, CacheError
-from fastload.stats import Counters
+from fastload.metrics.counters import Counters
+from fastload.metrics.units import parse_size
+from fastload.store.folder import may_keep, refuse_unsafe
 
-__all__ = ["Cache", "as_cache", "parse_size"]
+__all__ = ["Cache", "as_cache"]
 
-Digest = hashlib.blake2b  # of the first parts of a key
 Mode = Literal["raw", "shrunk", "decoded"]
 Fit = Literal["yes", "too large", "full"]
 
@@ -164,7 +165,7 @@ class Cache:
 
     @property
     def counters(self) -> Counters:
-        """Counters of this process, "cache.*" as in `fastload.stats`."""
+        """Counters of this process, "cache.*" as in `fastload.metrics.counters`."""
         self._notice_fork()
         return self._counters
 

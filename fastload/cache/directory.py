@@ -37,13 +37,13 @@ from typing import NamedTuple
 
 import lmdb
 
-from fastload.cache.claims import Claims
-from fastload.cache.folder import DIR_FLAGS, make_root
 from fastload.cache.index import Index, reserve_lock_file
+from fastload.cache.inflight import Claims
 from fastload.cache.record import FORMAT, CorruptRecordError, Entry
 from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
+from fastload.store.folder import DIR_FLAGS, make_root
 
 __all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root"]
 

@@ -19,12 +19,15 @@ The segment id makes a header unforgeable from outside: an object whose bytes im
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from typing import NamedTuple
 
 import xxhash
 
-__all__ = ["FORMAT", "HEADER_SIZE", "MAX_PAYLOAD", "CorruptRecordError", "Entry", "record_size"]
+__all__ = ["FORMAT", "HEADER_SIZE", "MAX_PAYLOAD", "CorruptRecordError", "Digest", "Entry", "record_size"]
+
+Digest = hashlib.blake2b  # of the first parts of a key
 
 FORMAT = 1
 HEADER_SIZE = 64

@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fastload.cache.claims import Claims
 from fastload.cache.index import Index, SegmentGoneError
+from fastload.cache.inflight import Claims
 from fastload.cache.record import Entry, record_size
 from fastload.cache.segment import SegmentWriter, new_segment_name
-from fastload.stats import Counters
+from fastload.metrics.counters import Counters
 
 __all__ = ["Item", "Writer"]
 

@@ -9,7 +9,7 @@ def main() -> None:
     """Run the command line. Exit codes: 0, 1 an error or a finding, 2 bad arguments, 130 Ctrl-C."""
     try:
         # Here, so that Ctrl-C during this half second is quiet too.
-        from fastload.cli._app import app
+        from fastload.cli.app import app
 
         app(prog_name="fastload")
     except KeyboardInterrupt:

@@ -16,8 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fastload.cli._bars import Bars
-from fastload.cli._options import (
+from fastload.cli.arguments import (
     CORES,
     Anon,
     CropSize,
@@ -27,7 +26,9 @@ from fastload.cli._options import (
     StorageOption,
     storage_options,
 )
-from fastload.cli._output import JsonOption, Output, answering, short_bytes
+from fastload.cli.bars import Bars
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.metrics.units import format_size
 
 __all__ = ["bench"]
 
@@ -98,9 +99,9 @@ def _list(
 def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output) -> dict[str, Any]:
     """Run the epochs one after the other."""
     import fastload
-    from fastload.cli._machine import describe_machine
-    from fastload.cli._measure import measure_epoch, stage_counters
-    from fastload.verdict import verdict
+    from fastload.cli.machine import describe_machine
+    from fastload.cli.measure import measure_epoch, stage_counters
+    from fastload.metrics.bottleneck import verdict
 
     loader: Any = fastload.DataLoader(
         dataset, settings["batch_size"], shuffle=True, num_workers=settings["num_workers"]
@@ -139,7 +140,7 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
         table.add_row(name, *cells, end_section=name == "from the cache")
     console.print(table)
     console.print(
-        f"{settings['images']:,} images of {short_bytes(settings['image_bytes'])}, "
+        f"{settings['images']:,} images of {format_size(settings['image_bytes'])}, "
         f"{settings['num_workers']} workers, batches of {settings['batch_size']}. "
         "Seconds of workers are sums over all of them; idle: no batch was wanted.",
         style="dim",

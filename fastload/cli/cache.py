@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
-from fastload.cli._output import JsonOption, answering, short_bytes
+from fastload.cli.output import JsonOption, answering
 from fastload.errors import NotFoundError
+from fastload.metrics.units import format_size
 
 __all__ = ["app", "check", "clear", "info"]
 
@@ -32,21 +33,21 @@ def info(directory: Directory, as_json: JsonOption = False) -> None:
             output.console.print(f"{directory}: {_NO_CACHE}", markup=False, soft_wrap=True)
         else:
             output.console.print(
-                f"{directory}: {found['entries']:,} entries, {short_bytes(found['bytes'])} "
-                f"in {found['segments']:,} segments, index {short_bytes(found['index_bytes'])}",
+                f"{directory}: {found['entries']:,} entries, {format_size(found['bytes'])} "
+                f"in {found['segments']:,} segments, index {format_size(found['index_bytes'])}",
                 markup=False,
                 soft_wrap=True,
             )
         for source in sources:
             text = (
-                f"{source['objects']:,} objects, {short_bytes(source['bytes'])}, listed {source['listed_at']}"
+                f"{source['objects']:,} objects, {format_size(source['bytes'])}, listed {source['listed_at']}"
             )
             output.console.print(f"  of {source['url']}: {text}", markup=False, soft_wrap=True)
         if found["entries"]:
             output.console.print(
                 "  modes: not recorded; a dataset finds only the records of its own cache mode"
             )
-        output.console.print(f"free on its disk: {short_bytes(found['disk_free'])}")
+        output.console.print(f"free on its disk: {format_size(found['disk_free'])}")
         # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
         known = {key: value for key, value in found.items() if key not in ("mode", "size_limit")}
         output.document({**known, "sources": sources})
@@ -58,7 +59,7 @@ def _sources(cache: Any) -> list[dict[str, Any]]:
     """What was listed by the datasets that this cache was given to: it may have all, some or none of that."""
     if cache.manifests is None or not cache.manifests.is_dir():
         return []
-    from fastload.manifest import Manifest
+    from fastload.store.manifest import Manifest
 
     return [
         {"url": _url(one.identity), "objects": len(one), "bytes": one.total_bytes, "listed_at": one.listed_at}
@@ -117,12 +118,12 @@ def clear(
     with answering(as_json) as output:
         cache = fastload.Cache(directory)
         held = cache.info()
-        question = f"Delete {held['entries']:,} entries ({short_bytes(held['bytes'])}) in {directory}?"
+        question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
         if held["entries"] and not yes and not typer.confirm(question, err=True):
             output.console.print("nothing deleted")
             output.document({"path": str(directory), "bytes_freed": 0})
             raise typer.Exit(1)
         freed = cache.clear()
-        done = f"freed {short_bytes(freed)}" if held["exists"] else "no cache here, nothing to delete"
+        done = f"freed {format_size(freed)}" if held["exists"] else "no cache here, nothing to delete"
         output.console.print(f"{directory}: {done}", markup=False, soft_wrap=True)
         output.document({"path": str(directory), "bytes_freed": freed})

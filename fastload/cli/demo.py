@@ -25,8 +25,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli._bars import Bars
-from fastload.cli._output import JsonOption, Output, answering
+from fastload.cli.bars import Bars
+from fastload.cli.output import JsonOption, Output, answering
 from fastload.errors import ArgumentError
 
 __all__ = ["demo"]
@@ -118,8 +118,8 @@ def _workspace(directory: Path, keep: bool) -> Iterator[Path]:
 @contextmanager
 def _bucket(root: Path, settings: Settings, bars: Bars) -> Iterator[Bucket]:
     """Photos behind an S3 server behind a round trip."""
-    from fastload.cli._photos import make_dataset
-    from fastload.cli._s3 import delay_proxy, serve_s3
+    from fastload.demo.photos import make_dataset
+    from fastload.demo.s3_server import delay_proxy, serve_s3
 
     name = f"photos-{settings.images}"
     bar = bars.add("making photos", settings.images)
@@ -131,7 +131,7 @@ def _bucket(root: Path, settings: Settings, bars: Bars) -> Iterator[Bucket]:
 
 def _measure(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> dict[str, Any]:
     """Run the three loaders, one after the other, and describe what came out."""
-    from fastload.cli._machine import describe_machine
+    from fastload.cli.machine import describe_machine
 
     torch_s3fs = _torch_s3fs(bucket, settings, bars)
     epochs = _fastload(bucket, settings, cache, bars)
@@ -155,7 +155,7 @@ def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> dict[str, Any
     """torch's DataLoader over s3fs, on a random sample: all of the photos would take minutes."""
     import torch
 
-    from fastload.cli._baseline import S3fsImages
+    from fastload.demo.baseline import S3fsImages
 
     # The keys are known here, so it need not list. Two batches a worker at least, and all of them full.
     paths = sorted(bucket.photos.glob("*/*.jpg"))
@@ -175,8 +175,8 @@ def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> dict[str, Any
 def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> list[dict[str, Any]]:
     """fastload: epoch 1 from the store, filling the cache, and epoch 2 from the cache."""
     import fastload
-    from fastload.cli._measure import stage_counters
-    from fastload.verdict import verdict
+    from fastload.cli.measure import stage_counters
+    from fastload.metrics.bottleneck import verdict
 
     dataset = fastload.ImageFolder(
         f"s3://{bucket.name}/",
@@ -199,7 +199,7 @@ def _timed(
     loader: Iterable[Any], bucket: Bucket, settings: Settings, progress: Any, seconds: float = float("inf")
 ) -> dict[str, Any]:
     """One epoch and the GETs that the server saw meanwhile."""
-    from fastload.cli._measure import measure_epoch
+    from fastload.cli.measure import measure_epoch
 
     before = bucket.proxy.counts().object_gets
     epoch = measure_epoch(loader, progress, seconds)
@@ -209,7 +209,7 @@ def _timed(
 
 def _show(document: dict[str, Any], chart: Path, output: Output) -> None:
     """Table, chart and JSON document."""
-    from fastload.cli._report import NEEDED, draw_chart, print_report
+    from fastload.demo.report import NEEDED, draw_chart, print_report
 
     document["needed"] = {name: rate for name, rate, _ in NEEDED}
     print_report(document, output.console)

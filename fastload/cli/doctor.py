@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import typer
 
-from fastload.cli._output import JsonOption, answering, short_bytes
-from fastload.cores import usable_cores
-from fastload.linux import why_not_linux
+from fastload.cli.output import JsonOption, answering
+from fastload.metrics.cores import usable_cores
+from fastload.metrics.platform import why_not_linux
+from fastload.metrics.units import format_size
 
 __all__ = ["doctor"]
 
@@ -125,7 +126,7 @@ def _shared_memory() -> Check:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g ...")
-    found = f"{short_bytes(usage.total)}, {short_bytes(usage.free)} free"
+    found = f"{format_size(usage.total)}, {format_size(usage.free)} free"
     if usage.total < SHARED_MEMORY_WANTED:
         advice = "fastload's batches do not need it; torch's do: docker run --shm-size=8g ..."
         return Check("/dev/shm", "warn", found, advice)
@@ -139,7 +140,7 @@ def _start_method() -> Check:
 
 def _demo() -> Check:
     """What only `fastload demo` needs."""
-    from fastload.cli._s3 import find_rclone
+    from fastload.demo.s3_server import find_rclone
 
     packages = ("s3fs", "uvloop", "vl-convert-python")
     missing = [name for name in packages if _version(name) is None]

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fastload.cli._options import (
+from fastload.cli.arguments import (
     CORES,
     Anon,
     CropSize,
@@ -32,7 +32,8 @@ from fastload.cli._options import (
     StorageOption,
     storage_options,
 )
-from fastload.cli._output import JsonOption, Output, answering, short_bytes
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.metrics.units import format_size
 
 __all__ = ["plan"]
 
@@ -73,9 +74,9 @@ def plan(
     """Read some objects, and predict rates, cache hits, disk, requests, and what will be the limit."""
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
-        from fastload.cache.arguments import parse_size
-        from fastload.cli._model import Demand, Node, cores_left
-        from fastload.cli._probe import probe_disk, probe_store
+        from fastload.metrics.units import parse_size
+        from fastload.plan.model import Demand, Node, cores_left
+        from fastload.plan.probe import probe_disk, probe_store
 
         capacity = parse_size(cache_size)
         disk = None if cache_dir is None else probe_disk(cache_dir)
@@ -99,8 +100,8 @@ def plan(
 
 def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
     """The model of every mode, and what follows from it."""
-    from fastload.cli._machine import describe_machine
-    from fastload.cli._model import predict
+    from fastload.cli.machine import describe_machine
+    from fastload.plan.model import predict
 
     predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
     best = min(predictions, key=lambda name: predictions[name].total_seconds)
@@ -129,7 +130,7 @@ def _advice(prediction: Any, best: str, node: Any) -> list[str]:
     if prediction.hit_rate < 1:
         advice.append(
             f"the cache will have {prediction.hit_rate:.0%} of the samples: for all of them it takes "
-            f"{short_bytes(prediction.disk_bytes)}, now it has {short_bytes(node.cache_bytes)}"
+            f"{format_size(prediction.disk_bytes)}, now it has {format_size(node.cache_bytes)}"
         )
     return advice
 
@@ -153,7 +154,7 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
     """One column a mode, then advice and assumptions."""
     measured, modes, console = document["measured"], document["modes"], output.console
     console.print(
-        f"{measured['objects']:,} images of {short_bytes(measured['object_bytes'])}; a GET takes "
+        f"{measured['objects']:,} images of {format_size(measured['object_bytes'])}; a GET takes "
         f"{measured['request_seconds'] * 1000:.1f} ms and {measured['get_cpu'] * 1000:.2f} ms of a core; "
         f"the GPUs take {document['demand']:,.0f} images/s",
         soft_wrap=True,
@@ -176,9 +177,9 @@ def _rate(epoch: dict[str, Any]) -> str:
 
 
 _ROWS: list[tuple[str, Any]] = [
-    ("bytes a sample", lambda cost, _: short_bytes(cost["stored_bytes"])),
+    ("bytes a sample", lambda cost, _: format_size(cost["stored_bytes"])),
     ("decode + crop, ms of a core", lambda cost, _: f"{cost['transform_cpu'] * 1000:.2f}"),
-    ("disk for all", lambda _, mode: short_bytes(mode["disk_bytes"])),
+    ("disk for all", lambda _, mode: format_size(mode["disk_bytes"])),
     ("from the cache, later", lambda _, mode: f"{mode['hit_rate']:.0%}"),
     ("epoch 1, images/s (limit)", lambda _, mode: _rate(mode["first"])),
     ("later, images/s (limit)", lambda _, mode: _rate(mode["later"])),
@@ -186,7 +187,7 @@ _ROWS: list[tuple[str, Any]] = [
     ("in flight for the GPUs, later", lambda _, mode: f"{mode['later']['connections']:,}"),
     ("GETs, epoch 1", lambda _, mode: f"{mode['first']['requests']:,.0f}"),
     ("GETs, later", lambda _, mode: f"{mode['later']['requests']:,.0f}"),
-    ("egress, epoch 1", lambda _, mode: short_bytes(mode["first"]["egress_bytes"])),
-    ("egress, later", lambda _, mode: short_bytes(mode["later"]["egress_bytes"])),
+    ("egress, epoch 1", lambda _, mode: format_size(mode["first"]["egress_bytes"])),
+    ("egress, later", lambda _, mode: format_size(mode["later"]["egress_bytes"])),
     ("all epochs", lambda _, mode: f"{mode['total_seconds'] / 3600:,.2f} h"),
 ]

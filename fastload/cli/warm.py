@@ -21,8 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli._bars import Bar, Bars
-from fastload.cli._options import (
+from fastload.cli.arguments import (
     CORES,
     Anon,
     EndpointUrl,
@@ -33,8 +32,10 @@ from fastload.cli._options import (
     StorageOption,
     storage_options,
 )
-from fastload.cli._output import JsonOption, Output, answering, short_bytes
+from fastload.cli.bars import Bar, Bars
+from fastload.cli.output import JsonOption, Output, answering
 from fastload.errors import ArgumentError, CacheError
+from fastload.metrics.units import format_size
 
 __all__ = ["warm"]
 
@@ -163,8 +164,8 @@ class Tally:
 
 def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output: Output) -> dict[str, Any]:
     """Run the workers until all is done, the cache is full, or the user has had enough."""
-    from fastload.cli._machine import describe_machine
-    from fastload.cli._warming import share_of, warming_loader
+    from fastload.cli.machine import describe_machine
+    from fastload.cli.warming import share_of, warming_loader
 
     samples, found = share_of(dataset, shard)
     output.console.print(_announcement(len(samples), len(dataset), found, shard), markup=False)
@@ -236,14 +237,14 @@ def _announcement(samples: int, objects: int, found: tuple[int, int], given: tup
 def _print_summary(document: dict[str, Any], output: Output) -> None:
     console = output.console
     console.print(
-        f"{document['stored']:,} stored ({short_bytes(document['read_bytes'])} read), "
+        f"{document['stored']:,} stored ({format_size(document['read_bytes'])} read), "
         f"{document['skipped']:,} were there, {document['failed']:,} failed, in {document['seconds']:.1f} s: "
         f"{document['objects_per_second']:,.0f} objects/s, {document['megabytes_per_second']:,.1f} MB/s",
         soft_wrap=True,
     )
     held = document["cache"]
     console.print(
-        f"{document['settings']['cache']} holds {held['entries']:,} entries, {short_bytes(held['bytes'])}",
+        f"{document['settings']['cache']} holds {held['entries']:,} entries, {format_size(held['bytes'])}",
         markup=False,
         soft_wrap=True,
     )

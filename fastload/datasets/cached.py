@@ -10,11 +10,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.fingerprint import describe
-from fastload.datasets.layout import dump, load
-from fastload.datasets.prefix import check_fingerprint
+from fastload.datasets.prepare import check_fingerprint
+from fastload.datasets.protocols import check_dataset
 from fastload.errors import ArgumentError, DecodeError
-from fastload.rows import check_dataset
-from fastload.stats import Counters
+from fastload.formats.sample import dump, load
+from fastload.metrics.counters import Counters
 
 __all__ = ["CachedDataset", "cached"]
 

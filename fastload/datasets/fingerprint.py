@@ -30,7 +30,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from fastload.datasets.layout import bytes_of
 from fastload.datasets.parts import (
     content_of,
     digest_of_code,
@@ -42,6 +41,7 @@ from fastload.datasets.parts import (
     members_of,
 )
 from fastload.errors import ArgumentError
+from fastload.formats.sample import bytes_of
 
 __all__ = ["describe"]
 

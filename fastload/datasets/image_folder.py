@@ -14,13 +14,13 @@ from torch.utils.data import default_collate
 from fastload.cache import Cache
 from fastload.datasets.base import check_function
 from fastload.datasets.objects import ObjectDataset
+from fastload.datasets.protocols import Allocate, Failures
+from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.view import View
-from fastload.encoded import EncodedBatch
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
-from fastload.manifest import Manifest
-from fastload.rows import Allocate, Failures
-from fastload.seeds import SampleSeeds
+from fastload.images.encoded import EncodedBatch
+from fastload.store.manifest import Manifest
 
 __all__ = ["ImageFolder"]
 
@@ -130,7 +130,7 @@ class ImageFolder(ObjectDataset):
         return None if images is None else [images, self._new_targets(n, allocate)]
 
     def finish_batch(self, batch: Any) -> Any:
-        """See `fastload.rows.finish_batch`."""
+        """See `fastload.datasets.protocols.finish_batch`."""
         images, targets = batch
         return [images, default_collate(targets) if isinstance(targets, list) else targets]
 

@@ -14,20 +14,21 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.base import StoreDataset, check_function
-from fastload.datasets.forecast import announcing
-from fastload.datasets.prefix import Prefix
+from fastload.datasets.cache_forecast import announcing
+from fastload.datasets.prepare import Prefix
+from fastload.datasets.protocols import Allocate, Failures, Todo, current_reader, own_samples
 from fastload.datasets.warm import Warmed, warm
-from fastload.encoded import EncodedBatch
 from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.fetch import ObjectSource, Window
+from fastload.fetch.prefetcher import Window
+from fastload.fetch.source import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.decode import Oriented
+from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
 from fastload.images.transforms import Crop
-from fastload.manifest import Manifest
-from fastload.rows import Allocate, Failures, Todo, current_reader, own_samples
-from fastload.stats import Counters
+from fastload.metrics.counters import Counters
 from fastload.store import open_store
+from fastload.store.manifest import Manifest
 
 __all__ = ["ObjectDataset", "decode_into"]
 

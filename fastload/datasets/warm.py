@@ -22,7 +22,7 @@ from fastload.errors import (
     ObjectChangedError,
     ShortReadError,
 )
-from fastload.fetch import Window
+from fastload.fetch.prefetcher import Window
 
 __all__ = ["Warmed", "warm"]
 

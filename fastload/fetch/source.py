@@ -7,9 +7,9 @@ from typing import Protocol
 
 from fastload.errors import ObjectChangedError
 from fastload.fetch.ranges import plan_ranges
-from fastload.manifest import Manifest
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
+from fastload.store.manifest import Manifest
 from fastload.store.retry import Wait
 
 __all__ = ["ObjectSource", "Source"]

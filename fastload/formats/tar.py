@@ -18,7 +18,7 @@ import re
 from typing import NamedTuple
 
 from fastload.errors import DecodeError
-from fastload.formats.head import hint
+from fastload.formats.compression import hint
 from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
 __all__ = ["BLOCK", "TarSplitter", "read_sample", "sample_name"]

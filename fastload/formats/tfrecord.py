@@ -16,7 +16,7 @@ import struct
 from typing import Any
 
 from fastload.errors import DecodeError
-from fastload.formats.head import HEAD, hint, masked_crc
+from fastload.formats.compression import HEAD, hint, masked_crc
 from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
 __all__ = ["FOOTER", "HEADER", "TFRecordSplitter", "frame", "masked_crc", "unframe"]

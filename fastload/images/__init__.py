@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastload.images.decode import MAX_PIXELS, decode_image, decode_pil, decode_resized, shrink
-from fastload.images.native import backend
+from fastload.images.kernel import backend
 from fastload.images.rng import SampleRng, sample_seed
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
 

@@ -18,9 +18,9 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images import native
+from fastload.images import kernel as native
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
-from fastload.images.native import Pixels, Source
+from fastload.images.kernel import Pixels, Source
 
 if TYPE_CHECKING:
     from PIL.Image import Image

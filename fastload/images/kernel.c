@@ -1,7 +1,7 @@
-/* fastload.images._kernel: decoding and resizing without the GIL.
+/* fastload.images.compiled: decoding and resizing without the GIL.
  *
  * resize.h resizes, jpeg.h decodes; this file is their Python form. There is no state between calls, so the module needs
- * no lock and is safe without a GIL. See native.py for the meaning of the functions and twin.py for the same in Python.
+ * no lock and is safe without a GIL. See kernel.py for the meaning of the functions and fallback.py for the same in Python.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -255,8 +255,8 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, .m_name = "fastload.images._kernel", .m_doc = "JPEG crop, resize and flip; see native.py.",
+    PyModuleDef_HEAD_INIT, .m_name = "fastload.images.compiled", .m_doc = "JPEG crop, resize and flip; see kernel.py.",
     .m_size = 0, .m_methods = methods, .m_slots = slots,
 };
 
-PyMODINIT_FUNC PyInit__kernel(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit_compiled(void) { return PyModuleDef_Init(&definition); }

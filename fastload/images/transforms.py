@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images import native
+from fastload.images import kernel as native
 from fastload.images.decode import MAX_PIXELS, open_image, resized_size
-from fastload.images.native import Item, Source
+from fastload.images.kernel import Item, Source
 from fastload.images.rng import SampleRng
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import reprlib
 from typing import Any
 
 from fastload.errors import ArgumentError
-from fastload.store._translate import Place
 from fastload.store.base import ObjectInfo, Reading, Store
 from fastload.store.client_process import clients_live_here
+from fastload.store.translate import Place
 
 __all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "open_store"]
 
@@ -75,7 +75,7 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
         raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
         return _open_local(url, rest if separator else url, storage_options)
-    from fastload.store.native import NATIVE_PROTOCOLS, NativeStore
+    from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 
     client = storage_options.get("client")
     if client is not None and (client != "s3fs" or NATIVE_PROTOCOLS.get(protocol) != "s3"):
@@ -132,8 +132,8 @@ def _open_s3fs(url: str, options: dict[str, Any]) -> Store:
 def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
     import fsspec
 
-    from fastload.store.fs import FsspecStore
-    from fastload.store.native import NATIVE_PROTOCOLS
+    from fastload.store.fsspec import FsspecStore
+    from fastload.store.object_store import NATIVE_PROTOCOLS
 
     if protocol == "obs":
         raise ArgumentError(

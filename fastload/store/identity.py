@@ -22,7 +22,7 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.config import apply_config
 
-from fastload.store._translate import public_url
+from fastload.store.translate import public_url
 
 __all__ = ["place_of"]
 

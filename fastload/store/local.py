@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from fastload.errors import NotFoundError, ObjectChangedError
-from fastload.store._translate import Place
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
@@ -25,6 +24,7 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
+from fastload.store.translate import Place
 
 __all__ = ["LocalStore"]
 

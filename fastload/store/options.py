@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from fastload.errors import ArgumentError
-from fastload.store._translate import public_url
+from fastload.store.translate import public_url
 
 __all__ = ["Connection", "azure", "gcs", "http", "refuse_user", "s3", "s3fs", "secret_values"]
 

@@ -16,7 +16,6 @@ from fsspec.asyn import sync
 
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
-from fastload.store._translate import Place, public_url
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
@@ -30,6 +29,7 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
+from fastload.store.translate import Place, public_url
 
 __all__ = ["S3fsStore"]
 

@@ -8,8 +8,3 @@
 Each worker has a socket of its own, so an end-of-file names the one that died. The trainer's process runs no
 thread. A worker watches the trainer through a pidfd and leaves when it is gone, whatever it is busy with.
 """
-
-from fastload.workers.messages import Result, WorkerSetup
-from fastload.workers.pool import WorkerPool
-
-__all__ = ["Result", "WorkerPool", "WorkerSetup"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastload.slots import PackedBatch
 from fastload.workers.failure import Failure
+from fastload.workers.packing import PackedBatch
 
 __all__ = ["Epoch", "Result", "Work", "WorkerSetup"]
 

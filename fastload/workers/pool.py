@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
-from fastload.channel import Channel
 from fastload.errors import WorkerError
-from fastload.slots import PackedBatch, Pin, SlotMap, forking_a_worker
+from fastload.workers.channel import Channel
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
+from fastload.workers.packing import PackedBatch
+from fastload.workers.slot_map import SlotMap, forking_a_worker
+from fastload.workers.slot_memory import Pin
 from fastload.workers.worker import worker_main
 
 __all__ = ["WorkerPool"]

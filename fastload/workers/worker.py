@@ -20,15 +20,15 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
-from fastload.channel import Channel
-from fastload.collate import BatchCounters, BatchMaker, collate_into
-from fastload.slots import SlotPool
-from fastload.state import dataset_state, load_dataset, resume_fetcher
-from fastload.stats import Counters
-from fastload.streams import StreamOver, StreamReader, TakeNext
+from fastload.metrics.counters import Counters
 from fastload.workers.allocator import keep_freed_memory
+from fastload.workers.batch import BatchCounters, BatchMaker, collate_into
+from fastload.workers.channel import Channel
+from fastload.workers.dataset_state import dataset_state, load_dataset, resume_fetcher
 from fastload.workers.failure import Failure
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
+from fastload.workers.slots import SlotPool
+from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
 
 __all__ = ["worker_main"]
 

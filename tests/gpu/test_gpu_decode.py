@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fastload import CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
-from fastload.dali import why_no_dali
-from fastload.decoding import measure_decoder
 from fastload.errors import DecodeError
-from fastload.nvjpeg import NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
-from fastload.stats import Counters
+from fastload.gpu.dali import why_no_dali
+from fastload.gpu.decoding import measure_decoder
+from fastload.gpu.nvjpeg import NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
+from fastload.metrics.counters import Counters
 from tests.encodedimages import encode, psnr, undecodable
 from tests.photos import pillow_jpeg, scene, variants
 

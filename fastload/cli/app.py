@@ -1,0 +1,107 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import fastload
+from fastload.cli import bench, cache, demo, doctor, plan, warm
+from fastload.cli.convert import command as convert
+from fastload.cli.output import JSON_FLAG, error_document, write_document
+
+__all__ = ["app"]
+
+# What Typer finds wrong with a command line; where that is from depends on Typer's version.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _Command(TyperCommand):
+    """Its usage line says URL for an argument, and not {url}."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+class _App(TyperGroup):
+    """With --json, what ends a command line before a command can answer is a JSON document too."""
+
+    _as_json = False
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        self._as_json = JSON_FLAG in (sys.argv[1:] if args is None else args)
+        return super().main(args, *rest, **options)
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with self._answering():
+            return super().make_context(*arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with self._answering():
+            return super().invoke(ctx)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except _UsageError as error:
+            if self._as_json:
+                write_document(error_document("ArgumentError", "argument", error.format_message(), None))
+            raise
+        except typer.Abort:
+            if self._as_json:
+                write_document(error_document("Abort", "argument", "nobody answered: give --yes", None))
+            raise
+
+
+def _example(line: str) -> str:
+    return f"Example:  [bold]{line}[/]"
+
+
+app = typer.Typer(
+    help="A drop-in torch DataLoader for object stores, with a first-epoch cache on local SSD.",
+    cls=_App,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    # A traceback with local variables would print credentials.
+    pretty_exceptions_enable=False,
+)
+_COMMANDS: list[tuple[Callable[..., None], str]] = [
+    (demo.demo, "fastload demo --images 500 --latency-ms 50"),
+    (bench.bench, "fastload bench s3://bucket/train --cache /ssd/cache"),
+    (warm.warm, "fastload warm s3://bucket/train --cache /ssd/cache"),
+    (plan.plan, "fastload plan s3://bucket/train --cache-size 500GB --gpus 8 --gpu-rate 2500"),
+    (convert.convert, "fastload convert s3://bucket/train s3://bucket/shards --to tar"),
+    (doctor.doctor, "fastload doctor"),
+]
+_CACHE_COMMANDS: list[tuple[Callable[..., None], str]] = [
+    (cache.info, "fastload cache info /ssd/cache"),
+    (cache.check, "fastload cache check /ssd/cache --fix"),
+    (cache.clear, "fastload cache clear /ssd/cache --yes"),
+]
+for _group, _commands in ((app, _COMMANDS), (cache.app, _CACHE_COMMANDS)):
+    for _function, _line in _commands:
+        _group.command(_function.__name__, cls=_Command, epilog=_example(_line))(_function)
+app.add_typer(cache.app, name="cache")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fastload {fastload.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    pass

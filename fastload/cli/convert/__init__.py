@@ -1,0 +1,1 @@
+"""`fastload convert`: reads an image folder or shards, and writes shards."""

@@ -1,0 +1,272 @@
+"""`fastload convert SRC DST --to tar|tfrecord`: shards of an image folder, of objects, or of other shards.
+
+The JSON document:
+
+{"command": "convert", "date", "machine": {...}, "versions": {...},
+ "settings": {"source", "destination", "name", "from", "to", "shard_size", "shuffle"},
+ "samples", "bytes" (of the shards), "shards" (whole), "kept" (of an earlier run), "complete", "interrupted",
+ "faults": [{"shard", "fault"}, ...], "read_bytes", "seconds", "verify_seconds", "samples_per_second",
+ "megabytes_per_second"}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from fastload.cli.arguments import Anon, EndpointUrl, StorageOption, storage_options
+from fastload.cli.bars import Bars
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.errors import ArgumentError, FastloadError, StoreError
+from fastload.metrics.units import format_size
+
+__all__ = ["convert"]
+
+
+class Kind(str, Enum):
+    """What the source is."""
+
+    auto = "auto"
+    folder = "folder"
+    objects = "objects"
+    tar = "tar"
+    tfrecord = "tfrecord"
+
+
+class To(str, Enum):
+    """What is written."""
+
+    tar = "tar"
+    tfrecord = "tfrecord"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="s3://bucket/prefix, gs://, a path, ...")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the shards go: any such URL.")],
+    to: Annotated[To, typer.Option("--to", help="WebDataset tars, or TFRecord files of tf.train.Example.")],
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About so large is a shard.")] = "256MB",
+    shuffle: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SEED",
+            help="Put samples into a random order. Of objects exactly; of shards 16 at a time are mixed, and "
+            "each new shard once more in memory.",
+        ),
+    ] = None,
+    kind: Annotated[
+        Kind, typer.Option("--from", help="One folder per class, objects of any kind, or shards.")
+    ] = Kind.auto,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Files are NAME-000000.tar, ...  [default: SRC's last part]"),
+    ] = None,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
+    dst_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="As --storage-option, for DST; those above are for SRC."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write shards, with indexes, and read them again. After an interruption, run it again to resume.
+
+    Labels are class indexes; NAME.json in DST has the class names. Nothing half is ever seen in DST, and
+    nothing of others is overwritten. Samples are made from files as KEY.jpg and KEY.cls in a tar, and as
+    features image (bytes), label (int), key (bytes) of an Example; other files keep their extension as name.
+    """
+    with answering(as_json) as output:
+        options = storage_options(storage_option, endpoint_url, anon)
+        from fastload.cli.convert.inputs import open_source
+        from fastload.metrics.units import parse_size
+
+        size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
+        opened = open_source(source, kind.value, options, size, shuffle)
+        try:
+            wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
+            document = _run(opened, destination, storage_options(dst_option, None, False), wanted, output)
+        finally:
+            opened.close()
+        _print_summary(document, output)
+        output.document(document)
+        if document["interrupted"]:
+            raise typer.Exit(130)
+        if document["faults"]:
+            raise typer.Exit(1)
+
+
+def _name(given: str | None, source: str) -> str:
+    """NAME: as it was given, or what is usable of the source's last part."""
+    if given is not None:
+        if not re.fullmatch(r"[\w.-]+", given):
+            raise ArgumentError(f"--name {given!r}: letters, digits, '_', '-' and '.' only")
+        return given
+    last = source.rstrip("/").rpartition("/")[2].partition("?")[0]
+    return re.sub(r"[^\w.-]", "_", last.removeprefix(".")) or "data"
+
+
+def _run(
+    source: Any, destination: str, options: dict[str, Any], wanted: dict[str, Any], output: Output
+) -> dict[str, Any]:
+    """Write what is missing, then read all of it."""
+    from fastload.cli.convert.shardset import Form, ShardSet
+    from fastload.cli.convert.verify import verify
+    from fastload.cli.machine import describe_machine
+    from fastload.store import open_store
+
+    store = open_store(destination, **options)
+    if f"{store.identity}/".startswith(f"{source.identity.rstrip('/')}/"):
+        raise ArgumentError(
+            f"{store.url!r} lies within the source {source.url!r}; choose another destination"
+        )
+    copied = source.kind == wanted["to"] == "tfrecord"
+    settings = {**wanted, "from": source.kind, "source": source.identity, "fingerprint": source.fingerprint}
+    shards = ShardSet(
+        store, wanted["name"], Form(wanted["to"], copied, source.shards), settings, source.classes
+    )
+    kept, start = len(shards.shards), time.perf_counter()
+    _announce(source, shards, output)
+    writing, interrupted, faults = Writing(source, shards), False, list[tuple[str, str]]()
+    verify_seconds = 0.0
+    with Bars(output.console) as bars:
+        try:
+            writing.run(bars)
+            seconds = time.perf_counter() - start
+            bar = bars.add("verifying", sum(shard.bytes for shard in shards.shards), format_size)
+            read = Rate()
+            faults = verify(shards, lambda shard: bar.show(*read.add(shard.samples, shard.bytes)))
+            verify_seconds = time.perf_counter() - start - seconds
+        except KeyboardInterrupt:
+            interrupted, seconds = True, time.perf_counter() - start
+    bad = {name for name, _ in faults}
+    whole = next((i for i, shard in enumerate(shards.shards) if shard.name in bad), len(shards.shards))
+    shards.keep(whole, complete=not interrupted and not faults)
+    return {
+        "command": "convert",
+        **describe_machine(),
+        "settings": {"source": source.url, "destination": store.url, "from": source.kind, **wanted},
+        "samples": sum(shard.samples for shard in shards.shards),
+        "bytes": sum(shard.bytes for shard in shards.shards),
+        "shards": len(shards.shards),
+        "kept": kept,
+        "complete": shards.complete,
+        "interrupted": interrupted,
+        "faults": [{"shard": name, "fault": fault} for name, fault in faults],
+        "read_bytes": writing.rate.bytes,
+        "seconds": round(seconds, 3),
+        "verify_seconds": round(verify_seconds, 3),
+        "samples_per_second": round(writing.rate.samples / seconds, 1),
+        "megabytes_per_second": round(writing.rate.bytes / seconds / 1e6, 2),
+    }
+
+
+class Rate:
+    """What was done so far, and how fast."""
+
+    def __init__(self) -> None:
+        self.samples = self.bytes = 0
+        self._start = time.perf_counter()
+
+    def add(self, samples: int, size: int) -> tuple[int, str]:
+        """(bytes done, rates in words)"""
+        self.samples += samples
+        self.bytes += size
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        text = f"{self.samples / seconds:7,.0f} samples/s {self.bytes / seconds / 1e6:6,.1f} MB/s"
+        return self.bytes, text
+
+
+class Writing:
+    """Makes shards, and sends each while the next one is made: two temporary files at a time."""
+
+    def __init__(self, source: Any, shards: Any) -> None:
+        self._source, self._shards = source, shards
+        self.rate = Rate()
+        self._sending: tuple[threading.Thread, Any, list[BaseException]] | None = None
+
+    def run(self, bars: Bars) -> None:
+        """Write the shards that are missing. After an exception those that were sent are still counted."""
+        source, done = self._source, self._shards.shards
+        if done:
+            source.position = done[-1].next
+        bar = bars.add("writing", source.total_bytes, format_size)
+        try:
+            while source.position is not None:
+                made = self._shards.make(
+                    len(done) + (self._sending is not None),
+                    source.part(),
+                    lambda: source.position,
+                    lambda sample: bar.show(*self.rate.add(1, sample.size)),
+                )
+                with contextlib.ExitStack() as stack:
+                    stack.callback(made.file.close)
+                    self._wait()
+                    stack.pop_all()
+                self._send(made)
+            self._wait()
+        except BaseException:
+            self._wait()
+            with contextlib.suppress(FastloadError):
+                self._shards.save(wait=_give_up)
+            raise
+
+    def _send(self, made: Any) -> None:
+        errors: list[BaseException] = []
+
+        def send() -> None:
+            try:
+                self._shards.send(made)
+            except BaseException as error:
+                errors.append(error)
+
+        # Not of a pool: a second Ctrl-C must not wait for a store that has stopped to answer.
+        thread = threading.Thread(target=send, name="fastload-send", daemon=True)
+        thread.start()
+        self._sending = thread, made.shard, errors
+
+    def _wait(self) -> None:
+        """Until the shard under way has arrived."""
+        if self._sending is None:
+            return
+        thread, shard, errors = self._sending
+        thread.join()
+        self._sending = None
+        if errors:
+            raise errors[0]
+        self._shards.add(shard)
+
+
+def _give_up(error: StoreError, seconds: float) -> None:
+    """Do not try again: something else went wrong before."""
+    raise error
+
+
+def _announce(source: Any, shards: Any, output: Output) -> None:
+    where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
+    kept = len(shards.shards)
+    there = f"; {kept:,} shards of an earlier run are there" if kept else ""
+    output.console.print(f"{where} -> {shards.store.url}{there}", markup=False, soft_wrap=True)
+
+
+def _print_summary(document: dict[str, Any], output: Output) -> None:
+    console, settings = output.console, document["settings"]
+    console.print(
+        f"{document['samples']:,} samples in {document['shards']:,} {settings['to']} shards, "
+        f"{format_size(document['bytes'])}, {document['kept']:,} of them from an earlier run; "
+        f"{document['samples_per_second']:,.0f} samples/s, {document['megabytes_per_second']:,.1f} MB/s",
+        soft_wrap=True,
+    )
+    for fault in document["faults"]:
+        console.print(f"  {fault['shard']} {fault['fault']}", markup=False, soft_wrap=True)
+    if document["faults"]:
+        console.print("the shards from the first of these on are written anew when you type the same again")
+    elif document["interrupted"]:
+        console.print("interrupted: type the same again to go on")
+    else:
+        console.print(f"read again in {document['verify_seconds']:.1f} s: all is as it was written")

@@ -1,0 +1,240 @@
+"""A set of shards in a store, as `fastload convert` writes it: NAME-... shards, their indexes, and NAME.json.
+
+NAME.json is written first, and again as shards are done, so it always says which ones are whole:
+
+{"made_by": "fastload convert", "format": 1, "complete", "settings": {...}, "classes": [...] or null,
+ "samples", "bytes", "shards": [{"name", "bytes", "samples", "xxh3" (of the bytes), "content" (of the samples,
+ as they were before they were written), "places" (of the index), "next" (where the source goes on)}, ...]}
+
+A shard is made in a temporary file, and is seen whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64
+
+from fastload.cli.convert.record_files import Digest, Sample, as_features, as_members, member_key
+from fastload.errors import ArgumentError, NotFoundError
+from fastload.formats.example import encode_example
+from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.store import ObjectInfo, Store, retry
+from fastload.store.retry import Wait
+
+__all__ = ["Form", "Made", "Shard", "ShardSet", "index_name"]
+
+FORMAT = 1
+_REST = 4  # times as long as it took to write NAME.json, it is left alone
+
+
+class Form(NamedTuple):
+    """What shards look like.
+
+    Args:
+        kind: "tar" or "tfrecord".
+        copied: whether records are taken over as they are (TFRecord to TFRecord).
+        shards: how many there will be; None: not known.
+    """
+
+    kind: str
+    copied: bool
+    shards: int | None
+
+    def file_name(self, name: str, number: int) -> str:
+        """NAME-000000.tar; or TensorFlow's NAME-00000-of-00012.tfrecord, where the count is known."""
+        if self.kind == "tar":
+            return f"{name}-{number:06d}.tar"
+        of = "" if self.shards is None else f"-of-{self.shards:05d}"
+        return f"{name}-{number:05d}{of}.tfrecord"
+
+
+class Shard(NamedTuple):
+    """A shard that is whole, as NAME.json has it."""
+
+    name: str
+    bytes: int
+    samples: int
+    xxh3: str
+    content: str
+    places: str
+    next: Any
+
+
+class Made(NamedTuple):
+    """A shard that is still to be sent."""
+
+    shard: Shard
+    file: Any
+    places: bytes
+
+
+def index_name(shard: str) -> str:
+    """NAME-000000.idx of NAME-000000.tar."""
+    return shard.rpartition(".")[0] + ".idx"
+
+
+class ShardSet:
+    """The shards NAME-* below a URL.
+
+    Args:
+        store: where they are.
+        name: NAME.
+        form: what they look like.
+        settings: what makes them: with others it would be another set.
+        classes: class names, for NAME.json.
+
+    Attributes:
+        shards: those that are whole.
+        complete: whether all are there, and were verified.
+
+    Raises:
+        ArgumentError: something else is there under these names, or the settings are others.
+        StoreError: the store cannot be read or written.
+    """
+
+    def __init__(
+        self, store: Store, name: str, form: Form, settings: dict[str, Any], classes: list[str] | None
+    ) -> None:
+        self.store, self.name, self.form = store, name, form
+        self._settings, self._classes = settings, classes
+        self.shards: list[Shard] = []
+        self.complete = False
+        self._saved = self._took = 0.0
+        present = self.present()
+        if f"{name}.json" in present:
+            self._resume(present)
+        elif present:
+            raise ArgumentError(
+                f"{store.url!r} has {min(present)!r} already, and no '{name}.json' that says where it is "
+                "from: it is not overwritten; give another --name or destination"
+            )
+        self.save()
+
+    def present(self) -> dict[str, ObjectInfo]:
+        """What is there under our names."""
+        try:
+            listed = [info for page in self.store.list() for info in page]
+        except NotFoundError:  # a directory that is still to be made; without a bucket the first write fails
+            return {}
+        return {info.key: info for info in listed if self._is_ours(info.key)}
+
+    def _is_ours(self, key: str) -> bool:
+        shard = key.startswith(f"{self.name}-") and key.endswith((".tar", ".tfrecord", ".idx"))
+        return shard or key == f"{self.name}.json"
+
+    def _resume(self, present: dict[str, ObjectInfo]) -> None:
+        """Take over the shards of an earlier run, up to the first one that is not there as it was."""
+        file = f"{self.name}.json"
+        document = json.loads(bytes(self.store.read(file)))
+        if not isinstance(document, dict) or document.get("made_by") != "fastload convert":
+            raise ArgumentError(f"{self.store.url!r} has a {file!r} of others; give another --name")
+        was, now = document["settings"], json.loads(json.dumps(self._settings))
+        other = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
+        if other or document["format"] != FORMAT:
+            raise ArgumentError(
+                f"{self.store.url!r} has shards {self.name!r} that were made otherwise ({', '.join(other)}): "
+                "they are not overwritten; give another --name or destination"
+            )
+        for shard in (Shard(**shard) for shard in document["shards"]):
+            found = present.get(shard.name)
+            if found is None or found.size != shard.bytes or index_name(shard.name) not in present:
+                return
+            self.shards.append(shard)
+        self.complete = document["complete"]
+
+    def make(
+        self,
+        number: int,
+        samples: Iterator[Sample],
+        position: Callable[[], Any],
+        progress: Callable[[Sample], None],
+    ) -> Made:
+        """Shard `number`, of `samples`, in a file. `position()` is asked when they are through."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it was sent
+        whole, content, keys = xxh3_64(), Digest(), set[str]()
+        writer: Any = (TarWriter if self.form.kind == "tar" else TFRecordWriter)(_Spool(file, whole))
+        try:
+            for sample in samples:
+                if self.form.copied:
+                    content.add("", sample.record)
+                    writer.write(sample.record)
+                else:
+                    self._write(writer, content, keys, sample, f"{number:06d}-{writer.samples:06d}")
+                progress(sample)
+            writer.close()
+            file.flush()
+        except BaseException:
+            file.close()
+            raise
+        name = self.form.file_name(self.name, number)
+        places = writer.index()
+        sums = (whole.hexdigest(), content.text(), xxh3_64(places).hexdigest())
+        return Made(Shard(name, writer.size, writer.samples, *sums, position()), file, places)
+
+    def _write(self, writer: Any, content: Digest, keys: set[str], sample: Sample, serial: str) -> None:
+        if sample.record is not None:
+            sample = as_members(sample)
+        key = sample.key or serial
+        if self.form.kind == "tfrecord":
+            features = as_features(sample._replace(key=key))
+            content.add_features(features)
+            writer.write(encode_example(features))
+            return
+        key = member_key(key)
+        if key in keys:  # in two shards of the source, or but for its dots the same
+            key = f"{key}-{serial}"
+        keys.add(key)
+        content.add_members(key, sample.members)
+        writer.write(key, sample.members)
+
+    def send(self, made: Made) -> None:
+        """Put a shard there. Its index is there first: no shard is ever seen without one."""
+        with made.file:
+            self.store.write(index_name(made.shard.name), made.places)
+            self.store.write(made.shard.name, Path(f"/proc/self/fd/{made.file.fileno()}"))
+
+    def add(self, shard: Shard) -> None:
+        """A shard was sent."""
+        self.shards.append(shard)
+        if time.monotonic() - self._saved > _REST * self._took:
+            self.save()
+
+    def keep(self, count: int, *, complete: bool) -> None:
+        """Only the first `count` shards are as they should be."""
+        self.shards, self.complete = self.shards[:count], complete
+        self.save()
+
+    def save(self, *, wait: Wait = retry.sleep) -> None:
+        """Write NAME.json. `wait` as in `Store.read`."""
+        start = time.monotonic()
+        document = {
+            "made_by": "fastload convert",
+            "format": FORMAT,
+            "complete": self.complete,
+            "settings": self._settings,
+            "classes": self._classes,
+            "samples": sum(shard.samples for shard in self.shards),
+            "bytes": sum(shard.bytes for shard in self.shards),
+            "shards": [shard._asdict() for shard in self.shards],
+        }
+        content = (json.dumps(document, indent=1) + "\n").encode()
+        self.store.write(f"{self.name}.json", content, wait=wait)
+        self._saved = time.monotonic()
+        self._took = self._saved - start
+
+
+class _Spool(NamedTuple):
+    """Writes to a file, and keeps the checksum of what is in it."""
+
+    file: Any
+    hash: Any
+
+    def write(self, data: Any) -> None:
+        self.file.write(data)
+        self.hash.update(data)

@@ -1,0 +1,90 @@
+"""Where a command writes: text for people, and with --json one document for programs."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fastload.errors import ArgumentError, FastloadError
+from fastload.metrics.platform import need_linux
+
+__all__ = [
+    "JSON_FLAG",
+    "JsonOption",
+    "Output",
+    "answering",
+    "error_document",
+    "write_document",
+]
+
+JSON_FLAG = "--json"
+JsonOption = Annotated[
+    bool, typer.Option(JSON_FLAG, help="End stdout with one line of JSON; text for people goes to stderr.")
+]
+
+
+class Output:
+    """The two ways out of a command.
+
+    `console` takes text, tables and progress bars: stdout, or stderr where stdout belongs to the JSON
+    document.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.console = Console(stderr=as_json, highlight=False)
+
+    def document(self, document: dict[str, Any]) -> None:
+        """Write the command's JSON document, the last line of stdout, if it was asked for."""
+        if self.as_json:
+            write_document(document)
+
+
+def write_document(document: dict[str, Any]) -> None:
+    """One line on stdout."""
+    typer.echo(json.dumps(document, allow_nan=False))
+
+
+def error_document(kind: str, stage: str, message: str, key: str | None) -> dict[str, Any]:
+    """What a command that failed has to say to programs."""
+    return {"error": {"type": kind, "stage": stage, "message": message, "key": key}}
+
+
+@contextmanager
+def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
+    """The block is the command. An error of fastload becomes one line on stderr and the exit code: 2 for a
+    bad argument, else 1. With --json it is the document too: {"error": {"type", "stage", "key", "message"}}.
+    A warning is one line on stderr, once. `anywhere`: the command works on other systems than Linux too.
+    """
+    output = Output(as_json)
+    try:
+        if not anywhere:
+            need_linux()
+        with _warnings_in_a_line():
+            yield output
+    except FastloadError as error:
+        typer.echo("fastload: " + " ".join(str(error).split()), err=True)
+        key = None if error.key is None else str(error.key)
+        output.document(error_document(type(error).__name__, error.stage, error.message, key))
+        raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from error
+
+
+@contextmanager
+def _warnings_in_a_line() -> Iterator[None]:
+    """Warnings for people, who have no use for the line of source that Python shows; also of the workers."""
+    seen = set[str]()
+
+    def show(message: Warning | str, *where: Any, **options: Any) -> None:
+        if str(message) not in seen:
+            seen.add(str(message))
+            typer.echo(f"fastload: warning: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield

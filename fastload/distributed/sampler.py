@@ -1,0 +1,326 @@
+"""Which rank reads which sample, in which order: arithmetic on an order that (seed, epoch, length) determine.
+
+    order of the epoch    o0 o1 o2 o3 o4 o5 o6 o7 o8 ...        the same on every rank
+    rank r of N           o[r], o[r + N], o[r + 2N], ...        so N ranks in step have read a prefix of it
+
+A prefix has a length and nothing else, which is why a position can be taken up by any other number of ranks.
+With `partition="node"` the order is such that this deals every node its own share; see
+`fastload.distributed.partition`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from fastload.distributed import find_rank
+from fastload.distributed.partition import Place, find_place, node_order, node_shares
+from fastload.errors import ArgumentError
+
+__all__ = ["DistributedSampler", "ShardSampler"]
+
+_VERSION = 1
+_MODES = ("train", "eval")
+_CHUNK = 4096  # indices that are Python ints at one time
+
+
+class DistributedSampler(torch.utils.data.DistributedSampler[int]):
+    """This rank's part of the samples: a drop-in for `torch.utils.data.DistributedSampler`.
+
+    With the same arguments and `set_epoch` calls, mode "train" yields what torch's yields, index for index.
+    Beyond that:
+
+    * `mode="eval"` covers the dataset exactly: no index is repeated or dropped, so the first
+      `len(dataset) % num_replicas` ranks get one more than the others, and `len()` differs by rank. Combine
+      results by sums and counts, with no collective operation per batch: the longer ranks would wait in it.
+    * Where nobody calls `set_epoch`, every iteration is the next epoch. An iterator counts once something was
+      drawn from it, and all ranks have to iterate equally often. After the first `set_epoch`, only it changes
+      the epoch, as in torch.
+    * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
+      with any batch size: no sample is lost or repeated. Ranks save it when each has drawn equally many (at
+      the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch is padded or
+      cut for the new number of ranks; padding repeats the epoch's first samples.
+    * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
+      among themselves. Its SSD then has to hold 1 / num_nodes of the data, and the store is read once per
+      cluster. The shares depend on the dataset's length and num_nodes only, and are those of `fastload warm`.
+      What it costs: a batch of one node is drawn from that node's samples. Nguyen et al., "Why Globally
+      Re-shuffle?" (IPDPS 2022), report that exchanging a part of the samples each epoch kept the accuracy of
+      the global shuffle up to 2,048 GPUs. For that there is `exchange`: each
+      epoch, this fraction of every node's samples, drawn anew, is read by
+      another node (from the store: as many GETs per epoch, unless its cache has room for them too).
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: default to torch.distributed where it is initialized, else to what the launcher
+            says (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else to 1 and 0.
+        shuffle: order by a permutation drawn from seed + epoch; else by index.
+        seed: the same on all ranks.
+        drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
+        mode: "train" (every rank gets equally many, padded or cut) or "eval" (exact cover).
+        partition: None, or "node".
+        exchange: with "node", 0 to 1.
+        num_nodes: with "node": how many nodes the ranks are on, neighbouring ranks sharing one, equally many
+            on each. Default: what torchrun, Horovod, Ray Train or SLURM says.
+
+    Raises:
+        ArgumentError: a rank outside of its world, an unknown mode or partition, drop_last with "eval", or
+            nodes with unequally many ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mode: str = "train",
+        partition: str | None = None,
+        exchange: float = 0.0,
+        num_nodes: int | None = None,
+    ) -> None:
+        _check_partition(partition, exchange, num_nodes, shuffle)
+        if mode not in _MODES:
+            raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
+        if mode == "eval" and drop_last:
+            raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
+        if num_replicas is None or rank is None:
+            found_rank, found_replicas = find_rank()
+            num_replicas = found_replicas if num_replicas is None else num_replicas
+            rank = found_rank if rank is None else rank
+        if num_replicas < 1:
+            raise ArgumentError(f"num_replicas must be at least 1, found {num_replicas}")
+        if not 0 <= rank < num_replicas:
+            raise ArgumentError(
+                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]: "
+                "pass both rank and num_replicas, or neither"
+            )
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.mode = mode
+        self.exchange = exchange
+        by_node = partition == "node"
+        self.place = find_place(rank, num_replicas, num_nodes) if by_node else Place(0, rank, 1)
+        # Which of a row of `num_replicas` positions is this rank's.
+        self._column = self.place.local * self.place.nodes + self.place.node
+        self._dealt = (self.place.nodes, exchange)  # what the order of self.epoch is made for
+        if mode == "eval":
+            self.num_samples = self._share(0)
+            self.total_size = len(dataset)
+        self._advances = True  # nobody has called set_epoch
+        self._begun = False  # something was drawn in self.epoch
+        self._start: int | None = None  # where the next iteration starts, once that is settled
+        self._position = (0, 0)  # (epoch, samples consumed on all ranks) after what happened last
+
+    def __iter__(self) -> Iterator[int]:
+        # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
+        self.start_epoch()
+        assert self._start is not None
+        epoch, start, replicas = self.epoch, self._start, self.num_replicas
+        self._start, self._begun = None, True
+        length = len(self.dataset)  # type: ignore[arg-type]
+        first = start + self._column
+        last = first + self._share(start) * replicas
+        nodes, exchange = self._dealt
+        order = self._order(epoch, nodes, exchange) if first < last else None
+        whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
+        for chunk in range(first, last, _CHUNK * replicas):
+            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas, device="cpu")
+            places = torch.where(places < length, places, places % whole)
+            consumed = chunk - self._column
+            for index in (places if order is None else order[places]).tolist():
+                consumed += replicas
+                self._position = (epoch, consumed)
+                yield index
+        if self._position[0] == epoch and self._start is None:
+            self.start_epoch()
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch. A position that was loaded for this very epoch is kept."""
+        if self._start is None or epoch != self.epoch:
+            if self._start and self._start < (self._length() or math.inf):
+                warnings.warn(
+                    f"set_epoch({epoch}) drops the position that was loaded, {self._start} samples into "
+                    f"epoch {self.epoch}: call set_epoch({self.epoch}) to resume there",
+                    stacklevel=2,
+                )
+            self._start = 0
+            self._dealt = (self.place.nodes, self.exchange)
+        self.epoch = epoch
+        self._advances = False
+        self._position = (epoch, self._start)
+
+    def start_epoch(self) -> None:
+        """Settle which epoch the next iteration is of, before anything is drawn. Harmless if repeated."""
+        if self._start is not None:
+            return
+        if self._begun and self._advances:
+            self.epoch += 1
+        self._begun = False
+        self._start = 0
+        self._dealt = (self.place.nodes, self.exchange)
+        self._position = (self.epoch, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch and the samples that all ranks together have consumed in it, as plain numbers."""
+        epoch, consumed = self._position
+        length = self._length()
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": length,
+            "epoch": epoch,
+            "consumed": consumed if length is None else min(consumed, length),
+            "advances": self._advances,
+            "nodes": self._dealt[0],
+            "exchange": self._dealt[1],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iteration go on from there, whatever the number of ranks and nodes was.
+
+        An epoch that was begun on another number of nodes is finished in its own order, as no node's share.
+
+        Raises:
+            ArgumentError: it is no state of this class, or of another seed, shuffle or dataset length.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentError(f"state_dict must be a dict, found {type(state_dict).__name__}")
+        own = self.state_dict()
+        if own.keys() != state_dict.keys():
+            raise ArgumentError(
+                f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
+                "load what state_dict() of a fastload.DistributedSampler returned"
+            )
+        for name in ("version", "seed", "shuffle", "length"):
+            if state_dict[name] != own[name] and not (name == "length" and self._was_unnumbered(state_dict)):
+                raise ArgumentError(
+                    f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
+                    "make it with the arguments and the dataset of the run that is resumed"
+                )
+        self.epoch = int(state_dict["epoch"])
+        self._start = int(state_dict["consumed"])
+        self._begun = False
+        self._advances = bool(state_dict["advances"])
+        self._position = (self.epoch, self._start)
+        if self._start:
+            self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
+        else:
+            self._dealt = (self.place.nodes, self.exchange)
+
+    def _length(self) -> int | None:
+        """Of the dataset; None where only a `ShardSampler` can go on."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def _was_unnumbered(self, state_dict: Mapping[str, Any]) -> bool:
+        return False
+
+    def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
+        """The samples in the order of an epoch; None: by index."""
+        length = len(self.dataset)  # type: ignore[arg-type]
+        if self.shuffle:
+            return node_order(length, nodes, exchange, self.seed + epoch)
+        return None if nodes == 1 else node_shares(length, nodes)
+
+    def _share(self, start: int) -> int:
+        """How many samples this rank gets of those from `start` on."""
+        left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
+        if self.mode == "eval":
+            return max(0, -(-(left - self._column) // self.num_replicas))
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+
+class ShardSampler(DistributedSampler):
+    """This rank's part of a shard dataset: what `fastload.DataLoader` uses for one where no sampler is given.
+
+    While the places of its samples are not known the dataset has no length, and the loader reads it as
+    streams: the epoch and `shuffle` then decide the order of the shards, and each rank reads its own.
+    Afterwards this is a `DistributedSampler`.
+
+    In such an epoch, too, mode "train" gives every rank equally many batches: one that is through its shards
+    repeats its first samples (those of the next rank, if it has none) until the longest rank is through. Mode
+    "eval" repeats nothing. A state from the middle of such an epoch is this rank's own, and can be loaded by
+    it only; between epochs any number of ranks may load it.
+
+    Args:
+        dataset: one of fastload's shard datasets, or any with a length.
+        num_replicas, rank, shuffle, seed, drop_last, mode: as for `DistributedSampler`.
+
+    Raises:
+        ArgumentError: as `DistributedSampler`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mode: str = "train",
+    ) -> None:
+        super().__init__((), num_replicas, rank, shuffle, seed, drop_last, mode=mode)
+        self.dataset = dataset
+        del self.num_samples, self.total_size  # of (): see `__getattr__`
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch.
+
+        Raises:
+            TypeError: the samples of the dataset are not numbered yet.
+        """
+        return self._share(0)
+
+    def __getattr__(self, name: str) -> int:
+        if name == "num_samples":
+            return len(self)
+        if name == "total_size":
+            whole = len(self.dataset)  # type: ignore[arg-type]
+            return whole if self.mode == "eval" else len(self) * self.num_replicas
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def begin(self) -> None:
+        """Something was read in this epoch, as streams: the next iteration is of the next one."""
+        self._start, self._begun = None, True
+
+    def check_streamable(self) -> None:
+        """Raise ArgumentError where a position was loaded that only numbers can be passed over to."""
+        if self._start:
+            raise ArgumentError(
+                f"the state that was loaded is {self._start} samples into an epoch that went by number, and "
+                "the samples are not numbered here: use the cache directory of that run, or give the dataset "
+                "index files"
+            )
+
+    def _length(self) -> int | None:
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def _was_unnumbered(self, state_dict: Mapping[str, Any]) -> bool:
+        return state_dict["length"] is None or self._length() is None
+
+
+def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:
+    if partition not in (None, "node"):
+        raise ArgumentError(f"partition must be None or 'node', found {partition!r}")
+    if not 0 <= exchange <= 1:
+        raise ArgumentError(f"exchange must be from 0 to 1, found {exchange!r}")
+    if partition is None and (exchange or num_nodes is not None):
+        raise ArgumentError("exchange and num_nodes go with partition='node': add it, or leave them out")
+    if exchange and not shuffle:
+        raise ArgumentError("exchange draws what it moves, and shuffle=False draws nothing: leave one out")

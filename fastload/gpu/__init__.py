@@ -1,0 +1,1 @@
+"""Batches on a device: copied ahead, decoded and transformed there."""

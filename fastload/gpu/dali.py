@@ -1,0 +1,358 @@
+"""Decoding by NVIDIA DALI: on a GPU by its JPEG engines and CUDA, without one by DALI's CPU operators.
+
+    start ─ files, slices, regions ─▶ decoders.image_slice ─▶ resize (crop, flip) ─▶ result
+                                      the part of a JPEG        antialiased linear
+
+DALI works on up to `queue_depth` batches in its own threads. An image that it cannot decode ends the whole
+pipeline; the kernel then decodes that batch, and a new pipeline takes up those behind it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import simplejpeg
+import torch
+from numpy.typing import NDArray
+from torch.utils.dlpack import from_dlpack
+
+from fastload.errors import ArgumentError, FastloadError
+from fastload.gpu.decoders import Bad
+from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.metrics.counters import Counters
+
+__all__ = ["Dali", "DaliDecoder", "why_no_dali"]
+
+_log = logging.getLogger("fastload")
+
+_UNEXPLAINED = 3  # pipelines in a row that end although the kernel decodes every image of their batch
+_GPU_THREADS = 8  # more were not needed to keep the engines of one GPU busy
+
+
+@dataclass(frozen=True)
+class Dali:
+    """`decode=Dali(...)`: decode by NVIDIA DALI, with other settings than those of `decode="dali"`.
+
+    Args:
+        hw_decoder_load: the share of the JPEGs, 0 to 1, that the GPU's JPEG engines take; the rest is shared
+            by CUDA and the CPU. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; a CPU with
+            many idle cores may do better with less.
+        queue_depth: batches that DALI works on at a time.
+        threads: of DALI, for reading JPEGs and for what the engines do not do. None: as many as this
+            process has cores, on a GPU at most 8.
+        width_hint, height_hint: of the largest image, for which memory is set aside once. None: the largest
+            of the first batch.
+
+    Raises:
+        ArgumentError: an argument is out of range.
+    """
+
+    hw_decoder_load: float = 0.9
+    queue_depth: int = 2
+    threads: int | None = None
+    width_hint: int | None = None
+    height_hint: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hw_decoder_load <= 1:
+            raise ArgumentError(f"hw_decoder_load is a share, 0 to 1, not {self.hw_decoder_load!r}")
+        for name in ("queue_depth", "threads", "width_hint", "height_hint"):
+            value = getattr(self, name)
+            left_out = value is None and name != "queue_depth"
+            if not left_out and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{name} must be a positive integer, not {value!r}")
+
+
+def why_no_dali() -> str | None:
+    """None where DALI is installed; else what to do."""
+    try:
+        found = importlib.util.find_spec("nvidia.dali")
+    except ModuleNotFoundError:
+        found = None
+    return None if found else "NVIDIA DALI is not installed: pip install 'fastload[dali-cuda13]' (or -cuda12)"
+
+
+class _Batch:
+    """A batch on its way: in the end it has images or an error."""
+
+    def __init__(self, encoded: EncodedImages) -> None:
+        self.encoded = encoded
+        self.rows = encoded.encoded_rows
+        self.images: torch.Tensor | None = None
+        self.error: Exception | None = None
+
+
+class DaliDecoder:
+    """An `ImageDecoder`.
+
+    Args:
+        device: "cuda" with an index, or "cpu".
+        on_error: as the loader's.
+        counters, bad: where it counts, see `ImageDecoder`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        on_error: str,
+        counters: Counters,
+        bad: Bad,
+        options: Dali | None = None,
+    ) -> None:
+        self._device = device
+        self._on_error = on_error
+        self._options = options or Dali()
+        self.counters, self.bad = counters, bad
+        self._queue: deque[_Batch] = deque()  # fed, oldest first
+        self._pipe: Any = None
+        self._built_for: tuple[Any, ...] = ()
+        self._unexplained = 0
+        self._copied: deque[tuple[Any, Any]] = deque()  # (event, what is read until then)
+
+    def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
+        with self.counters.timed("decoder"):
+            batch = _Batch(encoded)
+            if not len(batch.rows):
+                batch.images = self._with_pixels(batch, None)
+                return lambda: self._result(batch)
+            while len(self._queue) >= self._options.queue_depth:
+                self._finish_oldest()
+            if not self._fits(batch):
+                while self._queue:
+                    self._finish_oldest()
+                self._build(batch)
+            self._queue.append(batch)
+            self._feed_from(len(self._queue) - 1)
+            return lambda: self._result(batch)
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._copied.clear()
+        self._pipe = None
+
+    def _result(self, batch: _Batch) -> torch.Tensor:
+        with self.counters.timed("decoder"):
+            while batch.images is None and batch.error is None:
+                self._finish_oldest()
+        if batch.error is not None:
+            raise batch.error
+        images, batch.images = batch.images, None
+        assert images is not None
+        return images
+
+    # --- one batch through the pipeline
+
+    def _feed(self, batch: _Batch) -> None:
+        encoded, rows = batch.encoded, batch.rows
+        starts, shapes, low, high = _regions(encoded)
+        for name, values in (("start", starts), ("shape", shapes), ("low", low), ("high", high)):
+            self._pipe.feed_input(name, values)
+        # Views of the slot, no copies: `batch` keeps it until it has its images.
+        self._pipe.feed_input("encoded", [encoded.file(row) for row in rows])
+        self._pipe.schedule_run()
+
+    def _feed_from(self, position: int) -> None:
+        """Feed what the queue has from there on, as far as the pipeline takes it.
+
+        A pipeline that an image has ended takes nothing more. That image's batch is in the queue, its turn
+        comes first, and then the rest is fed to a new pipeline: what was not fed is never waited for.
+        """
+        for k in range(position, len(self._queue)):
+            try:
+                self._feed(self._queue[k])
+            except RuntimeError:
+                if k == 0:
+                    raise
+                return
+
+    def _finish_oldest(self) -> None:
+        batch = self._queue.popleft()
+        try:
+            batch.images = self._collect(batch)
+            self._unexplained = 0
+        except RuntimeError as error:
+            self._fall_back(batch, error)
+        self.counters.add("decoder.batches")
+        self.counters.add("decoder.samples", len(batch.rows))
+
+    def _collect(self, batch: _Batch) -> torch.Tensor:
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        outputs = self._pipe.share_outputs(stream)
+        images = from_dlpack(outputs[0].as_tensor())
+        self._pipe.release_outputs()
+        return self._with_pixels(batch, images)
+
+    def _with_pixels(self, batch: _Batch, images: torch.Tensor | None) -> torch.Tensor:
+        """DALI's images and those decoded before, in memory of torch's where it matters."""
+        encoded = batch.encoded
+        on_gpu = self._device.type == "cuda"
+        if images is not None and len(batch.rows) == len(encoded) and not on_gpu:
+            return images
+        # On a GPU a copy within its memory, 25 us for 256 images: DALI would use its own again without asking
+        # the streams that still read it.
+        out = torch.empty(encoded.shape, dtype=torch.uint8, device=self._device)
+        if images is not None and len(batch.rows) == len(encoded):
+            out.copy_(images)
+        elif images is not None:
+            out[torch.from_numpy(batch.rows).to(out.device)] = images
+        encoded.fill_in(out)
+        if on_gpu:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._copied.append((event, (images, encoded)))
+            while self._copied and self._copied[0][0].query():
+                self._copied.popleft()
+        return out
+
+    # --- when it goes wrong
+
+    def _fall_back(self, batch: _Batch, error: RuntimeError) -> None:
+        """The pipeline has ended with this batch: the kernel decodes it; those behind it are fed again."""
+        self.counters.add("decoder.fallbacks")
+        try:
+            images, bad = decode_by_kernel(batch.encoded, self._on_error)
+            batch.images = images.to(self._device)
+            self.bad.extend(bad)
+            self.counters.add("bad.samples", len(bad))
+            self._unexplained = 0 if bad else self._unexplained + 1
+        except FastloadError as failure:
+            batch.error = failure
+            self._unexplained = 0
+        # Sound batches ahead of a bad one may end with it, so as many are no proof yet.
+        if self._unexplained > self._options.queue_depth + _UNEXPLAINED:
+            self._give_up(error)
+        self.counters.add("decoder.rebuilt")
+        self._pipe = self._new_pipeline()
+        self._feed_from(0)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        failure = FastloadError(
+            f"DALI has failed {self._unexplained} times in a row on images that are sound. Use decode='cpu'; "
+            f"this is what DALI says: {_last_words(error)}",
+            stage="decode",
+        )
+        for batch in self._queue:
+            batch.error = failure
+        self.close()
+        raise failure from error
+
+    # --- the pipeline
+
+    def _fits(self, batch: _Batch) -> bool:
+        crop = batch.encoded.crop
+        if self._pipe is None:
+            return False
+        rows, *form = self._built_for
+        return rows >= len(batch.rows) and form == [crop.height, crop.width, crop.channels_last]
+
+    def _build(self, batch: _Batch) -> None:
+        crop, sizes = batch.encoded.crop, batch.encoded.sizes
+        self._built_for = (len(batch.encoded), crop.height, crop.width, crop.channels_last)
+        self._hints = (
+            self._options.width_hint or int(sizes[:, 0].max()),
+            self._options.height_hint or int(sizes[:, 1].max()),
+        )
+        start = time.perf_counter()
+        self._pipe = self._new_pipeline()
+        _log.debug("DALI pipeline for %s built in %.2f s", self._built_for, time.perf_counter() - start)
+
+    def _new_pipeline(self) -> Any:
+        from nvidia.dali import Pipeline, fn, types
+
+        batch_size, height, width, channels_last = self._built_for
+        gpu = self._device.type == "cuda"
+        threads = self._options.threads or min(len(os.sched_getaffinity(0)), _GPU_THREADS if gpu else 1024)
+        pipe = Pipeline(
+            batch_size=batch_size,
+            num_threads=threads,
+            device_id=self._device.index if gpu else None,
+            prefetch_queue_depth=self._options.queue_depth,
+            exec_dynamic=True,  # with the other executor, outputs are overwritten once they are released
+        )
+        mixed: dict[str, Any] = {}
+        if gpu:
+            mixed = {
+                "hw_decoder_load": self._options.hw_decoder_load,
+                "preallocate_width_hint": self._hints[0],
+                "preallocate_height_hint": self._hints[1],
+                "jpeg_fancy_upsampling": True,  # the chroma of libjpeg, as the CPU path has it
+                "affine": False,  # the ranks of a node would all pin their threads to its first cores
+            }
+
+        def source(name: str, dtype: Any, **options: Any) -> Any:
+            return fn.external_source(name=name, dtype=dtype, ndim=1, **options)
+
+        with pipe:
+            images = fn.decoders.image_slice(
+                source("encoded", types.UINT8, no_copy=True),
+                source("start", types.INT32),
+                source("shape", types.INT32),
+                device="mixed" if gpu else "cpu",
+                axes=(0, 1),
+                output_type=types.RGB,
+                adjust_orientation=False,  # neither does the CPU path
+                **mixed,
+            )
+            images = fn.resize(
+                images,
+                size=(height, width),
+                roi_start=source("low", types.FLOAT),
+                roi_end=source("high", types.FLOAT),
+                interp_type=types.INTERP_LINEAR,
+                antialias=True,
+            )
+            pipe.set_outputs(images if channels_last else fn.transpose(images, perm=(2, 0, 1)))
+        pipe.build()
+        _run_in(pipe, self._options.queue_depth)
+        return pipe
+
+
+def _run_in(pipe: Any, queue_depth: int) -> None:
+    """The first `schedule_run` of a pipeline starts as many runs as it is deep, and wants input for each.
+
+    Later ones start one each. (`blocking=True`, with which runs wait for their input, was tried: it takes
+    threads away from the runs before, and with one thread ends in a deadlock.)
+    """
+    tiny = np.frombuffer(simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8)), np.uint8)
+    for _ in range(queue_depth):
+        for name, values in (("start", [0, 0]), ("shape", [8, 8])):
+            pipe.feed_input(name, np.array([values], np.int32))
+        for name, values in (("low", [0, 0]), ("high", [8, 8])):
+            pipe.feed_input(name, np.array([values], np.float32))
+        pipe.feed_input("encoded", [tiny])
+    pipe.schedule_run()
+    for _ in range(queue_depth):
+        pipe.share_outputs()
+        pipe.release_outputs()
+
+
+def _regions(encoded: EncodedImages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Of the rows to decode, in (y, x): where the slice starts, its shape, and the box in it.
+
+    A box that goes from right to left is how DALI is asked for a flip. Where the pixels around a box count,
+    the slice has as many of them as the filter reaches.
+    """
+    rows, crop = encoded.encoded_rows, encoded.crop
+    low, high = encoded.boxes[rows, 1::-1], encoded.boxes[rows, 3:1:-1]
+    limits = encoded.sizes[rows, ::-1]
+    reach = 0 if crop.clamp else np.ceil(np.maximum(1, (high - low) / (crop.height, crop.width))) + 1
+    start = np.maximum(0, np.floor(low) - reach).astype(np.int32)
+    end = np.minimum(limits, np.ceil(high) + reach).astype(np.int32)
+    low, high = (low - start).astype(np.float32), (high - start).astype(np.float32)
+    flips = encoded.flips[rows]
+    low[flips, 1], high[flips, 1] = high[flips, 1], low[flips, 1]
+    return start, end - start, low, high
+
+
+def _last_words(error: RuntimeError) -> str:
+    """Of DALI's many lines, what went wrong."""
+    text = str(error)
+    return text.partition("encountered:")[2].partition("Current pipeline")[0].strip() or text

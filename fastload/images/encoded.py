@@ -1,0 +1,213 @@
+"""Batches of encoded images: what workers make where the device decodes.
+
+    worker                                            trainer
+    EncodedBatch.fill ─ crop, flip from the header ─▶ EncodedImages in the slot ─▶ ImageDecoder ─▶ pixels
+        └ images that decoders refuse: the kernel ─▶  its `pixels` ──────────────────┘
+
+A crop is drawn from the size in the JPEG's header, by the rules and the per-sample randomness of the CPU
+path, so a sample has the same box and flip whoever decodes it. Images that are no plain JPEG (PNG,
+progressive, CMYK ...), and those that have to be padded, are decoded here and travel as pixels; damaged
+headers are errors here (`on_error`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastload.errors import DecodeError
+from fastload.images.headers import is_plain_jpeg
+from fastload.images.kernel import Item, Pixels, Source
+from fastload.images.rng import SampleRng
+from fastload.images.transforms import Crop
+
+__all__ = ["EncodedBatch", "EncodedImages", "decode_by_kernel"]
+
+
+@dataclass
+class EncodedImages:
+    """The images of a batch of n rows, encoded; `data` and `pixels` lie in the slot.
+
+    Attributes:
+        crop: the transform that placed the boxes; its size, layout and limits are the result's.
+        data: uint8, the files one after another.
+        spans: int64 (n, 2), where each row's file starts and ends in `data`. Rows may share one.
+        sizes: int32 (n, 2), width and height of the full images.
+        boxes: float64 (n, 4), x0, y0, x1, y1 of the part to be resized, in pixels of the full image.
+        flips: bool (n,), to be flipped horizontally after that.
+        pixels: uint8 (k, *crop.sample_shape), the images that were decoded already.
+        pixel_rows: int64 (n,), the row of `pixels` that a row has, or -1 for one that is still encoded.
+        keys: object key of each row, for errors.
+        seconds: what the worker took for headers and crops, and for decoding what is in `pixels`.
+    """
+
+    crop: Crop
+    data: torch.Tensor
+    spans: NDArray[np.int64]
+    sizes: NDArray[np.int32]
+    boxes: NDArray[np.float64]
+    flips: NDArray[np.bool_]
+    pixels: torch.Tensor
+    pixel_rows: NDArray[np.int64]
+    keys: list[str]
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the decoded batch: (n, *crop.sample_shape)."""
+        return (len(self), *self.crop.sample_shape)
+
+    @property
+    def encoded_rows(self) -> NDArray[np.int64]:
+        """The rows that a decoder has to decode."""
+        return np.flatnonzero(self.pixel_rows < 0)
+
+    def file(self, row: int) -> NDArray[np.uint8]:
+        """The encoded image of a row: a view of `data`."""
+        start, end = self.spans[row]
+        view: NDArray[np.uint8] = self.data.numpy()[start:end]
+        return view
+
+    def fill_in(self, out: torch.Tensor) -> None:
+        """Put the rows that were decoded already into `out`, on whatever device that is."""
+        rows = np.flatnonzero(self.pixel_rows >= 0)
+        if not len(rows):
+            return
+        pixels = self.pixels.to(out.device, non_blocking=True)
+        wanted = torch.from_numpy(self.pixel_rows[rows]).to(out.device)
+        out[torch.from_numpy(rows).to(out.device)] = pixels[wanted]
+
+
+class EncodedBatch:
+    """`EncodedImages` in the making, in a worker: rows are filled in any order, and again if they failed."""
+
+    def __init__(
+        self, crop: Crop, n: int, allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor]
+    ) -> None:
+        self._crop = crop
+        self._allocate = allocate
+        self._sources: list[Source | None] = [None] * n  # a file's bytes, or the finished pixels of the row
+        self._sizes = np.zeros((n, 2), np.int32)
+        self._boxes = np.zeros((n, 4), np.float64)
+        self._flips = np.zeros(n, np.bool_)
+        self._keys = [""] * n
+        self._seconds = 0.0
+
+    def fill(
+        self, rows: Sequence[int], images: Sequence[Source], seeds: Sequence[int], keys: Sequence[str]
+    ) -> list[tuple[int, DecodeError]]:
+        """Place a crop in each image; (position, error) of those that are bad, as `Crop.fill` has it."""
+        began = time.perf_counter()
+        failures = []
+        for position, (row, image, seed) in enumerate(zip(rows, images, seeds, strict=True)):
+            try:
+                self._fill_row(row, image, seed)
+                self._keys[row] = keys[position]
+            except DecodeError as error:
+                failures.append((position, error))
+        self._seconds += time.perf_counter() - began
+        return failures
+
+    def _fill_row(self, row: int, image: Source, seed: int) -> None:
+        source, width, height, place = self._crop.place(image, SampleRng(seed))
+        self._sizes[row], self._boxes[row], self._flips[row] = (width, height), place.box, place.flip
+        # A small image in a black frame is decoded here too: decoders fill whole rows.
+        if place.inner is None and not isinstance(source, np.ndarray) and is_plain_jpeg(source):
+            self._sources[row] = source
+            return
+        pixels = np.empty(self._crop.sample_shape, np.uint8)
+        self._crop.render_one(pixels, source, place)
+        self._sources[row] = pixels
+
+    def copy_row(self, target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+        parts: tuple[Any, ...] = (self._sources, self._sizes, self._boxes, self._flips, self._keys)
+        for part in parts:
+            part[target] = part[source]
+
+    def finish(self) -> EncodedImages:
+        """All rows are filled: their bytes, laid one after another in memory allocated to fit."""
+        places: dict[int, int] = {}  # id of a source -> where it lies, as rows may share one
+        files: list[Source] = []
+        pixels: list[Pixels] = []
+        total = 0
+        spans = np.zeros((len(self._sources), 2), np.int64)
+        pixel_rows = np.full(len(self._sources), -1, np.int64)
+        for row, source in enumerate(self._sources):
+            assert source is not None
+            known = places.get(id(source))
+            if isinstance(source, np.ndarray):
+                pixel_rows[row] = places.setdefault(id(source), len(pixels))
+                if known is None:
+                    pixels.append(source)
+                continue
+            start = places.setdefault(id(source), total)
+            spans[row] = start, start + len(source)
+            if known is None:
+                files.append(source)
+                total += len(source)
+        data = self._allocate((total,), torch.uint8)
+        _concatenate(data.numpy(), files)
+        decoded = self._allocate((len(pixels), *self._crop.sample_shape), torch.uint8)
+        for k, image in enumerate(pixels):
+            decoded[k] = torch.from_numpy(image)
+        return EncodedImages(
+            self._crop,
+            data,
+            spans,
+            self._sizes,
+            self._boxes,
+            self._flips,
+            decoded,
+            pixel_rows,
+            self._keys,
+            self._seconds,
+        )
+
+
+def _concatenate(out: NDArray[np.uint8], files: Sequence[Any]) -> None:
+    at = 0
+    for file in files:
+        out[at : at + len(file)] = np.frombuffer(file, np.uint8)
+        at += len(file)
+
+
+def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tensor, list[tuple[str, str]]]:
+    """Decode a batch with the CPU kernel: what becomes of a batch that the device's decoder gave up on.
+
+    Args:
+        on_error: as the loader's, but "replace" repeats another row of the batch, as "skip" does: the sample
+            that would take its place is in the store, and only workers read that.
+
+    Returns:
+        (uint8 of `encoded.shape`, (key, error) of bad images).
+
+    Raises:
+        DecodeError: with the sample's key, where `on_error` is "raise" or no image of the batch is good.
+    """
+    out: Pixels = np.empty(encoded.shape, np.uint8)
+    items: list[Item] = [
+        (int(row), encoded.file(row), *encoded.boxes[row].tolist(), bool(encoded.flips[row]))
+        for row in encoded.encoded_rows
+    ]
+    failures = encoded.crop.render(out, items)
+    images = torch.from_numpy(out)
+    encoded.fill_in(images)
+    for row, error in failures:
+        error.key = encoded.keys[row]
+    bad = {row for row, _ in failures}
+    good = [row for row in range(len(encoded)) if row not in bad]
+    if failures and (on_error == "raise" or not good):
+        raise failures[0][1]
+    for row in bad:
+        images[row] = images[good[row % len(good)]]
+    return images, [(encoded.keys[row], f"{type(error).__name__}: {error}") for row, error in failures]

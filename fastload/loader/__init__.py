@@ -1,0 +1,1 @@
+"""The whole path, from sampler to batch in order."""

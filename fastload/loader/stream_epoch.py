@@ -1,0 +1,289 @@
+"""Epochs of a dataset whose samples are not numbered yet: read as streams, each by one process.
+
+    trainer                                              worker, or the trainer itself
+    StreamEpoch.work(stream) ── TakeNext(stream, n) ──▶  StreamReader.take: ids of the next n samples
+                                                         BatchMaker(ids): as for any other batch
+    StreamEpoch.handed_out  ◀── batch, state after it ──
+         │ equal steps on all ranks: Ranks
+
+The streams of an epoch are as many as the workers at its start, and are handed out in turn. They are what a
+state holds, so the order of the samples stays what it was when they are dealt over other workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from fastload.datasets.protocols import StreamDataset, as_streams
+from fastload.distributed.agreement import Ranks, can_meet
+from fastload.distributed.sampler import ShardSampler
+from fastload.errors import ArgumentError, WorkerError
+from fastload.workers.stream_reader import TakeNext
+
+__all__ = ["StreamEpoch", "Streams", "check_streams"]
+
+_Plan = list[dict[str, Any]]
+_MEETINGS = 5  # places come in as shards are read to their end: seldom while an epoch begins
+
+
+class Streams:
+    """How a loader's epochs are read: as streams until all ranks know where the samples are."""
+
+    def __init__(self) -> None:
+        self._ranks: Ranks | None = None
+        self._numbered = False  # on all ranks, and for ever
+
+    def begin(self, loader: Any, saved: Mapping[str, Any] | None) -> StreamEpoch | None:
+        """The coming epoch as streams, or None where it goes by number like that of any map-style dataset.
+
+        Args:
+            loader: with its sampler already in that epoch.
+            saved: what `StreamEpoch.state()` was, if that epoch is resumed.
+
+        Raises:
+            ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
+        """
+        sampler, dataset = loader.sampler, as_streams(loader.dataset)
+        if dataset is None or not isinstance(sampler, ShardSampler) or (self._numbered and saved is None):
+            return None
+        count = saved["count"] if saved is not None else max(1, loader.num_workers)
+        if sampler.num_replicas == 1:
+            streamed = saved is not None or dataset.must_stream()
+            plan = _plan(dataset, sampler, count) if streamed and saved is None else []
+        else:
+            streamed, plan = self._agree(dataset, sampler, count, saved)
+        if not streamed:
+            self._numbered = True
+            return None
+        sampler.check_streamable()
+        return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
+
+    def _agree(
+        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
+    ) -> tuple[bool, _Plan]:
+        """(whether to stream, this rank's streams), the same and fitting together on all ranks."""
+        for _ in range(_MEETINGS):
+            known = self._meet(dataset, sampler, count, saved)
+            if known is None:
+                return False, []
+            if saved is not None:
+                return True, []
+            count = known
+            # Places may be learned from this node at any time, and the plan made with them is another one.
+            before = _shared(dataset, sampler)
+            plan = _plan(dataset, sampler, count)
+            shared = _shared(dataset, sampler)
+            assert self._ranks is not None
+            answers = self._ranks.meet_again([dataset.must_stream(), shared if shared == before else None])
+            if not any(must for must, _ in answers):
+                return False, []
+            if all(other == shared for _, other in answers):
+                return True, plan
+        raise WorkerError("the ranks do not come to plan the same streams", stage="ranks")
+
+    def _meet(
+        self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
+    ) -> int | None:
+        """How many streams a rank has, or None for no streams; the ranks know what each of them knew."""
+        must = saved is not None or dataset.must_stream()
+        if not must and not can_meet():
+            return None  # numbered without learning, as it seems: there is nothing to agree on
+        if self._ranks is None:
+            self._ranks = Ranks(sampler.rank, sampler.num_replicas)
+        tables = dataset.known_places()
+        alike = {
+            "epoch": sampler.epoch,
+            "seed": sampler.seed,
+            "shuffle": sampler.shuffle,
+            "mode": sampler.mode,
+            "resumed": saved is not None,
+            # In "eval" some ranks have more than others.
+            "batches": saved["batches"] if saved is not None and sampler.mode == "train" else 0,
+        }
+        summaries = self._ranks.meet(alike | {"must": must, "count": count, "known": sorted(tables)})
+        for rank, summary in enumerate(summaries):
+            for name, value in alike.items():
+                if summary[name] != value:
+                    raise ArgumentError(
+                        f"the ranks do not begin the same epoch: {name} is {summary[name]!r} on rank {rank} "
+                        f"and {value!r} on rank {sampler.rank}; make their loaders alike, call set_epoch() "
+                        "and load_state_dict() on all of them, and iterate equally often"
+                    )
+        if not any(summary["must"] for summary in summaries):
+            return None
+        if saved is None:
+            known = [set(summary["known"]) for summary in summaries]
+            learned = self._ranks.exchange(tables, known)
+            if learned:
+                dataset.learn_places(learned)
+        streams: int = max(summary["count"] for summary in summaries)
+        return streams
+
+
+def _plan(dataset: StreamDataset, sampler: ShardSampler, count: int, rank: int | None = None) -> _Plan:
+    """The streams of a rank; None: of this one."""
+    return dataset.plan_streams(
+        count,
+        seed=sampler.seed,
+        epoch=sampler.epoch,
+        shuffle=sampler.shuffle,
+        rank=sampler.rank if rank is None else rank,
+        ranks=sampler.num_replicas,
+    )
+
+
+def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
+    """A digest of what the plans of all ranks have to have in common."""
+    plan = dataset.plan_streams(
+        1, seed=sampler.seed, epoch=sampler.epoch, shuffle=sampler.shuffle, rank=0, ranks=1
+    )
+    return hashlib.blake2b(json.dumps(plan, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+class StreamEpoch:
+    """One epoch.
+
+    Batches are handed out from the live streams in turn. Where all ranks have to do equally many steps (mode
+    "train"), a rank whose streams are over begins another lap: its streams from their start, and if these are
+    empty those of the next rank, until every rank is through its own.
+
+    Args:
+        dataset, sampler: of the loader.
+        size: samples per batch.
+        plan: this rank's streams, where none are resumed.
+        ranks: None where there is one.
+        saved: `state()` of the epoch that is resumed.
+
+    Attributes:
+        live: the streams that are not over, as far as is known here, in the order in which they are handed
+            out next.
+        lap: 0 while they are this rank's own samples.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        sampler: ShardSampler,
+        size: int,
+        plan: _Plan,
+        ranks: Ranks | None,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._dataset = dataset
+        self._sampler = sampler
+        self._size = size
+        self._ranks = ranks if sampler.mode == "train" else None
+        self.batches = 0  # handed out
+        self.lap = 0
+        self._source = sampler.rank  # whose streams they are
+        self._in_lap = 0  # batches
+        self._empty = 0  # laps without a batch, the last ones
+        if saved is None:
+            self._first, self._count = plan, len(plan)
+            self._put(list(enumerate(plan)))
+            return
+        self.batches, self.lap = saved["batches"], saved["lap"]
+        self._source, self._in_lap, self._empty = saved["source"], saved["in_lap"], saved["empty"]
+        self._first, self._count = saved["first"], saved["count"]
+        self._put(saved["streams"])
+        if self._ranks is not None and self.lap:
+            self._ranks.ended(self.batches)  # or fewer: nobody asks about those any more
+
+    def _put(self, streams: Any) -> None:
+        self._states: dict[int, dict[str, Any]] = dict(streams)
+        self.live = deque(self._states)
+        self._unopened = set(self._states)
+
+    def work(self, stream: int) -> TakeNext:
+        """The next batch of a stream, for the process that reads it: always the same one, in this order."""
+        self._sampler.begin()
+        start = self._states[stream] if stream in self._unopened else None
+        self._unopened.discard(stream)
+        return TakeNext(stream, self._size, start)
+
+    def goes_on(self, ready: int) -> bool:
+        """Whether one more batch is to be handed out. Where that needs another lap, `live` is full again.
+
+        Args:
+            ready: how many batches of this lap are at hand; 0: all its streams are over.
+        """
+        if self._ranks is None:
+            return ready > 0
+        if self.lap == 0:
+            if ready:
+                self._ranks.have(self.batches + ready)
+                return True
+            self._ranks.ended(self.batches)
+        if not self._ranks.any_beyond(self.batches):
+            return False
+        if not ready:
+            self._next_lap(self._ranks.ranks)
+        return True
+
+    def _next_lap(self, ranks: int) -> None:
+        self._empty = 0 if self._in_lap else self._empty + 1
+        if self._empty > ranks:
+            raise WorkerError("no rank's streams give a batch to repeat, and yet one did", stage="ranks")
+        if self._empty:
+            self._source = (self._source + 1) % ranks
+        self.lap, self._in_lap = self.lap + 1, 0
+        # A plan made anew could be another one, now that more places are known.
+        plan = self._first
+        if self._source != self._sampler.rank:
+            plan = _plan(self._dataset, self._sampler, self._count, self._source)
+        self._put(list(enumerate(plan)))
+
+    def handed_out(self, stream: int, state: dict[str, Any] | None) -> None:
+        """A batch of a stream reached the user, or an error in its place (state None: the stream's own)."""
+        self.batches += 1
+        self._in_lap += 1
+        if state is not None:
+            self._states[stream] = state
+        self.live.remove(stream)
+        self.live.append(stream)
+
+    def lost(self, stream: int) -> None:
+        """The process that read a stream has let go of it: its next work opens it again."""
+        self._unopened.add(stream)
+
+    def ended(self, stream: int) -> None:
+        """A stream is over."""
+        self.live.remove(stream)
+
+    def state(self) -> dict[str, Any]:
+        """Where all streams are after what was handed out. JSON."""
+        return {
+            "rank": self._sampler.rank,
+            "ranks": self._sampler.num_replicas,
+            "count": self._count,
+            "batches": self.batches,
+            "lap": self.lap,
+            "source": self._source,
+            "in_lap": self._in_lap,
+            "empty": self._empty,
+            "first": self._first if self._ranks is not None else [],
+            "streams": [[stream, self._states[stream]] for stream in self.live],
+        }
+
+
+def check_streams(loader: Any, saved: Mapping[str, Any] | None) -> None:
+    """Raise ArgumentError unless `loader` can take up these streams."""
+    if saved is None:
+        return
+    sampler = loader.sampler
+    if not isinstance(sampler, ShardSampler) or as_streams(loader.dataset) is None:
+        raise ArgumentError(
+            "state_dict was saved in the middle of an epoch that was read as streams: resume with the same "
+            "dataset and with the loader's own sampler or a fastload.ShardSampler"
+        )
+    for name, own in (("ranks", sampler.num_replicas), ("rank", sampler.rank)):
+        if saved[name] != own:
+            raise ArgumentError(
+                f"state_dict was saved with {name} {saved[name]!r} in the middle of an epoch that was read "
+                f"as streams, this sampler has {own!r}: let each rank load the state that it has saved, "
+                "with as many ranks, or resume from a state at the end of an epoch"
+            )

@@ -1,0 +1,163 @@
+"""`fastload.watch(loader)`: what a loader does, live on the terminal, while it is used.
+
+    for batch in fastload.watch(loader): ...            with fastload.watch(loader): for batch in loader: ...
+
+No thread: the loader calls with every batch, and now and then while one is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from fastload.errors import ArgumentError
+from fastload.metrics.bottleneck import verdict
+from fastload.metrics.counters import rates
+
+if TYPE_CHECKING:
+    from fastload.loader.dataloader import DataLoader
+
+__all__ = ["watch"]
+
+_LIVE, _LINES = 0.5, 10.0  # seconds between looks, by default
+# stage, what it counts, its share of the workers' time (of the trainer's, in the last two)
+_ROWS = (
+    ("get", "the store is read", "get.share"),
+    ("cache", "the cache is read", "cache.share"),
+    ("decode", "decode and transform", "decode.share"),
+    ("collate", "collate", "collate.share"),
+    ("idle", "workers wait", "idle.share"),
+    ("copy", "copy to the device", ""),
+    ("wait", "the consumer waits", "wait.share"),
+    ("consumer", "the consumer works", "consumer.share"),
+)
+
+
+class _Console(Console):
+    """Rich's own ends the process where nobody reads on the other end of a pipe."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class watch:  # a verb for users, who write it like a function
+    """A live view of a loader: rates per stage, hit rate, batches that are ready, and the verdict.
+
+    Iterate over it in place of the loader, or use it as a context manager around any number of epochs. On a
+    terminal it is a table in place; elsewhere (a file, a notebook) one line from time to time. All figures
+    are of the time since the last look. When it ends, also by an exception, nothing of it is left but its
+    last picture. A terminal that goes away ends the view, and nothing else.
+
+    Args:
+        loader: a `fastload.DataLoader`.
+        interval: seconds between two looks; by default 0.5 on a terminal and 10 elsewhere.
+        console: where to; by default stderr.
+
+    Raises:
+        ArgumentError: the loader is none of fastload's, or is watched already; interval is not positive.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], *, interval: float | None = None, console: Console | None = None
+    ) -> None:
+        if not hasattr(loader, "_meter"):
+            raise ArgumentError(f"loader must be a fastload.DataLoader, found {type(loader).__name__}")
+        if interval is not None and not interval > 0:
+            raise ArgumentError(f"interval must be a number of seconds above 0, found {interval!r}")
+        self._loader = loader
+        self._console = _Console(file=sys.stderr) if console is None else console
+        self._in_place = self._console.is_terminal and not self._console.is_jupyter
+        self._interval = interval or (_LIVE if self._in_place else _LINES)
+        self._live: Live | None = None
+        self._seen: tuple[float, Mapping[str, float]] = (0.0, {})
+
+    def __enter__(self) -> watch:
+        meter = self._loader._meter
+        if meter.tick is not None:
+            raise ArgumentError("loader is watched already: leave that watch first")
+        self._seen = time.monotonic(), self._loader._counters.as_dict()
+        if self._in_place:
+            self._live = Live(console=self._console, auto_refresh=False)
+            with contextlib.suppress(OSError, ValueError):
+                self._live.start()
+        meter.tick = self._tick
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loader._meter.tick = None
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                live.stop()
+
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            yield from self._loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def _tick(self) -> None:
+        now, (then, before) = time.monotonic(), self._seen
+        if now - then < self._interval:
+            return
+        counters = self._loader._counters.as_dict()
+        self._seen = now, counters
+        added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
+        found = self._loader._meter.gauges() | rates(added, now - then)
+        sentence = verdict(added, found, live=True) if added.get("wait.batches") else "waiting for a batch"
+        try:
+            if self._live is not None:
+                self._live.update(_table(found, sentence), refresh=True)
+            else:
+                self._console.print(_line(found, sentence), soft_wrap=True, markup=False, highlight=False)
+        except (OSError, ValueError):  # the terminal went away, or was closed
+            self._loader._meter.tick = None
+
+
+def _line(found: Mapping[str, float], sentence: str) -> str:
+    return (
+        f"fastload: {found['loader.samples_per_second']:,.0f} samples/s, "
+        f"{found['workers']:.0f} workers, cache hits {found['cache.hit_share']:.0%}, "
+        f"waiting {found['wait.share']:.0%} of the time; {sentence}"
+    )
+
+
+def _table(found: Mapping[str, float], sentence: str) -> Table:
+    table = Table(
+        title=f"{found['loader.samples_per_second']:,.0f} samples/s, {found['workers']:.0f} workers, "
+        f"{found['node.idle_cores']:.1f} of {found['node.cores']:.0f} cores idle",
+        caption=sentence,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("stage")
+    for name in ("samples/s", "MB/s", "share"):
+        table.add_column(name, justify="right")
+    for stage, text, share in _ROWS:
+        samples = found.get(f"{stage}.samples_per_second")
+        mb = found.get(f"{stage}.bytes_per_second")
+        part = found.get(share)
+        if not (samples or mb or part):
+            continue
+        table.add_row(
+            text,
+            "" if samples is None else f"{samples:,.0f}",
+            "" if mb is None else f"{mb / 1e6:,.1f}",
+            "" if part is None else f"{part:.0%}",
+        )
+    if found["cache.hit_share"]:
+        table.add_row("cache hits", "", "", f"{found['cache.hit_share']:.0%}")
+    if "device.idle_share" in found:
+        table.add_row("the device idles", "", "", f"{found['device.idle_share']:.0%}")
+    return table

@@ -1,0 +1,1 @@
+"""What was counted, and which stage is the bottleneck."""

@@ -1,0 +1,29 @@
+"""Ranges of the stages for `torch.profiler`, named "fastload.<stage>". Free while no profiler runs.
+
+In the trainer's process: wait, unpack, sampler. In a worker, where a profiler was started there (from
+`worker_init_fn`, say): whatever its counters time, as decode, cache and collate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+
+from fastload.metrics import counters as stats
+
+__all__ = ["stage"]
+
+_NOTHING = contextlib.nullcontext()
+
+
+def stage(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range for the block, where a profiler runs in this thread.
+
+    Asked first, since `record_function` calls the dispatcher also when nobody listens.
+    """
+    return torch.profiler.record_function(f"fastload.{name}") if _profiler_enabled() else _NOTHING
+
+
+stats.profiler_range = stage

@@ -1,0 +1,222 @@
+"""What `fastload plan` measures: a few hundred GETs, some decoding, the disk; bounded in number and time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import numpy as np
+
+import fastload
+from fastload.errors import ArgumentError, DecodeError, StoreError
+from fastload.images import decode_resized, shrink
+from fastload.metrics.cores import Cores
+from fastload.plan.model import Data, Mode
+from fastload.store.manifest import Manifest
+
+__all__ = ["Disk", "Probe", "probe_disk", "probe_store"]
+
+ALONE = 8  # objects read one after the other
+DECODED = 48  # objects decoded in each mode
+SECONDS = 15.0
+DISK_BYTES = 64 << 20
+BUSY = 0.85  # of a core: from there on, a process that reads is held up by itself and not by the network
+
+_CORES = Cores()
+
+
+class Probe(NamedTuple):
+    """What was measured, for the model, and how much was read for it."""
+
+    url: str
+    data: Data
+    modes: dict[str, Mode]
+    objects: int
+    server_here: bool  # its CPU is ours too, and is counted
+    others: float  # cores that other processes kept busy meanwhile
+
+
+class Disk(NamedTuple):
+    """Bytes per second, sequentially, through no page cache."""
+
+    write: float
+    read: float
+
+
+def probe_store(
+    url: str, options: dict[str, Any], *, objects: int, size: int, cache: dict[str, Any]
+) -> Probe:
+    """List `url` and read up to `objects` images of it, for at most 15 s.
+
+    Args:
+        size: pixels of a side after RandomResizedCrop.
+        cache: short_side and quality of the modes.
+    """
+    store = fastload.open_store(url, **options)
+    with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
+        raw = fastload.Cache(Path(folder) / "cache")
+        manifest = Manifest.open(store, directory=raw.manifests, images_only=True, labels=True)
+        dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)  # with that listing
+        if dataset.cache is None:
+            raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
+        deadline = time.monotonic() + SECONDS
+        chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
+        alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
+        here, others = _is_here(options), _busy_cores(0.5)
+        first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
+        list(dataset.warm(first))  # the client's start is not part of what a GET costs
+        get = _read_together(dataset, rest or chosen, deadline, others if here else None)
+        kept = [index for index in chosen if raw.lookup(dataset._cache_key(index)) is not None][:DECODED]
+        keys = [dataset._cache_key(index) for index in kept]
+        payloads, read_cpu = _timed(lambda key: bytes(raw.read(key) or b""), keys)
+        dataset.close()
+    mean = manifest.total_bytes / len(manifest)
+    network = get.bytes / get.seconds if _met_a_ceiling(get, alone) else None
+    data = Data(len(manifest), mean, alone, get.cpu / max(1, get.objects), network)
+    scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # the chosen ones to all of them
+    modes = _probe_modes(payloads, size, cache, read_cpu, scale)
+    return Probe(store.url, data, modes, len(chosen), here, others)
+
+
+def _read_alone(store: Any, manifest: Manifest, indices: list[int], deadline: float) -> float:
+    """Seconds of a GET while nothing else is read; the first one opens the connection and does not count."""
+    seconds = []
+    for index in indices:
+        start = time.perf_counter()
+        store.read(manifest.key(index))
+        seconds.append(time.perf_counter() - start)
+        if time.monotonic() > deadline:
+            break
+    return median(seconds[1:] or seconds)
+
+
+class _Together(NamedTuple):
+    objects: int
+    bytes: int
+    seconds: float
+    cpu: float
+    own_cpu: float
+
+
+def _read_together(dataset: Any, indices: list[int], deadline: float, others: float | None) -> _Together:
+    """Read through the window and into a cache, as training does.
+
+    With `others`, the cores that are busy anyway, all other CPU is the store's, and counts as well.
+    """
+    machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
+    done = read = 0
+    for warmed in dataset.warm(indices):
+        done += warmed.outcome in ("stored", "present")
+        read += warmed.size
+        if time.monotonic() > deadline:
+            break
+    if not done:
+        raise StoreError("none of the objects of the probe could be read", stage="get")
+    seconds, own_cpu = time.perf_counter() - start, time.process_time() - own
+    cpu = own_cpu if others is None else max(own_cpu, _CORES.busy_seconds() - machine - others * seconds)
+    return _Together(done, read, seconds, cpu, own_cpu)
+
+
+def _met_a_ceiling(get: _Together, alone: float) -> bool:
+    """Much slower than 32 requests in flight should be, with this process and its machine idle meanwhile."""
+    expected = 32 / alone
+    return get.objects / get.seconds < expected / 3 and get.cpu / get.seconds < BUSY
+
+
+def _probe_modes(
+    payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
+) -> dict[str, Mode]:
+    """Bytes and core-seconds of a sample in each mode; `scale` takes its bytes to the mean of all objects."""
+    side, quality = cache["short_side"], cache["quality"]
+    shrunk, shrink_cpu = _timed(lambda data: shrink(data, side, quality), payloads)
+    pixels, decode_cpu = _timed(lambda data: decode_resized(data, side), payloads)
+    if not shrunk or not pixels:
+        shrink(payloads[0], side, quality)  # says why: damaged, or of a format that needs Pillow
+        raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
+    crop = fastload.RandomResizedCrop(size, flip=0.5)
+    out = np.empty((DECODED, *crop.sample_shape), np.uint8)
+    modes = {}
+    for name, samples, prepare_cpu in (
+        ("raw", payloads, 0.0),
+        ("shrunk", shrunk, shrink_cpu),
+        ("decoded", pixels, decode_cpu),
+    ):
+        sizes = [sample.nbytes if isinstance(sample, np.ndarray) else len(sample) for sample in samples]
+        stored = sum(sizes) / len(sizes)
+        batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
+        _, fill_cpu = _timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
+        # Reading back is checksum and copy: it goes with the bytes.
+        read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
+        grown = stored * scale if name == "raw" else stored
+        modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
+    return modes
+
+
+def _timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
+    """What `work` makes of the items, and the core-seconds of each on one thread; bad images are left out."""
+    results = []
+    start = time.thread_time()
+    for item in items:
+        try:
+            results.append(work(item))
+        except DecodeError:
+            continue
+    return results, (time.thread_time() - start) / max(1, len(results))
+
+
+def probe_disk(directory: Path) -> Disk:
+    """Write 64 MiB to a file in `directory`, made if absent, and read it back.
+
+    Raises:
+        ArgumentError: it cannot be written to.
+    """
+    try:
+        return _timed_disk(directory)
+    except OSError as error:
+        raise ArgumentError(f"--cache-dir {str(directory)!r}: {error.strerror or error}") from None
+
+
+def _timed_disk(directory: Path) -> Disk:
+    directory.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(1 << 20)
+    with _scratch_file(directory) as fd:
+        start = time.perf_counter()
+        for _ in range(DISK_BYTES // len(block)):
+            os.write(fd, block)
+        os.fsync(fd)
+        written = time.perf_counter() - start
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for place in range(0, DISK_BYTES, len(block)):
+            os.pread(fd, len(block), place)
+        return Disk(DISK_BYTES / written, DISK_BYTES / (time.perf_counter() - start))
+
+
+@contextmanager
+def _scratch_file(directory: Path) -> Iterator[int]:
+    fd, path = tempfile.mkstemp(prefix="fastload-plan-", dir=directory)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+        Path(path).unlink()
+
+
+def _is_here(options: dict[str, Any]) -> bool:
+    """Whether the store runs on this machine: then its CPU is taken from the loader."""
+    host = urlsplit(str(options.get("endpoint_url", ""))).hostname or ""
+    return host == "localhost" or host.startswith("127.")
+
+
+def _busy_cores(seconds: float) -> float:
+    """How many cores others keep busy now."""
+    before, start = _CORES.busy_seconds(), time.perf_counter()
+    time.sleep(seconds)
+    return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)

@@ -1,0 +1,221 @@
+"""The shards of a dataset, listed once, and what index files say of them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
+from fastload.formats.compression import HEAD, is_compressed
+from fastload.formats.shard_index import Places, parse_wids
+from fastload.shards.index import Table
+from fastload.shards.reader import Shard
+from fastload.shards.urls import Named, Wanted, is_index, resolve
+from fastload.store import Store, open_store
+from fastload.store.listing import Selection
+from fastload.store.manifest import Manifest
+
+__all__ = ["ShardList"]
+
+_log = logging.getLogger("fastload")
+
+_READS = 64  # of index files and of shards' first bytes, at once
+_COMPRESSIONS = ("gzip", "zlib", "")
+
+
+class ShardList:
+    """Shards in the order of their keys.
+
+    Args:
+        urls: see `shard_urls`.
+        shards: what to look for below a prefix.
+        compression: "gzip", "zlib", "" (none) for all; None: by the first bytes of each.
+        directory: where listings are kept; None: nowhere.
+        refresh: list again where a listing is kept.
+        storage_options: for `open_store`.
+
+    Attributes:
+        store: holds them.
+        cacheable: whether a cache may keep what is read of them.
+        counts: shard -> number of samples, as far as wids' index says.
+
+    Raises:
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError.
+    """
+
+    def __init__(
+        self,
+        urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        shards: Wanted,
+        *,
+        compression: str | None,
+        directory: Path | None,
+        refresh: bool,
+        storage_options: dict[str, Any],
+    ) -> None:
+        if compression is not None and compression not in _COMPRESSIONS:
+            raise ArgumentError(
+                f"compression must be one of {_COMPRESSIONS} or None (by their first bytes), "
+                f"found {compression!r}"
+            )
+        self._compressed = None if compression is None else bool(compression)
+        self._directory = directory
+        self._refresh = refresh
+        self._options = storage_options
+        names, counts = _through_index(urls, storage_options)
+        named = resolve(names, shards)
+        self.store, self._manifest = self._find(named)
+        self.cacheable = not self._manifest.why_not_cached(self.store)
+        keys = [self._manifest.key(number) for number in range(len(self._manifest))]
+        self._rows = [number for number, key in enumerate(keys) if not is_index(key)]
+        self._indexes = {key: number for number, key in enumerate(keys) if is_index(key)}
+        if not self._rows:
+            raise ArgumentError(f"{named.root!r}: only index files there, and none is {shards.words}")
+        prefix = f"{named.root}/"
+        by_key = {name.removeprefix(prefix): count for name, count in counts.items() if count is not None}
+        self.counts = {
+            shard: by_key[keys[row]] for shard, row in enumerate(self._rows) if keys[row] in by_key
+        }
+
+    def __fingerprint__(self) -> dict[str, Any]:
+        """What is there, however it was listed: see `datasets.fingerprint`."""
+        return {name: value for name, value in vars(self).items() if name != "_refresh"}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, shard: int) -> Shard:
+        row = self._rows[shard]
+        key = self._manifest.key(row)
+        return Shard(key, self._manifest.size(row), self._manifest.version(row), self._compressed)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Names the shards and their versions."""
+        digest = hashlib.blake2b(digest_size=8)
+        for shard in range(len(self)):
+            digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    def weights(self) -> list[int]:
+        """What whole shards are balanced by: their samples where wids' index says, else their bytes."""
+        if len(self.counts) == len(self):
+            return [self.counts[shard] for shard in range(len(self))]
+        return [self[shard].size for shard in range(len(self))]
+
+    def indexes(
+        self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Places]
+    ) -> dict[int, Table]:
+        """Shard -> what its index file says; shards without one, and compressed ones, are left out.
+
+        Args:
+            index: a URL below which the index files are; None: beside the shards, if there are any; False:
+                do not look.
+            parse: (bytes of an index file, size of the shard) -> its places.
+
+        Raises:
+            ArgumentError: `index` names files that do not belong to these shards.
+        """
+        if index is False:
+            return {}
+        store, manifest, rows = self.store, self._manifest, self._indexes
+        if index is not None and index is not True:
+            store = open_store(index, **self._options)
+            manifest = self._list(store, Named(os.fspath(index), Selection(r".*\.(?:idx|index)")))
+            rows = {manifest.key(row): row for row in range(len(manifest))}
+        beside = index is None or index is True
+        found = {}
+        for shard in range(len(self)):
+            candidates = _index_names(self[shard].key, beside)
+            found[shard] = next((rows[name] for name in candidates if name in rows), -1)
+        plain = self._plain([shard for shard, row in found.items() if row >= 0])
+        found = {shard: found[shard] for shard in plain}
+        bodies = _read_all(
+            store, [(manifest.key(row), manifest.version(row), manifest.size(row)) for row in found.values()]
+        )
+        tables = {}
+        for (shard, row), body in zip(found.items(), bodies, strict=True):
+            try:
+                tables[shard] = Table(parse(body, self[shard].size), {}, compressed=False)
+            except DecodeError as error:
+                text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {error.message}"
+                if index is not None:
+                    raise ArgumentError(text) from None
+                _log.warning("%s; it is not used", text)
+        if index not in (None, True) and not tables:
+            raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
+        return tables
+
+    def _find(self, named: Named) -> tuple[Store, Manifest]:
+        """What is below a prefix; or, where that is none, the one file of that name."""
+        store = open_store(named.root, **self._options)
+        try:
+            return store, self._list(store, named)
+        except NotFoundError:
+            if named.alone is None:
+                raise
+            try:
+                store = open_store(named.alone.root, **self._options)
+                return store, self._list(store, named.alone)
+            except (ArgumentError, StoreError):
+                pass
+            raise
+
+    def _plain(self, shards: list[int]) -> list[int]:
+        """Those that are not compressed: what an index file says is of the file as it lies there."""
+        if self._compressed is not None:
+            return [] if self._compressed else shards
+        heads = [(self[shard].key, self[shard].version, self[shard].size) for shard in shards]
+        bodies = _read_all(self.store, heads, most=HEAD)
+        return [shard for shard, head in zip(shards, bodies, strict=True) if not is_compressed(head)]
+
+    def _list(self, store: Store, named: Named) -> Manifest:
+        return Manifest.open(
+            store, directory=self._directory, refresh=self._refresh, selection=named.selection
+        )
+
+
+def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:
+    """The shards that wids' index lists, with their counts, where `urls` is one; else as it is."""
+    if not isinstance(urls, str | os.PathLike) or not os.fspath(urls).endswith(".json"):
+        return urls, {}
+    directory, _, name = os.fspath(urls).rpartition("/")
+    store = open_store(directory or ".", **options)
+    (body,) = _read_all(store, [(name, None, None)])
+    try:
+        listed = parse_wids(body)
+    except DecodeError as error:
+        raise ArgumentError(f"url {os.fspath(urls)!r}: {error.message}") from None
+    full = {
+        url if "://" in url or url.startswith("/") or not directory else f"{directory}/{url}": count
+        for url, count in listed
+    }
+    return list(full), full
+
+
+def _index_names(key: str, beside: bool) -> list[str]:
+    """The names that the index file of a shard may have, by the tools that write them."""
+    base = key if beside else key.rpartition("/")[2]
+    stem = base.rpartition(".")[0] if "." in base.rpartition("/")[2] else base
+    return [f"{base}.idx", f"{stem}.idx", f"{base}.index", f"{stem}.index"]
+
+
+def _read_all(
+    store: Store, objects: Sequence[tuple[str, str | None, int | None]], most: int | None = None
+) -> list[bytes]:
+    """The bytes of some small objects (key, version, size); `most`: of each so many, the first ones."""
+
+    def read(one: tuple[str, str | None, int | None]) -> bytes:
+        key, version, size = one
+        if most is None or size is None or size <= most:
+            return bytes(store.read(key, version, size))
+        return bytes(store.read_range(key, 0, most, version))
+
+    with ThreadPoolExecutor(_READS) as pool:
+        return list(pool.map(read, objects))

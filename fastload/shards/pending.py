@@ -1,0 +1,113 @@
+"""Records that streams have handed out and nobody has used yet: their bytes, or what is becoming of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from fastload.fetch.threads import ReadPool
+from fastload.metrics.counters import Counters
+from fastload.shards.interleave import Found
+
+__all__ = ["Held"]
+
+
+class Held:
+    """One per process.
+
+    Args:
+        prepare: payload -> what is cached and used; None: the payload itself. Runs in threads, beside the
+            decoding of other records.
+        keep: writes a record's prepared payload to the cache.
+        counters: get.* are added here.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[Any], Any] | None,
+        keep: Callable[[Found, Any], None],
+        counters: Counters,
+    ) -> None:
+        self._prepare = prepare
+        self._keep = keep
+        self._counters = counters
+        self._values: dict[int, Any] = {}
+        self._offsets: dict[int, int] = {}
+        self._more: dict[int, int] = {}  # how often beyond once a record was handed out and not used
+        self._pool: ReadPool | None = None
+
+    def __contains__(self, record: int) -> bool:
+        return record in self._values
+
+    def add(self, record: int, found: Found) -> None:
+        """Hold a record until it was taken as often as it was added."""
+        if record in self._values:
+            self._more[record] = self._more.get(record, 0) + 1
+            return
+        payload: Any = found.record.payload
+        if found.record.error is not None:
+            payload = found.record.error
+            self._counters.add("bad.bytes", found.record.size)
+        elif not found.ready:
+            self._counters.add("get.samples")
+            if self._prepare is not None:
+                payload = self._threads().submit(functools.partial(self._ready, found))
+            else:
+                self._keep(found, payload)
+        self._values[record] = payload
+        self._offsets[record] = found.record.offset
+
+    def offset(self, record: int) -> int:
+        """Where it lies in its shard."""
+        return self._offsets[record]
+
+    def take(self, record: int) -> Any:
+        """What is held, once. Raises what went wrong with it."""
+        value = self.drop(record)
+        if isinstance(value, Future):
+            value = self._threads().wait(value)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def drop(self, record: int) -> Any:
+        """Let go of a record, once; returns what is held of it."""
+        if record not in self._more:
+            del self._offsets[record]
+            return self._values.pop(record)
+        self._more[record] -= 1
+        if not self._more[record]:
+            del self._more[record]
+        return self._values[record]
+
+    def settle(self) -> None:
+        """Wait until what was added has been given to the cache."""
+        for value in list(self._values.values()):
+            if isinstance(value, Future):
+                value.exception()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._values.clear()
+        self._offsets.clear()
+        self._more.clear()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _ready(self, found: Found) -> Any:
+        assert self._prepare is not None
+        payload = self._prepare(found.record.payload)
+        self._keep(found, payload)
+        return payload
+
+    def _threads(self) -> ReadPool:
+        if self._pool is None:
+            worker = get_worker_info()
+            processes = 1 if worker is None else worker.num_workers
+            self._pool = ReadPool(max(1, (os.cpu_count() or 1) // processes), self._counters)
+        return self._pool

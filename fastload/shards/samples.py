@@ -1,0 +1,270 @@
+"""From the fields of a record to a sample, or to a row of the batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from fastload.datasets.base import check_function
+from fastload.datasets.objects import decode_into
+from fastload.datasets.protocols import Allocate
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
+from fastload.images.transforms import Crop
+from fastload.shards.columns import copy_value, new_column, number_view, put_value
+from fastload.shards.fields import Fields
+
+__all__ = ["SampleMaker"]
+
+_log = logging.getLogger("fastload")
+
+_ADVICE = (
+    "Give transform= a function of the whole sample that makes all alike, or write the shards anew with the "
+    "same members in each sample (fastload convert --to tfrecord calls the first image of each 'image')"
+)
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
+
+Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+
+
+class _Making(NamedTuple):
+    """The batch that is being filled."""
+
+    rows: int
+    allocate: Allocate
+    rest: list[dict[str, Any]]  # what of each row is no image, for `row`
+    crops: dict[str, Crop]
+    numbers: dict[str, tuple[type, Any]]  # see `number_view`
+
+
+class SampleMaker:
+    """Opens fields and applies the transform.
+
+    Args:
+        fields: of the records; None: a record is bytes.
+        decoded: whether the user's own `decode` has made something else of the fields.
+        transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
+            {field: either}.
+
+    Raises:
+        ArgumentError: the transform wants fields, and there are none.
+    """
+
+    def __init__(self, fields: Fields | None, decoded: bool, transform: Transform) -> None:
+        self._fields = None if decoded else fields
+        self._transform = transform
+        self._making: _Making | None = None
+        self._warned = False  # of masks
+        self._last: tuple[tuple[str, ...], Transform, dict[str, Crop]] | None = None
+        parts = self._parts()
+        for name, part in zip(self._part_names(), parts, strict=True):
+            check_function(name, part)
+        fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
+        if self._fields is None and (fused or isinstance(transform, Mapping)):
+            raise ArgumentError(
+                f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
+                "function of what decode returns"
+            )
+
+    def _part_names(self) -> list[str]:
+        fields = self._transform
+        return [f"transform[{name!r}]" for name in fields] if isinstance(fields, Mapping) else ["transform"]
+
+    def _parts(self) -> list[Any]:
+        return list(self._transform.values()) if isinstance(self._transform, Mapping) else [self._transform]
+
+    def start_epoch(self, epoch: int) -> None:
+        """For transforms that go by it."""
+        self._last = None
+        for part in self._parts():
+            if isinstance(part, ByEpoch):
+                part.start_epoch(epoch)
+
+    @property
+    def fused(self) -> bool:
+        """Whether images are written straight into the batch."""
+        return any(isinstance(current_transform(part), Crop) for part in self._parts())
+
+    @property
+    def runs_user_code(self) -> bool:
+        """Whether functions of the user run as rows are filled, beside a fused transform."""
+        return isinstance(self._transform, Mapping) and not all(
+            isinstance(current_transform(part), Crop) for part in self._parts()
+        )
+
+    def sample(self, value: Any) -> Any:
+        """What `RecordPrefix.restore` gives -> sample.
+
+        Raises:
+            DecodeError: a field is not what it should be. What the user's functions raise.
+        """
+        transform = current_transform(self._transform)
+        if self._fields is None:
+            return value if transform is None else transform(value)
+        crops = self._crops(value)
+        rest = self._open(value, crops)
+        sample = {name: crops[name](value[name]) if name in crops else rest[name] for name in value}
+        return transform(sample) if callable(transform) and not crops else sample
+
+    # --- rows of a batch
+
+    def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
+        """A batch of `n` rows. Its columns are made with the first row, by what that has."""
+        self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {})
+        return {}
+
+    def put(self, batch: dict[str, Any], row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Write all but the images into a row; returns these, still encoded.
+
+        Raises:
+            DecodeError: as `sample`; or the fields are not like those of the rows before.
+        """
+        crops = self._crops(fields)
+        rest = self._open(fields, crops)
+        made = self._made
+        if not batch:
+            made.crops.update(crops)
+            for name in fields:
+                if name in crops:
+                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), torch.uint8)
+                else:
+                    batch[name] = new_column(rest[name], made.rows, made.allocate)
+                    if (view := number_view(batch[name], rest[name])) is not None:
+                        made.numbers[name] = view
+        if crops.keys() != made.crops.keys() or batch.keys() != fields.keys():
+            raise DecodeError(_differs(fields, batch))
+        for name, column in batch.items():
+            if name not in crops:
+                self._put(column, row, name, rest[name])
+        made.rest[row] = rest
+        return {name: fields[name] for name in crops}
+
+    def _put(self, column: Any, row: int, name: str, value: Any) -> None:
+        number = self._made.numbers.get(name)
+        if number is not None and type(value) is number[0]:
+            try:
+                number[1][row] = value
+                return
+            except OverflowError:
+                pass  # an int beyond 64 bits, which `put_value` refuses in words
+        put_value(column, row, value, name)
+
+    def put_images(
+        self, batch: dict[str, Any], rows: list[int], images: Mapping[str, list[Any]], seeds: list[int]
+    ) -> list[tuple[int, DecodeError]]:
+        """Decode images into their rows; (position in `rows`, error) of those that failed.
+
+        All images of a sample are drawn with the same seed: two views of one size are cut alike. A mask is no
+        such view, for its class numbers would be interpolated, and made RGB: see `_warn_of_masks`.
+        """
+        bad: dict[int, DecodeError] = {}
+        for name, encoded in images.items():
+            bad.update(decode_into(self._made.crops[name], batch[name].numpy(), rows, encoded, seeds))
+        return sorted(bad.items())
+
+    def row(self, batch: dict[str, Any], row: int) -> dict[str, Any]:
+        """The sample in a row, as `sample` gives it."""
+        rest, crops = self._made.rest[row], self._made.crops
+        return {name: batch[name][row] if name in crops else rest[name] for name in batch}
+
+    def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+        for column in batch.values():
+            copy_value(column, target, source)
+        self._made.rest[target] = self._made.rest[source]
+
+    @property
+    def _made(self) -> _Making:
+        assert self._making is not None
+        return self._making
+
+    # --- fields
+
+    def _crops(self, fields: Mapping[str, Any]) -> dict[str, Crop]:
+        """Image -> the fused transform that takes it.
+
+        Raises:
+            DecodeError: the sample does not have the one image, or those that are named.
+        """
+        transform = current_transform(self._transform)
+        names = tuple(fields)
+        if self._last is None or self._last[:2] != (names, transform):  # samples are mostly alike
+            self._last = names, transform, self._find_crops(fields, transform)
+        return self._last[2]
+
+    def _find_crops(self, fields: Mapping[str, Any], transform: Transform) -> dict[str, Crop]:
+        if isinstance(transform, Mapping):
+            missing = sorted(transform.keys() - fields.keys())
+            if missing:
+                raise DecodeError(
+                    f"{_name(fields)} has no {missing[0]!r}; it has {', '.join(fields)}. {_ADVICE}"
+                )
+            parts = {name: current_transform(part) for name, part in transform.items()}
+            crops = {name: part for name, part in parts.items() if isinstance(part, Crop)}
+            self._warn_of_masks(fields, crops)
+            return crops
+        if not isinstance(transform, Crop):
+            return {}
+        assert self._fields is not None
+        images = self._fields.images(fields)
+        if len(images) != 1:
+            raise DecodeError(
+                f"the transform takes one image, and {_name(fields)} has {', '.join(images) or 'none'} among "
+                f"{', '.join(fields)}: name it, as in transform={{'jpg': RandomResizedCrop(224)}}"
+            )
+        return {images[0]: transform}
+
+    def _warn_of_masks(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> None:
+        """Not an error, for a PNG with a palette or in grey may well be a photo."""
+        assert self._fields is not None
+        if self._warned or len(self._fields.images(fields)) < 2:
+            return
+        masks = [name for name in crops if _may_be_mask(fields[name])]
+        if masks:
+            self._warned = True
+            _log.warning(
+                "%r of %s is a PNG in grey or with a palette. If it is a mask: fused transforms interpolate "
+                "its values and make them RGB; use decode={%r: function of its bytes}, and transform= a "
+                "function of the sample",
+                masks[0],
+                _name(fields),
+                masks[0],
+            )
+
+    def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:
+        """The fields that no fused transform takes, as a sample has them."""
+        assert self._fields is not None
+        images = self._fields.images(fields)
+        rest = {
+            name: self._fields.open_image(value) if name in images else self._fields.open(name, value)
+            for name, value in fields.items()
+            if name not in crops
+        }
+        transform = current_transform(self._transform)
+        if isinstance(transform, Mapping):
+            rest |= {name: part(rest[name]) for name, part in transform.items() if name not in crops}
+        return rest
+
+
+def _name(fields: Mapping[str, Any]) -> str:
+    """A sample in error messages, beside the record's name there."""
+    return f"sample {fields['__key__']!r}" if "__key__" in fields else "the sample"
+
+
+def _differs(fields: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
+    lacks = [name for name in batch if name not in fields]
+    what = f"lacks {', '.join(lacks)}, which others in the batch have" if lacks else ""
+    more = [name for name in fields if name not in batch]
+    if more:
+        what += f"{' and ' if what else ''}has {', '.join(more)}, which others in the batch lack"
+    return f"{_name(fields)} {what or 'has other images than others in the batch'}. {_ADVICE}"
+
+
+def _may_be_mask(value: Any) -> bool:
+    if not isinstance(value, bytes | memoryview) or value[: len(_PNG)] != _PNG or len(value) <= _PNG_COLOUR:
+        return False
+    return value[_PNG_COLOUR] in (0, 3)

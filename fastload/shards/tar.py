@@ -1,0 +1,123 @@
+"""Tar shards in WebDataset's layout as a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastload.cache import Cache
+from fastload.formats.shard_index import Places, parse_wds_index
+from fastload.formats.tar import TarSplitter
+from fastload.shards.dataset import ShardDataset
+from fastload.shards.fields import MemberFields
+from fastload.shards.urls import Wanted
+
+__all__ = ["TarDataset"]
+
+# What a prefix is searched for.
+_NAMES = Wanted(
+    r".*\.(?:tar|tgz|tar\.gz)",
+    "named as a tar (.tar, .tar.gz, .tgz). Read TFRecord files with fastload.TFRecordDataset, and objects "
+    "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
+)
+
+
+class _Tar:
+    """See `ShardFormat`. What a record's slice holds is found out when it is split into its members."""
+
+    name = "tar-1"
+
+    def splitter(self, offset: int, end: int | None) -> TarSplitter:
+        return TarSplitter(offset, end)
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        return record
+
+    def parse_index(self, body: bytes, shard_size: int) -> Places:
+        return parse_wds_index(body, shard_size)
+
+
+class TarDataset(ShardDataset):
+    """The samples of tar files in WebDataset's layout: members that differ only in their extension.
+
+    A sample is a dict: "__key__", the members' path up to the first dot of its last component, and each
+    extension in lower case with what its content means: jpg, jpeg, png, webp, ... a `PIL.Image` in RGB; cls,
+    index, id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle,
+    .pth, .pt) are refused. No name in a tar ever becomes a path on this machine.
+
+    Segmentation masks are treated as ordinary images, which destroys their class numbers: palettes become
+    RGB, and fused transforms and the cache modes "shrunk" and "decoded" interpolate. For a mask, pass
+    `decode={"png": function of bytes}`, whose result is not changed, and crop the mask together with its
+    image in a `transform` that takes the whole sample.
+
+    Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
+    comes from index files (DALI's wds2idx), or is made in the first epoch and kept in the cache. Until then
+    `len()` and `[]` raise TypeError, and `fastload.DataLoader` reads it as streams:
+    `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks. The same loop
+    reads both.
+
+    With index files and no cache it is read at random too, unless samples are smaller than 32 KiB on average
+    or the files are compressed: then it is streamed in every epoch. A tar without its end marker is accepted
+    where it ends with a member. A damaged one is an error with file and offset, or counted under `on_error`.
+
+    Args:
+        url: a prefix, one file, `{000..099}`, a glob, a list of these, wids' index file: any fsspec URL or
+            path. `pipe:` is refused.
+        decode: a dict {extension: function of bytes} of decoders in place of those built in; or a function
+            of the dict of all members' bytes, which makes the sample; deterministic.
+        transform: a fused transform, which takes the one image of a sample (the sample then has a uint8
+            tensor in its place); a dict {extension: function or fused transform}; or any callable on the
+            sample. Fused transforms write their images straight into the batch.
+        cycle_length: files open at once, over the workers of a rank.
+        block_length: samples from each in turn.
+        shuffle_buffer: of a block: samples as int, or bytes as text, per worker.
+        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
+            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
+            closure, attributes, the globals it uses).
+        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
+        index: where index files are: a URL; None: beside the files, if there are any; False: not at all.
+        compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.
+        unsafe: unpickle pickles, which can run any code of whoever wrote the files.
+        storage_options: for `open_store`.
+        refresh: list the URL again where the cache holds an earlier listing.
+
+    Raises:
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        index: str | os.PathLike[str] | bool | None = None,
+        compression: str | None = None,
+        unsafe: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        decoders = decode if isinstance(decode, Mapping) else {}
+        super().__init__(
+            url,
+            _Tar(),
+            MemberFields(decoders, unsafe=unsafe),
+            names=_NAMES,
+            decode=None if isinstance(decode, Mapping) else decode,
+            transform=transform,
+            cycle_length=cycle_length,
+            block_length=block_length,
+            shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
+            cache=cache,
+            index=index,
+            compression=compression,
+            storage_options=storage_options,
+            refresh=refresh,
+        )

@@ -1,0 +1,122 @@
+"""TFRecord files as a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastload.cache import Cache
+from fastload.formats.example import Spec
+from fastload.formats.shard_index import Places, parse_tfrecord_index
+from fastload.formats.tfrecord import TFRecordSplitter, unframe
+from fastload.images.by_epoch import all_transforms
+from fastload.images.transforms import Crop
+from fastload.shards.dataset import ShardDataset
+from fastload.shards.fields import ExampleFields
+from fastload.shards.urls import Wanted
+
+__all__ = ["TFRecordDataset"]
+
+# What a prefix is searched for: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
+_NAMES = Wanted(
+    r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
+    "named as a TFRecord file (.tfrecord, -00000-of-00128). Read a tar with fastload.TarDataset, and objects "
+    "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
+)
+
+
+class _TFRecord:
+    """See `ShardFormat`."""
+
+    name = "tfrecord-1"
+
+    def splitter(self, offset: int, end: int | None) -> TFRecordSplitter:
+        return TFRecordSplitter(offset, end)
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        return unframe(record)
+
+    def parse_index(self, body: bytes, shard_size: int) -> Places:
+        return parse_tfrecord_index(body, shard_size)
+
+
+class TFRecordDataset(ShardDataset):
+    """The records of TFRecord files, read without TensorFlow; both CRCs of every record are checked.
+
+    Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
+    comes from index files, or is made in the first epoch and kept in the cache. Until then `len()` and `[]`
+    raise TypeError, and `fastload.DataLoader` reads it as streams: `cycle_length` files at once per rank,
+    read ahead in large ranges, shuffled in blocks. The same loop reads both.
+
+    With index files and no cache it is read at random too, unless records are smaller than 32 KiB on average
+    or the files are compressed: then it is streamed in every epoch. A damaged record is an error with file
+    and offset, or counted under `on_error`; so is the rest of a file from where a length is damaged.
+
+    Args:
+        url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
+        features: name -> bytes, str, int, float for one value, or a list of one of these such as [int] for
+            any number. The sample is then a dict of these: of bytes, str, int and float; of lists and numpy
+            arrays (int64, float32). None: records are no Examples, and the sample is its bytes.
+        decode: what to make of the bytes, or of the dict of features; deterministic.
+        transform: a fused transform, which takes the one feature of type bytes as an image (the sample then
+            has a uint8 tensor in its place); a dict {feature: function or fused transform}; or any callable
+            on the sample. Fused transforms write their images straight into the batch.
+        cycle_length: files open at once, over the workers of a rank.
+        block_length: records from each in turn.
+        shuffle_buffer: of a block: records as int, or bytes as text, per worker.
+        fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
+            `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
+            closure, attributes, the globals it uses).
+        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
+        index: where index files of tfrecord2idx are: a URL; None: beside the files, if there are any; False:
+            not at all.
+        compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.
+        storage_options: for `open_store`.
+        refresh: list the URL again where the cache holds an earlier listing.
+
+    Raises:
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        features: Spec | None = None,
+        decode: Callable[[Any], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        index: str | os.PathLike[str] | bool | None = None,
+        compression: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        images = None
+        if isinstance(transform, Mapping):
+            images = [
+                name
+                for name, part in transform.items()
+                if any(isinstance(one, Crop) for one in all_transforms(part))
+            ]
+        super().__init__(
+            url,
+            _TFRecord(),
+            None if features is None else ExampleFields(features, images or None),
+            names=_NAMES,
+            decode=decode,
+            transform=transform,
+            cycle_length=cycle_length,
+            block_length=block_length,
+            shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
+            cache=cache,
+            index=index,
+            compression=compression,
+            storage_options=storage_options,
+            refresh=refresh,
+        )

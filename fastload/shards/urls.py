@@ -1,0 +1,206 @@
+"""What users write to name shards: a prefix, one shard, braces, a glob, a list of these, an index of wids.
+
+s3://bucket/train/                      all shards below
+s3://bucket/train/{0000..0146}.tar      one for each; also {train,val}, {00..98..2}, nested
+s3://bucket/**/part-*.tfrecord          ? and * within a path component, ** across, [a-z]
+s3://bucket/train/index.json            the shards that wids' index lists, relative to it
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fastload.errors import ArgumentError
+from fastload.store.listing import Selection
+
+__all__ = ["Named", "Wanted", "expand_braces", "glob_pattern", "is_index", "resolve"]
+
+_MOST_SHARDS = 1_000_000
+_SPECIAL = re.compile(r"[*?\[]")
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+_INDEX_FILES = r".*\.(?:idx|index)"
+
+
+# What only one kind of shard is called, and who reads it.
+_KINDS = (
+    (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
+    (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
+)
+
+
+class Wanted(NamedTuple):
+    """The shards below a prefix: a regular expression of their keys, and what they are in words."""
+
+    pattern: str
+    words: str
+
+
+class Named(NamedTuple):
+    """Where shards are: the URL that holds all of them, and which of its objects they are.
+
+    `alone`: the same name as that of one file, where it may be a prefix or a file without a known ending.
+    """
+
+    root: str
+    selection: Selection
+    alone: Named | None = None
+
+
+def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wanted: Wanted) -> Named:
+    """What `urls` names.
+
+    Args:
+        urls: as above.
+        wanted: what to look for below a prefix.
+
+    Raises:
+        ArgumentError: nothing is named, shards of two places, or a file of another kind.
+    """
+    given = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+    names = [name for url in given for name in expand_braces(_text(url))]
+    if not names:
+        raise ArgumentError(f"url names no shards: {urls!r}")
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        raise ArgumentError(f"url names a shard twice: {name!r}; each is read once per epoch")
+    heads = names[0].lower().startswith(("http://", "https://"))
+    if len(names) == 1 and not heads and not _SPECIAL.search(names[0]):
+        base = names[0].rpartition("/")[2]
+        if not base or not re.fullmatch(wanted.pattern, base):
+            return _prefix(names[0], wanted)
+    split = [_split(name) for name in names]
+    root = _common([directory for directory, _ in split])
+    if not root and "://" in names[0]:
+        raise ArgumentError("url names shards of several buckets: one dataset reads one")
+    prefix = f"{root}/" if root not in ("", "/") else root
+    keys = [name.removeprefix(prefix) for name in names]
+    patterns = [glob_pattern(key) for key in keys if _SPECIAL.search(key)]
+    required = tuple(sorted(key for key in keys if not _SPECIAL.search(key)))
+    if patterns and heads:
+        raise ArgumentError("a glob needs a store that can list: over http, use braces or a list")
+    return Named(root or ".", Selection("|".join([*patterns, _INDEX_FILES]), required, heads))
+
+
+def _prefix(name: str, wanted: Wanted) -> Named:
+    """The shards below a name; or what it names, where that is one file."""
+    directory, _, base = name.rpartition("/")
+    for ending, words, reader in _KINDS:
+        if ending.fullmatch(base):
+            raise ArgumentError(f"url {name!r} is named as {words}: read it with fastload.{reader}")
+    pattern = f"(?:{wanted.pattern})|{_INDEX_FILES}"
+    alone = None
+    if base and not directory.endswith(":/"):
+        root = directory or ("/" if name.startswith("/") else ".")
+        alone = Named(root, Selection("(?!)", (base,), heads=True))
+    return Named(name, Selection(pattern, wanted=wanted.words), alone)
+
+
+def is_index(key: str) -> bool:
+    """Whether an object beside shards is an index file."""
+    return re.fullmatch(_INDEX_FILES, key, re.DOTALL) is not None
+
+
+def expand_braces(text: str) -> Iterator[str]:
+    """Every text that the braces stand for, in order; bash's rules.
+
+    Raises:
+        ArgumentError: more than a million.
+    """
+    found, open_braces = [text], True
+    while open_braces:
+        spans = [(one, _outer_braces(one)) for one in found]
+        open_braces = any(span is not None for _, span in spans)
+        found = []
+        for one, span in spans:
+            found += [one] if span is None else _alternatives(one, *span)
+            if len(found) > _MOST_SHARDS:
+                raise ArgumentError(f"url {text!r} stands for more than {_MOST_SHARDS:,} shards")
+    return iter(found)
+
+
+def _outer_braces(text: str) -> tuple[int, int] | None:
+    """Where the first brace opens, and where it closes."""
+    start = text.find("{")
+    if start < 0:
+        return None
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return start, at
+    raise ArgumentError(f"url {text!r}: a brace is opened and not closed")
+
+
+def _alternatives(text: str, start: int, stop: int) -> list[str]:
+    before, inner, after = text[:start], text[start + 1 : stop], text[stop + 1 :]
+    span = _RANGE.fullmatch(inner)
+    if span is None:
+        parts, depth = [""], 0
+        for character in inner:
+            depth += (character == "{") - (character == "}")
+            if character == "," and not depth:
+                parts.append("")
+            else:
+                parts[-1] += character
+        if len(parts) < 2:
+            raise ArgumentError(f"url {text!r}: {{{inner}}} is neither a range {{a..b}} nor a list {{a,b}}")
+        return [f"{before}{part}{after}" for part in parts]
+    first, last, step = int(span[1]), int(span[2]), abs(int(span[3] or 1)) or 1
+    padded = any(re.match(r"-?0\d", edge) for edge in (span[1], span[2]))
+    width = max(len(span[1]), len(span[2])) if padded else 0
+    if abs(last - first) // step >= _MOST_SHARDS:
+        raise ArgumentError(f"url {text!r} stands for more than {_MOST_SHARDS:,} shards")
+    numbers = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    return [f"{before}{number:0{width}d}{after}" for number in numbers]
+
+
+def glob_pattern(glob: str) -> str:
+    """The regular expression of a glob. A `*` does not match a slash, as in a shell; `**` does."""
+    out, at = "", 0
+    while at < len(glob):
+        if glob.startswith("**/", at):
+            out, at = out + "(?:.*/)?", at + 3
+        elif glob.startswith("**", at):
+            out, at = out + ".*", at + 2
+        elif glob[at] == "*":
+            out, at = out + "[^/]*", at + 1
+        elif glob[at] == "?":
+            out, at = out + "[^/]", at + 1
+        elif glob[at] == "[" and (end := glob.find("]", at + 2)) > 0:
+            inner = glob[at + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
+            out, at = out + f"[{'^' + inner[1:] if inner[0] == '!' else inner}]", end + 1
+        else:
+            out, at = out + re.escape(glob[at]), at + 1
+    return out
+
+
+def _text(url: str | os.PathLike[str]) -> str:
+    text = os.fspath(url)
+    if text.startswith("pipe:"):
+        raise ArgumentError("url is a pipe:, a command to run; fastload runs none: give the shards' own URL")
+    return text
+
+
+def _split(name: str) -> tuple[str, str]:
+    """(directory, rest) where the directory has no special character."""
+    match = _SPECIAL.search(name)
+    plain = name if match is None else name[: match.start()]
+    directory, slash, _ = plain.rpartition("/")
+    return (directory or slash), name[len(directory) + 1 :]
+
+
+def _common(directories: list[str]) -> str:
+    """The deepest directory that holds all of these."""
+    parts = [directory.split("/") for directory in directories]
+    shared = [
+        one[0] for one in itertools.takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False))
+    ]
+    least = 3 if "://" in directories[0] else 0  # "s3:", "", "bucket"
+    if "://" in directories[0] and len(shared) < least:
+        return ""
+    return "/".join(shared) or ("/" if directories[0].startswith("/") else "")

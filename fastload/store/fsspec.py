@@ -1,0 +1,191 @@
+"""Stores read by fsspec: `memory://`, and every other file system that fsspec knows."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from fastload.errors import NotFoundError
+from fastload.store.base import (
+    Buffer,
+    ObjectInfo,
+    Page,
+    PerProcess,
+    Store,
+    check_end,
+    check_key,
+    check_length,
+    check_version,
+)
+from fastload.store.identity import place_of
+from fastload.store.options import secret_values
+from fastload.store.translate import Place, public_url
+
+__all__ = ["FsspecStore"]
+
+_PAGE = 1000
+_COPY = 8 << 20
+# What file systems call the version of an object (Azure, WebDAV, OCI: ETags; Hugging Face: blob_id; GitHub:
+# sha; Git: hex; DVC: md5; lakeFS: checksum; Dropbox: content_hash; zip: CRC) ...
+_VERSION_FIELDS = (
+    *("ETag", "etag", "e_tag", "md5Hash", "generation", "content_md5", "checksum", "blob_id", "oid", "sha"),
+    *("sha256", "hex", "md5", "md5Checksum", "content_hash", "Content-MD5", "CRC"),
+)
+# ... and its time where they have no version (SFTP, SMB, tar, HDFS: mtime; OSS: LastModified; Jupyter:
+# last_modified; WebDAV: modified; webhdfs: modificationTime; Google Drive: modifiedTime; Box: modified_at;
+# FTP: modify). A time of creation is the last resort: objects are written as a whole, files are not.
+_TIME_FIELDS = (
+    *("mtime", "LastModified", "last_modified", "Last-Modified", "modified", "updated", "modificationTime"),
+    *("modification_time", "modifiedTime", "modified_at", "timeModified", "server_modified", "modify"),
+    *("created", "timeCreated"),
+)
+# FTP servers without MLSD give "Nov 21 10:30" or, half a year later, "Nov 21 2025": too coarse for a version.
+_FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
+
+
+class FsspecStore(Store):
+    """A directory of an fsspec file system, by its synchronous calls.
+
+    fsspec has no conditional reads: the version is compared before and after the read, where the file system
+    has one. Asynchronous file systems serve these calls from fsspec's own loop thread.
+    """
+
+    def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
+        self._url, self._protocol, self._options = url, protocol, dict(options)
+        cls = fsspec.get_filesystem_class(protocol)
+        self._arguments = {**cls._get_kwargs_from_urls(url), **options}
+        self._root = str(cls._strip_protocol(url)).rstrip("/")
+        self._asynchronous = bool(cls.async_impl)
+        shown = public_url(url)
+        self._place = Place(shown, f"directory {self._root!r}", secrets=secret_values(self._arguments))
+        place, why = place_of(cls, self._arguments)
+        super().__init__(shown, f"{protocol}|{place}|{self._root}")
+        self.unidentified = why
+        self._fs = PerProcess(self._build)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._url, self._protocol, self._options), self._state()
+
+    @property
+    def native(self) -> bool:
+        return self._asynchronous
+
+    def _list(self) -> Iterator[Page]:
+        with self._place.errors("list"):
+            fs, root = self._fs(), self._root or "/"
+            if not fs.isdir(root):
+                raise NotFoundError(f"no directory {root!r}: check the url {self.url!r}", stage="list")
+            page: Page = []
+            for _, _, files in fs.walk(root, detail=True, on_error="raise"):
+                for details in files.values():
+                    page.append(_info(str(details["name"])[len(self._root) :].lstrip("/"), details))
+                if len(page) >= _PAGE:
+                    yield page
+                    page = []
+            if page:
+                yield page
+
+    def _folders(self) -> set[str]:
+        with self._place.errors("list"):
+            entries = self._fs().ls(self._root or "/", detail=True)
+            names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
+            # Some name the directory itself too.
+            return {name.rpartition("/")[2] for name in names if name.strip("/") != self._root.strip("/")}
+
+    def _head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._place.errors("get", key):
+            return self._stat(key, path)
+
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
+        return self._cat(key, {}, version, size)
+
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
+        return self._cat(key, {"start": start, "end": stop}, version, stop - start)
+
+    def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
+        path = self._path(key)
+        with self._place.errors("get", key):
+            if version:
+                self._check(key, path, version)
+            body: bytes = self._fs().cat_file(path, **span)
+            if version:
+                self._check(key, path, version)
+            if span and size is not None and len(body) < size:
+                check_end(key, span["end"], self._stat(key, path).size)
+            check_length(key, body, size)
+            return body
+
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        path = self._path(key)
+        with self._place.errors("put", key):
+            fs = self._fs()
+            fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
+            if type(fs).mv is fsspec.AbstractFileSystem.mv:
+                # Object stores (renaming would be a copy), and memory. A file of theirs that is closed by an
+                # error would appear half, so no file is opened.
+                if isinstance(body, Path) and self._asynchronous:
+                    fs.put_file(str(body), path)
+                else:
+                    fs.pipe_file(path, body.read_bytes() if isinstance(body, Path) else bytes(body))
+                return
+            part = f"{path}.{secrets.token_hex(6)}.part"
+            try:
+                with fs.open(part, "wb") as file:
+                    if isinstance(body, Path):
+                        with body.open("rb") as source:
+                            shutil.copyfileobj(source, file, _COPY)
+                    else:
+                        file.write(body)
+                fs.mv(part, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    fs.rm_file(part)
+                raise
+
+    def _stat(self, key: str, path: str) -> ObjectInfo:
+        return _info(key, self._details(path))
+
+    def _details(self, path: str) -> Mapping[str, Any]:
+        fs = self._fs()
+        fs.invalidate_cache()  # a listing kept by the file system would answer with the old version
+        details: Mapping[str, Any] = fs.info(path)
+        return details
+
+    def _check(self, key: str, path: str, version: str) -> None:
+        """Compare with the field that the listing had: what is asked for one file may name more of them."""
+        found = list(_versions(self._details(path)))
+        check_version(key, version if version in found else (found or [""])[0], version)
+
+    def _path(self, key: str) -> str:
+        check_key(key, why="keys are paths below the opened url, without '.' and '..' in them")
+        return f"{self._root}/{key}"
+
+    def _build(self) -> Any:
+        return fsspec.filesystem(self._protocol, skip_instance_cache=True, **self._arguments)
+
+
+def _info(key: str, details: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(key, int(details["size"] or 0), next(_versions(details), ""))
+
+
+def _versions(details: Mapping[str, Any]) -> Iterator[str]:
+    """Every name of a file's version in what a file system says of it, the best one first."""
+    for name in _VERSION_FIELDS:
+        if details.get(name) not in (None, ""):  # the CRC of an empty file is 0
+            yield str(details[name]).strip('"')
+    for name in _TIME_FIELDS:
+        time = details.get(name)
+        if isinstance(time, datetime):
+            # One without a time zone would be another number on each machine.
+            time = (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+        if time and (name != "modify" or _FTP_TIME.fullmatch(str(time))):
+            yield f"{int(details['size'] or 0)}-{time}"

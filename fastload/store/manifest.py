@@ -1,0 +1,293 @@
+"""A listed prefix as arrays over one mapping: a file, or memory that all workers share.
+
+A million keys take the bytes of their names and 40 more each, once per node: no worker has a Python list of
+them, and nothing of that size is sent to a worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from multiprocessing import context, reduction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fastload.errors import CacheError, FastloadError
+from fastload.store import Store, clients_live_here
+from fastload.store.child import run_in_child
+from fastload.store.classes import check_classes
+from fastload.store.folder import open_kept, save_kept
+from fastload.store.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
+from fastload.store.listing_progress import ListingProgress
+
+__all__ = ["Manifest"]
+
+_log = logging.getLogger("fastload")
+
+
+class Manifest:
+    """The objects below a URL: key, size and version of each, and labels if asked for. Immutable.
+
+    Made by `Manifest.open`. Forked processes share it; pickling it for a process that is being spawned
+    passes a file descriptor, any other pickle has the bytes.
+
+    Attributes:
+        sizes: int64, shape (n,), bytes of each object.
+        labels: int64, shape (n,), index into `classes`; None without labels.
+        classes: sorted class names, of those without images too; or None.
+        identity: the `identity` of the store that was listed.
+        listed_at: when, as an ISO 8601 UTC time.
+        total_bytes: the sum of `sizes`.
+        unversioned: how many objects have no version. No change of these is ever noticed.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map an open file that `write_listing` wrote. The manifest owns the descriptor from here on."""
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        count, *table = TABLE.unpack_from(self._map, HEADER.size)
+        view = memoryview(self._map)
+        part = {name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(SECTIONS)}
+        self._keys, self._versions = part["keys"], part["versions"]
+        self._key_offsets = np.frombuffer(part["key_offsets"], dtype="<u8")
+        self._version_offsets = np.frombuffer(part["version_offsets"], dtype="<u8")
+        self.sizes: npt.NDArray[np.int64] = np.frombuffer(part["sizes"], dtype="<i8")
+        facts = json.loads(bytes(part["facts"]))
+        self.identity: str = facts["identity"]
+        self.listed_at: str = facts["listed_at"]
+        self.classes: list[str] | None = facts["classes"]
+        self.labels: npt.NDArray[np.int64] | None = None
+        if self.classes is not None:
+            self.labels = np.frombuffer(part["labels"], dtype="<i8")
+        self.total_bytes = int(self.sizes.sum())
+        self.unversioned = int(np.count_nonzero(self._version_offsets[1:] == self._version_offsets[:-1]))
+        self._count = int(count)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<Manifest of {self._count:,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
+
+    def key(self, index: int) -> str:
+        """The key of object `index`, relative to the URL."""
+        start, stop = self._key_offsets[index : index + 2].tolist()
+        return str(self._keys[start:stop], "utf-8", "surrogateescape")
+
+    def keys(self, start: int, stop: int) -> list[str]:
+        """The keys of the objects [start, stop)."""
+        ends = self._key_offsets[start : stop + 1].tolist()
+        return [str(self._keys[a:b], "utf-8", "surrogateescape") for a, b in pairwise(ends)]
+
+    def version(self, index: int) -> str:
+        """The version of object `index` when it was listed."""
+        start, stop = self._version_offsets[index : index + 2].tolist()
+        return str(self._versions[start:stop], "utf-8")
+
+    def size(self, index: int) -> int:
+        """The size of object `index` in bytes."""
+        return int(self.sizes[index])
+
+    def label(self, index: int) -> int:
+        """The label of object `index`; only for a manifest with labels."""
+        assert self.labels is not None, "this manifest was made without labels"
+        return int(self.labels[index])
+
+    @classmethod
+    def open(
+        cls,
+        store: Store,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        refresh: bool = False,
+        images_only: bool = False,
+        labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
+        selection: Selection | None = None,
+    ) -> Manifest:
+        """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
+
+        A listing that cannot tell an old object from a new one, or its place from another, is not saved, and
+        a warning says so.
+
+        A listing that would start a native client runs in a short-lived child, so that this process can
+        still fork its workers. After 2 s it shows its progress on stderr, or logs it.
+
+        Args:
+            store: what to list.
+            directory: where manifests are kept. None: nowhere.
+            refresh: list even where a saved manifest exists, and replace it.
+            images_only, labels, selection: what to take; see `write_listing`.
+            classes, allow_empty: with labels, see `check_classes`.
+
+        Raises:
+            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
+                answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
+        """
+        name = _file_name(store.identity, images_only, labels, selection)
+        path = None if directory is None else Path(directory) / name
+        if path is not None and not refresh and not store.unidentified:
+            saved = cls._load(path, store.identity)
+            if saved is not None and labels:
+                try:
+                    check_classes(saved, store.url, classes, allow_empty)
+                except FastloadError:  # of what was there then: what is there now decides
+                    saved = None
+            if saved is not None:
+                _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
+                return saved
+        with ListingProgress(store.url) as progress:
+            manifest = cls.build(
+                store,
+                images_only=images_only,
+                labels=labels,
+                classes=classes,
+                allow_empty=allow_empty,
+                selection=selection,
+                progress=progress,
+            )
+        why = manifest.why_not_cached(store)
+        if why:
+            warnings.warn(f"{store.url!r}: {why}", stacklevel=2)
+        elif path is not None:
+            try:
+                manifest.save(path)
+            except OSError as error:
+                warnings.warn(f"the manifest cannot be kept in {str(path.parent)!r}: {error}", stacklevel=2)
+        return manifest
+
+    @classmethod
+    def build(
+        cls,
+        store: Store,
+        *,
+        images_only: bool = False,
+        labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
+        selection: Selection | None = None,
+        progress: Callable[[int], None] = lambda listed: None,
+    ) -> Manifest:
+        """List a store into memory; arguments and errors as for `open`."""
+        descriptor = os.memfd_create("fastload-manifest")
+
+        def work(report: Callable[[int], None]) -> None:
+            write_listing(
+                store,
+                descriptor,
+                images_only=images_only,
+                labels=labels,
+                selection=selection,
+                progress=report,
+            )
+
+        try:
+            if store.native and not clients_live_here():
+                run_in_child(work, progress)
+            else:
+                work(progress)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        store.reached = True
+        manifest = cls(descriptor)
+        if labels:
+            check_classes(manifest, store.url, classes, allow_empty)
+        return manifest
+
+    def why_not_cached(self, store: Store) -> str:
+        """Why nothing of this store may be cached, in words; "" where it may."""
+        if self.unversioned:
+            return (
+                f"the store names no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
+                "checksum or time of change), so that no change of them can be noticed: nothing is cached"
+            )
+        return f"{store.unidentified}: nothing is cached" if store.unidentified else ""
+
+    def save(self, path: Path) -> None:
+        """Write the manifest to `path`, whole or not at all.
+
+        Raises:
+            OSError: the directory cannot be made or written to, or others can write to it.
+        """
+        save_kept(path, self._map)
+
+    @classmethod
+    def kept_in(cls, directory: Path) -> list[Manifest]:
+        """Those that `open` has saved in `directory`, of any store."""
+        found = [cls._load(path, None) for path in sorted(directory.glob("*.manifest"))]
+        return [manifest for manifest in found if manifest is not None]
+
+    @classmethod
+    def _load(cls, path: Path, identity: str | None) -> Manifest | None:
+        """The manifest saved at `path`; None if there is none, or it is damaged, old or another's."""
+        try:
+            descriptor = open_kept(path)
+        except CacheError as error:
+            _log.warning("a kept manifest is not read, and listed again: %s", error.message)
+            return None
+        except OSError:
+            return None
+        if not _is_whole(descriptor):
+            os.close(descriptor)
+            _log.warning("manifest %s is damaged or of another version: listing again", path)
+            return None
+        manifest = cls(descriptor)
+        return manifest if identity in (None, manifest.identity) else None
+
+    def __fingerprint__(self) -> Any:
+        """What it says, without when it was listed: see `datasets.fingerprint`."""
+        arrays = (self._key_offsets, self.sizes, self.labels, self._version_offsets)
+        return self.identity, self.classes, *arrays, bytes(self._keys), bytes(self._versions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Manifest:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is not None:
+            return _from_handle, (reduction.DupFd(self._descriptor),)
+        return _from_bytes, (self._map[:],)
+
+
+def _from_handle(handle: Any) -> Manifest:
+    return Manifest(handle.detach())
+
+
+def _from_bytes(content: bytes) -> Manifest:
+    descriptor = os.memfd_create("fastload-manifest")
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    return Manifest(descriptor)
+
+
+def _file_name(identity: str, images_only: bool, labels: bool, selection: Selection | None) -> str:
+    taken = "labels" if labels else "images" if images_only else "all"
+    if selection is not None:
+        taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}.manifest"
+
+
+def _is_whole(descriptor: int) -> bool:
+    """Whether the file has our header, and all that follows has the checksum in it."""
+    size = os.fstat(descriptor).st_size
+    if size < HEADER.size + TABLE.size:
+        return False
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+        magic, version, header_size, checksum = HEADER.unpack_from(content)
+        if (magic, version, header_size) != (MAGIC, FORMAT, HEADER.size + TABLE.size):
+            return False
+        with memoryview(content) as view, view[HEADER.size :] as body:
+            return bool(xxhash.xxh3_64_intdigest(body) == checksum)

@@ -1,0 +1,386 @@
+"""Stores read by obstore's own calls: s3, gs, az and http(s).
+
+obstore's fsspec adapter is not used: it costs three times the CPU per object.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from fastload.errors import ArgumentError, ShortReadError
+from fastload.store import options as known_options
+from fastload.store.base import (
+    Buffer,
+    ObjectInfo,
+    Page,
+    PerProcess,
+    Store,
+    check_end,
+    check_key,
+    check_length,
+    check_version,
+    is_error_document,
+    is_time_version,
+    note_obstore,
+    time_version,
+)
+from fastload.store.markers import SlashKeys
+from fastload.store.translate import Place, as_bucket, public_url
+
+if TYPE_CHECKING:
+    from obstore import GetResult, ObjectMeta
+
+__all__ = ["NATIVE_PROTOCOLS", "NativeStore"]
+
+NATIVE_PROTOCOLS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "http": "http",
+    "https": "http",
+}
+_UNREAD = ", or its key ends in a slash (client='s3fs' can read it)"
+_PAGE = 1000
+_LIST_FAILURES = 5  # in a row
+# A first contact must fail within 10 s: at most 4 s of attempts begin, each ends in 4 s.
+_CONTACT = {
+    "client": {"connect_timeout": "2s", "read_timeout": "4s", "timeout": "4s"},
+    "retry": {"max_retries": 4, "retry_timeout": timedelta(seconds=4)},
+}
+# A stalled body ends by lack of progress, not by its total time.
+_PATIENT = {"connect_timeout": "5s", "read_timeout": "20s", "timeout": "24h"}
+# Listings outlast a server's bad minutes by obstore's own retries. Time bounds them, not their number, for
+# its backoff grows slowly (12 retries take 5 s).
+_LISTER = {
+    "client": _PATIENT,
+    "retry": {
+        "max_retries": 1000,
+        "retry_timeout": timedelta(minutes=3),
+        "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=15), "base": 3},
+    },
+}
+# So do writes, and a part that fails is sent again by itself. No answer comes while a part is on its way.
+_WRITER = {**_LISTER, "client": {**_PATIENT, "read_timeout": "120s"}}
+_FIRST_WRITE = timedelta(seconds=4)  # a store that never took anything is wrong, not busy
+_PART = 8 << 20  # bytes of one request of a large write
+_PARTS = 4  # on their way at a time
+_READER = {"client": _PATIENT, "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}}
+# A prefix that no object has; listing it answers at once where the real listing may take its time.
+_CONTACT_PREFIX = ".fastload-contact"
+
+
+def _first(patience: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, but it gives up within seconds."""
+    return {**patience, "retry": {**patience["retry"], "retry_timeout": _FIRST_WRITE}}
+
+
+class _Address(NamedTuple):
+    kind: str  # "s3", "gs", "az" or "http"
+    bucket: str  # bucket or container; for http the base URL
+    prefix: str  # without slashes at its ends
+    account: str  # az only, and only where the URL names it
+
+
+class NativeStore(Store):
+    """A prefix of a bucket, or an http(s) base URL, read by obstore.
+
+    obstore's paths have no empty, "." or ".." segments, no slash at the ends and no control characters. A
+    listing that meets such a key fails and names it (of a slash at the end, see `markers`); a read of one is
+    refused. `client="s3fs"` takes them.
+    """
+
+    native = True
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._url, self._options = url, dict(options)
+        self._address = _address(url)
+        self._connection = _connection(self._address, options)
+        kind, bucket, prefix, _ = self._address
+        account = str(self._connection.config.get("account_name", ""))
+        self._place = self._described(self._connection)
+        where = "/".join(filter(None, (self._connection.endpoint.rstrip("/"), account)))
+        identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
+        super().__init__(public_url(url), identity)
+        # Readers are the only ones that most processes need, and building a client takes milliseconds.
+        self._reader = PerProcess(lambda: self._client(_READER))
+        self._lister = PerProcess(lambda: self._client(_LISTER))
+        self._writer = PerProcess(lambda: self._client(_WRITER))
+        self._first_writer = PerProcess(lambda: self._client(_first(_WRITER)))
+        self._renewing, self._renewed = threading.Lock(), 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NativeStore, (self._url, self._options), self._state()
+
+    def _described(self, connection: known_options.Connection) -> Place:
+        shown = public_url(self._url)
+        return Place(
+            url=shown,
+            bucket=shown if self._address.kind == "http" else f"bucket {self._address.bucket!r}",
+            endpoint=connection.endpoint,
+            tried=connection.tried,
+            secrets=connection.secrets,
+            unread=_UNREAD if self._address.kind == "s3" else "",
+        )
+
+    def _list(self) -> Iterator[Page]:
+        import obstore
+
+        if self._address.kind == "http":
+            raise ArgumentError(
+                f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. Shards need no listing: "
+                "TarDataset and TFRecordDataset take a list of URLs, or "
+                f"'{self.url.rstrip('/')}/{{000..099}}.tar'"
+            )
+        with self._place.errors("list"):
+            for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
+                pass
+            pages = _pages(self._lister())
+        slashes, over = SlashKeys(self._lister), False
+        while not over:
+            with self._place.errors("list"):
+                page = next(pages, None)
+                over = page is None
+                infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
+                found = slashes.rest() if page is None else slashes.without(infos)
+            yield found
+
+    def _folders(self) -> set[str]:
+        import obstore
+
+        with self._place.errors("list"):
+            return set(obstore.list_with_delimiter(self._lister())["common_prefixes"])
+
+    def _head(self, key: str) -> ObjectInfo:
+        import obstore
+
+        with self._errors(key):
+            meta = obstore.head(self._reader(), key)
+            return ObjectInfo(key, meta["size"], _version(meta))
+
+    def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
+        import obstore
+
+        with self._errors(key):
+            result = obstore.get(self._reader(), key, options=_conditions(version))
+            return _whole(result.bytes(), key, result, version, size)
+
+    def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
+        import obstore
+
+        with self._errors(key):
+            client = self._reader()
+            try:
+                result = obstore.get(client, key, options=_conditions(version, (start, stop)))
+            except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
+                if not _range_ignored(error):
+                    raise
+                result = obstore.get(client, key, options=_conditions(version))
+                return _cut(_up_to(iter(result), stop), key, start, stop, result, version)
+            return _cut(result.bytes(), key, start, stop, result, version)
+
+    def _renew(self, since: float) -> bool:
+        with self._renewing:
+            if self._renewed > since:
+                return True
+            try:
+                connection = _connection(self._address, self._options)
+            except ArgumentError:
+                return False
+            if connection.credentials is not None and connection.credentials == self._connection.credentials:
+                return False
+            self._connection, self._renewed = connection, time.monotonic()
+            self._place = self._described(connection)
+            self._reader.renew()
+            self._writer.renew()
+            self._first_writer.renew()
+            return True
+
+    def _write(self, key: str, body: Buffer | Path) -> None:
+        import obstore
+
+        if self._address.kind == "http":
+            raise ArgumentError(f"{self.url!r}: http servers are for reading; write to the bucket as s3://")
+        with self._errors(key, "put"):
+            writer = self._writer if self._written else self._first_writer
+            # What fits into a part is one request; S3 shows the parts of a larger one when all are there.
+            obstore.put(writer(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
+
+    def _errors(self, key: str, stage: str = "get") -> Any:
+        why = "obstore would take another one for it. For s3:// pass client='s3fs', or rename it"
+        check_key(key, why=why)
+        return self._place.errors(stage, key)
+
+    def _client(self, patience: Mapping[str, Any]) -> Any:
+        note_obstore()
+        from obstore import store as stores
+
+        connection = self._connection
+        config: Any = connection.config
+        common: dict[str, Any] = {
+            "client_options": {**connection.client_options, **patience["client"]},
+            "retry_config": patience["retry"],
+        }
+        if self._address.kind == "http":
+            return stores.HTTPStore(public_url(self._url), **common)
+        if self._address.prefix:
+            common["prefix"] = self._address.prefix
+        if self._address.kind == "gs":
+            return stores.GCSStore(config=config, **common)
+        if self._address.kind == "az":
+            return stores.AzureStore(config=config, **common)
+        provider = _credential_provider(connection)
+        return stores.S3Store(config=config, credential_provider=provider, **common)
+
+
+def _address(url: str) -> _Address:
+    scheme, _, rest = url.partition("://")
+    kind = NATIVE_PROTOCOLS[scheme.lower()]
+    if kind == "http":
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ArgumentError(f"url {public_url(url)!r} names no host")
+        if parts.query or parts.fragment:
+            raise ArgumentError(
+                f"url {public_url(url)!r} is a base for keys: it takes no query and no fragment"
+            )
+        return _Address(kind, url, "", "")
+    bucket, _, prefix = rest.partition("/")
+    account = ""
+    if kind != "az" or ":" in bucket:
+        known_options.refuse_user("url", url, "for credentials (key and secret for s3://)")
+    if kind == "az" and "@" in bucket:
+        bucket, _, host = bucket.partition("@")
+        account = host.partition(".")[0]
+    if not bucket:
+        raise ArgumentError(f"url {public_url(url)!r} names no bucket: write {scheme}://bucket/prefix")
+    prefix = prefix.strip("/")
+    if prefix:
+        check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may take it")
+    return _Address(kind, bucket, prefix, account)
+
+
+def _connection(address: _Address, options: Mapping[str, Any]) -> known_options.Connection:
+    if address.kind == "s3":
+        return known_options.s3(options, address.bucket)
+    if address.kind == "gs":
+        return known_options.gcs(options, address.bucket)
+    if address.kind == "az":
+        return known_options.azure(options, address.bucket, address.account)
+    return known_options.http(options, address.bucket)
+
+
+def _credential_provider(connection: known_options.Connection) -> Any:
+    """What obstore asks for credentials; None leaves it to its own chain of machine identities."""
+    if connection.credentials is not None:
+        fixed = connection.credentials
+        return lambda: fixed
+    if connection.provider is not None or not connection.profile:
+        return connection.provider
+    try:
+        import boto3  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ModuleNotFoundError:
+        raise ArgumentError(
+            f"AWS profile {connection.profile!r} takes a role, SSO or a credential process, which boto3 "
+            "resolves: pip install boto3"
+        ) from None
+    return Boto3CredentialProvider(boto3.Session(profile_name=connection.profile))
+
+
+def _version(meta: ObjectMeta) -> str:
+    etag = meta["e_tag"]
+    if etag:
+        return etag.strip('"') if etag.startswith('"') else etag
+    return time_version(meta["size"], meta["last_modified"])
+
+
+def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
+    check_version(key, _version(meta), wanted, time_version(meta["size"], meta["last_modified"]))
+
+
+def _pages(client: Any) -> Iterator[Any]:
+    """Pages of a listing. One whose body breaks off, which obstore does not retry, is asked for again."""
+    import obstore
+
+    offset: str | None = None  # a key that was yielded; where the listing goes on after a failure
+    seen: set[str] = set()  # the keys yielded at and after it
+    failures, again = 0, False  # again: what was yielded may come once more
+    pages = iter(obstore.list(client, chunk_size=_PAGE))
+    while True:
+        try:
+            page = next(pages, None)
+        except obstore.exceptions.GenericError as error:
+            failures += 1
+            if failures > _LIST_FAILURES or "response body" not in str(error):
+                raise
+            pages, again = iter(obstore.list(client, offset=offset, chunk_size=_PAGE)), True
+            continue
+        if page is None:
+            return
+        failures = 0
+        # Else two entries of one path are two keys, "name" and "name/".
+        fresh = [meta for meta in page if meta["path"] not in seen] if again else page
+        # The path of an empty object may be that of a directory marker without its slash: it sorts elsewhere.
+        sized = [meta["path"] for meta in page if meta["size"]]
+        if sized:
+            offset, seen = sized[-1], set()
+        seen.update(meta["path"] for meta in page)
+        yield fresh
+
+
+def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size: int | None) -> Buffer:
+    """A checked answer to a read of the whole object."""
+    if not result.meta["e_tag"] and is_error_document(body):
+        raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
+    _check(key, result.meta, version)
+    check_length(key, body, result.meta["size"] if size is None else size)
+    return body
+
+
+def _conditions(version: str | None, span: tuple[int, int] | None = None) -> Any:
+    """Options of a GET. A weak or made-up version cannot be a condition; the answer's is compared anyway."""
+    conditions: dict[str, Any] = {}
+    if version and not version.startswith("W/") and not is_time_version(version):
+        conditions["if_match"] = f'"{version}"'
+    if span is not None:
+        conditions["range"] = span
+    return conditions
+
+
+def _range_ignored(error: Exception) -> bool:
+    """Whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
+    said = str(error)
+    return "non-partial response" in said or "Range request not supported" in said
+
+
+def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
+    """The first `stop` bytes of a body, without reading on."""
+    parts, length = [], 0
+    for chunk in chunks:
+        parts.append(chunk)
+        length += len(chunk)
+        if length >= stop:
+            break
+    return b"".join(parts)[:stop]
+
+
+def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
+    """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
+    _check(key, result.meta, version)
+    first, last = result.range
+    if first < start or last > stop:
+        body = memoryview(body)[start - first : stop - first]
+    if len(body) < stop - start:
+        check_end(key, stop, result.meta["size"])
+    check_length(key, body, stop - start)
+    return body

@@ -1,0 +1,182 @@
+"""`num_workers="auto"`: how many workers make batches, found while the first epoch runs.
+
+    cores of this process / ranks of the node, less the trainer's own threads   =  the ceiling
+    start at half of it ──▶ look at the counters about once a second ──▶ grow, park, or leave it
+
+The samples do not depend on it: who makes a batch is all that changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from fastload.datasets.protocols import StreamDataset
+from fastload.distributed import local_ranks
+from fastload.metrics.bottleneck import limit
+from fastload.metrics.cores import Cores
+from fastload.metrics.counters import Counters
+
+__all__ = ["Autoscaler", "ceiling", "fixed_by"]
+
+_log = logging.getLogger("fastload")
+
+_INTERVAL = 1.0  # seconds between looks, at least
+_ENOUGH = 0.03  # a consumer that waits for less than this part of its time has enough workers
+_GROWTH = 1.5
+_GAIN = 1.05  # of the rate; workers that bring less go again
+_SLACK = 0.5  # of their time that workers wait for the consumer before some are parked
+_ROOM = 1.3  # more than what is needed just now stays
+_CORE = 0.5  # idle, for one worker more
+_WORKING = ("get", "cache", "decode", "collate")
+
+
+def ceiling(cores: float | None = None, ranks: int | None = None) -> int:
+    """The most workers of one rank: its share of the node's cores less air for the trainer's own threads.
+
+    Those are its main thread, autograd's, NCCL's: one core, and one more for every 16. A share of two cores
+    or less has none to give away.
+    """
+    share = (Cores().usable if cores is None else cores) / (local_ranks() if ranks is None else ranks)
+    air = 1 + share // 16 if share > 2 else 0
+    return max(1, math.floor(share - air))
+
+
+def fixed_by(dataset: Any) -> str:
+    """Why the number of workers cannot change while an epoch runs; "" where it can."""
+    if isinstance(dataset, IterableDataset):
+        return "an iterable dataset is split by worker"
+    if isinstance(dataset, StreamDataset):
+        return "shards are read as one stream per worker"
+    if callable(getattr(dataset, "state_dict", None)):
+        return "the dataset keeps a state in each worker"
+    return ""
+
+
+class Autoscaler:
+    """Says how many workers should make batches.
+
+    Of a consumer that waits: half as many again, while cores are idle; they go again if the rate stays as it
+    was, and it is not tried again. Of workers that wait for the consumer most of the time: only as many stay
+    as their work takes, and 30 % more; none are parked any more once that was too few.
+
+    Args:
+        most: the ceiling.
+        clock: seconds.
+        busy: core-seconds worked on the `cores` that are there, as of `Cores`.
+
+    Attributes:
+        workers: how many there should be now.
+        why: one sentence.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cores: float | None = None,
+        busy: Callable[[], float] | None = None,
+    ) -> None:
+        self.most = most
+        self.workers = min(most, max(2, most // 2))
+        self.why = "the first epoch has not shown yet what is needed"
+        self._clock = clock
+        node = Cores()
+        self._cores = node.usable if cores is None else cores
+        self._busy = node.busy_seconds if busy is None else busy
+        self._least = 1
+        self._parked = False
+        self._settled = False
+        self._why_no_more = "that is the ceiling"
+        self._before: tuple[int, float] | None = None  # the workers before they grew, and their rate
+        self._due = 0.0  # batches handed over when the next stretch may begin
+        self._start: tuple[float, float, Mapping[str, float]] | None = None  # time, busy, counters
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_start": None}
+
+    def start_epoch(self, handed_over: float = 0.0) -> None:
+        """Look anew: what comes before the first batch is no sign of anything."""
+        self._start, self._due = None, handed_over + 1
+
+    def end_epoch(self) -> None:
+        """The number that the first epoch has found stays."""
+        if not self._settled:
+            self._settled = True
+            _log.info("%s", self.sentence())
+
+    def sentence(self) -> str:
+        """What was chosen, and why."""
+        return f"num_workers='auto': {self.workers} of at most {self.most} workers: {self.why}"
+
+    def look(self, counters: Counters, in_flight: int) -> int:
+        """How many workers there should be.
+
+        Args:
+            counters: the loader's, of all epochs.
+            in_flight: batches that were asked of workers. A change shows once these are through.
+        """
+        if self._settled or counters["wait.batches"] < self._due:
+            return self.workers
+        now = self._clock()
+        if self._start is None:
+            self._start = now, self._busy(), counters.as_dict()
+            return self.workers
+        began, busy, before = self._start
+        elapsed = now - began
+        if elapsed < _INTERVAL or counters["wait.batches"] - before["wait.batches"] < 2 * self.workers:
+            return self.workers
+        stretch = {name: value - before.get(name, 0) for name, value in counters.as_dict().items()}
+        idle_cores = self._cores - (self._busy() - busy) / elapsed
+        wanted = self._decide(stretch, stretch["wait.batches"] / elapsed, idle_cores)
+        self._start = None
+        if wanted != self.workers:
+            _log.debug("num_workers='auto': %d -> %d: %s", self.workers, wanted, self.why)
+            self.workers, self._due = wanted, counters["wait.batches"] + in_flight
+        return self.workers
+
+    def _decide(self, counters: Mapping[str, float], rate: float, idle_cores: float) -> int:
+        waiting = counters.get("wait.seconds", 0.0)
+        share = waiting / max(waiting + counters.get("consumer.seconds", 0.0), 1e-9)
+        if self._before is not None:
+            workers, earlier = self._before
+            self._before = None
+            if share > _ENOUGH and rate < _GAIN * earlier:
+                return self._at_most(workers, f"more of them did not help: the limit is {limit(counters)}")
+        if share <= _ENOUGH:
+            self.why = f"the consumer waited for {share:.1%} of its time"
+            return self._fewer(counters)
+        if self.workers >= self.most:
+            return self._say(self._why_no_more)
+        if idle_cores < _CORE:
+            return self._say("no core is idle")
+        self.why = f"the consumer waited for {share:.1%} of its time, and {idle_cores:.1f} cores were idle"
+        self._before = self.workers, rate
+        if self._parked:
+            self._least = self.workers + 1
+        return min(self.most, max(self.workers + 1, int(self.workers * _GROWTH)))
+
+    def _at_most(self, workers: int, why: str) -> int:
+        self.most, self.why, self._why_no_more = workers, why, why
+        return workers
+
+    def _say(self, why: str) -> int:
+        self.why = why
+        return self.workers
+
+    def _fewer(self, counters: Mapping[str, float]) -> int:
+        """As many as the work takes, where they wait for the consumer most of the time."""
+        working = sum(counters.get(f"{stage}.seconds", 0.0) for stage in _WORKING)
+        waiting = counters.get("slot.seconds", 0.0)
+        if waiting <= _SLACK * (working + waiting):
+            return self.workers
+        needed = math.ceil(self.workers * working / (working + waiting) * _ROOM)
+        fewer = min(self.workers, max(self._least, needed))
+        self._parked |= fewer < self.workers
+        return fewer

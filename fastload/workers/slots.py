@@ -1,0 +1,226 @@
+"""Batch slots: memory shared by a worker and the trainer's process, written once and used again.
+
+    worker                                        trainer
+    SlotPool.allocate ─ memfd, mapped once ──────▶ SlotMap: the same pages, mapped once
+        ▲  pack(batch): tensors lie in slots,          │ unpack: tensors that view the slot
+        │  the rest of the structure is pickled        │
+        └── slot id, when the last view has died ◀─────┘ weakref.finalize on the lease
+
+A slot is an anonymous memory file: no name in /dev/shm to leak, no limit of 64 MB in a container, and neither
+side keeps a descriptor once it has mapped it. The pages stay mapped while the slot is in use, so a batch
+costs one memcpy and no page faults; torch's way, a fresh shared-memory file per batch, costs both.
+
+A fork of the trainer by its user sees the batches that live then in the same pages: their slots are given up
+instead of used again, so that its batches stay as they are.
+
+Slots never grow: a batch that does not fit takes a second one, and the next slot is made as large as the
+largest batch so far. Growing in place was rejected, since tensors already handed out would have to move.
+
+This module is the worker's side; `slot_map` is the trainer's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastload.workers.channel import anonymous_file
+from fastload.workers.packing import PackedBatch, dump
+from fastload.workers.slot_memory import Bytes, Lease, contiguous_stride, extent, map_shared, tensor_over
+
+__all__ = ["SlotPool"]
+
+_ALIGN = 64
+# A batch below this travels inside the message: one copy of a few KiB is cheaper than a slot, and users who
+# keep 100,000 tiny batches would otherwise run into the kernel's limit of 65,530 mappings.
+_INLINE_LIMIT = 16 << 10
+# Room for labels and the pickled structure beside the one large tensor of a first batch.
+_SLACK = 256 << 10
+
+
+@dataclass
+class _Slot:
+    id: int
+    memory: Bytes
+    fd: int  # until the trainer has been sent it; then -1
+    used: int = 0
+    lease: Bytes | None = None
+    alive: Callable[[], Any] = lambda: None  # weak reference to the lease: does a tensor still lie here?
+
+
+@dataclass
+class SlotPool:
+    """The worker's side: makes slots, hands out their memory, packs batches.
+
+    A slot serves one batch at a time: from `allocate` or `pack` until `release(id)`. Used by one thread.
+
+    Args:
+        keep: how many free slots to keep for later batches. The memory of more goes back to the system, as
+            when a user lets go of a whole epoch of batches.
+    """
+
+    keep: int
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _free: list[_Slot] = field(default_factory=list)
+    _current: list[_Slot] = field(default_factory=list)
+    _retired: list[int] = field(default_factory=list)
+    _largest: int = 0
+    _made: int = 0
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised contiguous tensor in the slot of the batch that is being made."""
+        stride = contiguous_stride(shape)
+        slot, offset = self._reserve(extent(shape, stride) * dtype.itemsize)
+        return tensor_over(self._lease(slot), offset, dtype, shape, stride)
+
+    def pack(self, batch: Any) -> tuple[PackedBatch, list[int]]:
+        """Move `batch` into slots. Returns what travels, and the descriptors to send with it.
+
+        Raises whatever pickling an object of the batch raises; the slots are then free again.
+        """
+        try:
+            structure, buffers = dump(batch, self._store, self._place)
+            inline = self._inline(structure)
+            place: bytes | tuple[int, int, int] = structure
+            if inline is None and len(structure) > _INLINE_LIMIT:
+                place = self._store(structure)
+        except BaseException:
+            self.abandon()
+            raise
+        return self._hand_over(inline, buffers, place)
+
+    def release(self, slot_id: int) -> None:
+        """The trainer no longer uses this slot."""
+        slot = self._slots[slot_id]
+        if slot.memory.nbytes < self._largest or len(self._free) >= self.keep:
+            self._retire(slot)
+        else:
+            self._free.append(slot)
+
+    def give_up(self, slot_id: int) -> None:
+        """The trainer will not send this slot back: another process may look at it."""
+        del self._slots[slot_id]
+
+    def abandon(self) -> None:
+        """Forget the batch in the making; its slots are free again."""
+        for slot in self._current:
+            slot.lease = None
+            if slot.fd >= 0:
+                os.close(slot.fd)
+                del self._slots[slot.id]
+            else:
+                self.release(slot.id)
+        self._current = []
+
+    def _retire(self, slot: _Slot) -> None:
+        del self._slots[slot.id]
+        self._retired.append(slot.id)
+
+    def _reserve(self, nbytes: int) -> tuple[int, int]:
+        """(position in the current batch's slots, offset) of `nbytes` free bytes."""
+        for position, slot in enumerate(self._current):
+            start = -(-slot.used // _ALIGN) * _ALIGN
+            if start + nbytes <= slot.memory.nbytes:
+                slot.used = start + nbytes
+                return position, start
+        slot = self._take(nbytes)
+        slot.lease = slot.memory.view(Lease)
+        slot.alive = weakref.ref(slot.lease)
+        slot.used = nbytes
+        self._current.append(slot)
+        return len(self._current) - 1, 0
+
+    def _take(self, nbytes: int) -> _Slot:
+        while self._free:
+            slot = self._free.pop()
+            # A slot is alive where the dataset or collate_fn has kept a tensor that lies in it: the next
+            # batch must not overwrite that.
+            if slot.memory.nbytes >= nbytes and slot.alive() is None:
+                return slot
+            self._retire(slot)
+        # Doubling bounds the number of slots, and so of descriptors, that one batch can take.
+        so_far = sum(slot.memory.nbytes for slot in self._current)
+        size = -(-max(nbytes + _SLACK, self._largest, so_far) // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = anonymous_file(size)
+        try:
+            memory = map_shared(os.dup(fd), size)
+        except OSError:
+            os.close(fd)
+            raise
+        slot = _Slot(self._made, memory, fd)
+        self._made += 1
+        self._slots[slot.id] = slot
+        return slot
+
+    def _lease(self, position: int) -> Bytes:
+        lease = self._current[position].lease
+        assert lease is not None
+        return lease
+
+    def _store(self, data: bytes | memoryview) -> tuple[int, int, int]:
+        """Copy `data` into the batch's slots: (slot, offset, bytes)."""
+        position, offset = self._reserve(len(data))
+        self._lease(position)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        return position, offset, len(data)
+
+    def _place(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """(slot, offset, shape, stride) of the tensor's elements: where they are, or were copied to."""
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        nbytes = extent(shape, stride) * tensor.element_size()
+        if (found := self._find(tensor.data_ptr(), nbytes)) is not None:
+            return *found, shape, stride
+        if extent(shape, stride) < tensor.numel():  # expanded: one element stands for many
+            span = (extent(shape, stride),)
+            position, offset = self._reserve(nbytes)
+            copy = tensor_over(self._lease(position), offset, tensor.dtype, span, (1,))
+            copy.copy_(tensor.as_strided(span, (1,)))
+            return position, offset, shape, stride
+        if not tensor.is_contiguous():  # a permutation keeps its strides; gaps and overlaps do not travel
+            stride = tuple(torch.empty_like(tensor, device="meta").stride())
+        position, offset = self._reserve(tensor.numel() * tensor.element_size())
+        tensor_over(self._lease(position), offset, tensor.dtype, shape, stride).copy_(tensor)
+        return position, offset, shape, stride
+
+    def _find(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """(slot, offset) where these bytes already lie in the batch's slots."""
+        for position, slot in enumerate(self._current):
+            offset = address - slot.memory.ctypes.data
+            if nbytes and offset >= 0 and offset + nbytes <= slot.memory.nbytes:
+                return position, offset
+        return None
+
+    def _inline(self, structure: bytes) -> bytes | None:
+        """The slot's content, where the batch is small enough to travel inside the message."""
+        used = sum(slot.used for slot in self._current)
+        if len(self._current) > 1 or used + len(structure) > _INLINE_LIMIT:
+            return None
+        return b"".join(slot.memory[: slot.used].tobytes() for slot in self._current)
+
+    def _hand_over(
+        self,
+        inline: bytes | None,
+        buffers: list[tuple[int, int, int]],
+        structure: bytes | tuple[int, int, int],
+    ) -> tuple[PackedBatch, list[int]]:
+        used, self._current = self._current, []
+        retired, self._retired = self._retired, []
+        new: list[tuple[int, int]] = []
+        fds: list[int] = []
+        self._largest = max(self._largest, sum(slot.used for slot in used) + _ALIGN * len(used))
+        for slot in used:
+            slot.lease = None  # from here on only the batch's own tensors keep it
+            if slot.fd >= 0:
+                new.append((slot.id, slot.memory.nbytes))
+                fds.append(slot.fd)
+                slot.fd = -1
+            if inline is not None:
+                self._free.append(slot)
+        slots = [] if inline is not None else [slot.id for slot in used]
+        return PackedBatch(slots, new, retired, inline, buffers, structure), fds

@@ -1,0 +1,80 @@
+"""The streams that a process reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fastload.datasets.protocols import SampleStream, StreamDataset
+
+__all__ = ["StreamOver", "StreamReader", "TakeNext"]
+
+
+class StreamOver(Exception):
+    """A stream has no more. Not StopIteration, which a dataset may raise by mistake."""
+
+
+class TakeNext(NamedTuple):
+    """What stands for an index batch: the next `n` samples of a stream."""
+
+    stream: int
+    n: int
+    start: dict[str, Any] | None  # with its first batch: where the stream is to be opened
+
+
+class StreamReader:
+    """Opens streams as they are asked for, and takes ids from them.
+
+    Args:
+        dataset: any; streams are asked for where it is a `StreamDataset`.
+        auto_collation: False where an "index batch" is one id (`batch_size=None`).
+        drop_last: a stream ends before a last batch that is not full.
+        cancel: told of ids that were taken and are not asked for, as an index batch.
+    """
+
+    def __init__(
+        self, dataset: Any, *, auto_collation: bool, drop_last: bool, cancel: Callable[[Any], None]
+    ) -> None:
+        self._dataset = dataset
+        self._auto_collation = auto_collation
+        self._drop_last = drop_last
+        self._cancel = cancel
+        self._open: dict[int, SampleStream] = {}
+
+    def start_epoch(self, *, streamed: bool) -> None:
+        """Let go of the streams of the epoch before."""
+        self.close()
+        if not streamed and isinstance(self._dataset, StreamDataset):
+            self._dataset.must_stream()  # looks for the places that this process was not there to learn
+
+    def take(self, work: TakeNext) -> tuple[Any, dict[str, Any]]:
+        """The index batch of the next samples, and the stream's state after them.
+
+        Raises:
+            StreamOver: it has no more. Whatever the stream raises; it is over then.
+        """
+        if work.start is not None:
+            self._open[work.stream] = self._dataset.open_stream(work.start)
+        stream = self._open.pop(work.stream, None)
+        if stream is None:
+            raise StreamOver
+        try:
+            ids = stream.take(work.n)
+            state = stream.state()
+        except BaseException as error:
+            stream.close()
+            if isinstance(error, StopIteration):
+                raise RuntimeError("a stream of the dataset raised StopIteration") from error
+            raise
+        if not ids or (self._drop_last and len(ids) < work.n):
+            if ids:
+                self._cancel(ids)
+            stream.close()
+            raise StreamOver
+        self._open[work.stream] = stream
+        return (ids if self._auto_collation else ids[0]), state
+
+    def close(self) -> None:
+        """Close all that is open."""
+        while self._open:
+            self._open.popitem()[1].close()
