@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from patience import PATIENCE
 
-from fastload.gpu.tree import tensors
+from fastload.gpu.tree import tree_leaves
 
 GARBAGE = 0xFD
 
@@ -171,11 +171,11 @@ class FakeCuda:
 
         def launch(batch: Any) -> Any:
             result = transform(batch)
-            inside = {id(tensor) for tensor in tensors(batch)}
-            made = [tensor for tensor in tensors(result) if id(tensor) not in inside]
+            inside = {id(tensor) for tensor in tree_leaves(batch)}
+            made = [tensor for tensor in tree_leaves(result) if id(tensor) not in inside]
 
             def run() -> None:
-                again = [tensor for tensor in tensors(transform(batch)) if id(tensor) not in inside]
+                again = [tensor for tensor in tree_leaves(transform(batch)) if id(tensor) not in inside]
                 for target, source in zip(made, again, strict=True):
                     target.copy_(source)
 

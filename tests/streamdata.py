@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from fastload.datasets.protocols import Allocate, Failures, Todo
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests
 from fastload.metrics.counters import Counters
 
 
@@ -167,8 +167,8 @@ class RowShards(Shards):
     def new_batch(self, n: int, allocate: Allocate) -> torch.Tensor:
         return allocate((n, 3), torch.int64)
 
-    def fill(self, batch: torch.Tensor, todo: Todo, seed: int, epoch: int) -> Failures:
-        failures: Failures = []
+    def fill(self, batch: torch.Tensor, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        failures: RowErrors = []
         for row, index in todo:
             try:
                 batch[row] = torch.tensor(self[index])

@@ -15,7 +15,7 @@ import pytest
 
 from fastload import Cache, DataLoader, ObjectDataset
 from fastload.cache import inflight as claims
-from fastload.cache.inflight import Claims
+from fastload.cache.inflight import InflightLocks
 from fastload.demo.photos import make_dataset
 from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import WorkerError
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Iterator[int]:
 
 
 def test_one_at_a_time(root: int) -> None:
-    ours, theirs = Claims(root), Claims(root)
+    ours, theirs = InflightLocks(root), InflightLocks(root)
     assert ours.take(key(1))
     assert not theirs.take(key(1))
     assert not ours.take(key(1)), "another thread of this process may be reading it"
@@ -58,14 +58,14 @@ def test_one_at_a_time(root: int) -> None:
 
 @pytest.mark.parametrize("extreme", [b"\0" * 16, b"\xff" * 16])
 def test_any_key(root: int, extreme: bytes) -> None:
-    ours, theirs = Claims(root), Claims(root)
+    ours, theirs = InflightLocks(root), InflightLocks(root)
     assert ours.take(extreme) and not theirs.take(extreme)
     ours.close()
     theirs.close()
 
 
 def _hold(path: Path, ready: Any) -> None:
-    taken = Claims(os.open(path, os.O_RDONLY)).take(key(1))
+    taken = InflightLocks(os.open(path, os.O_RDONLY)).take(key(1))
     ready.send(taken)
     time.sleep(60)
 
@@ -75,7 +75,7 @@ def test_claims_die_with_their_process(root: int, tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(tmp_path, there))
     process.start()
     assert here.poll(PATIENCE) and here.recv()
-    ours = Claims(root)
+    ours = InflightLocks(root)
     assert not ours.take(key(1))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
@@ -86,7 +86,7 @@ def test_claims_die_with_their_process(root: int, tmp_path: Path) -> None:
 
 
 def test_a_child_that_closes_leaves_the_parents_claims(root: int) -> None:
-    ours, theirs = Claims(root), Claims(root)
+    ours, theirs = InflightLocks(root), InflightLocks(root)
     assert ours.take(key(1))
     process = multiprocessing.get_context("fork").Process(target=ours.close)
     process.start()
@@ -103,7 +103,7 @@ def test_no_locks_no_claims(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(claims.fcntl, "fcntl", refuse)
-    ours, theirs = Claims(root), Claims(root)
+    ours, theirs = InflightLocks(root), InflightLocks(root)
     assert ours.take(key(1)) and theirs.take(key(1))
     ours.close()
     theirs.close()
@@ -114,7 +114,7 @@ def test_no_locks_no_claims(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_claim_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
     fd = _opened(tmp_path)
-    ours, other = Cache(tmp_path), Claims(fd)
+    ours, other = Cache(tmp_path), InflightLocks(fd)
     one = ours.key("one")
     assert ours.claim(one)
     assert not other.take(one)
@@ -140,7 +140,7 @@ def _opened(path: Path) -> int:
 @pytest.mark.parametrize("why", ["unclaim", "full"])
 def test_a_claim_without_a_payload_ends(tmp_path: Path, why: str) -> None:
     fd = _opened(tmp_path)
-    ours, other = Cache(tmp_path, size_limit=1000), Claims(fd)
+    ours, other = Cache(tmp_path, size_limit=1000), InflightLocks(fd)
     one = ours.key("one")
     assert ours.claim(one) and not other.take(one)
     if why == "unclaim":
@@ -236,7 +236,7 @@ def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
     """A process that holds claims and does nothing is waited for, but not for long."""
     dataset = ObjectDataset("s3://photos", digest, cache=Cache(tmp_path), storage_options=bucket.options)
     fd = _opened(tmp_path)
-    held = Claims(fd)
+    held = InflightLocks(fd)
     assert all(held.take(dataset._cache_key(i)) for i in range(50))
     start = time.monotonic()
     seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
@@ -267,7 +267,7 @@ def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
         (tmp_path / "data" / name).write_bytes(name.encode() * 100)
     dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
     fd = _opened(tmp_path / "cache")
-    other = Claims(fd)
+    other = InflightLocks(fd)
     first, second = dataset._cache_key(0), dataset._cache_key(1)
     assert other.take(first) and other.take(second)
     outcomes = dataset.warm(range(3))

@@ -17,7 +17,7 @@ from engine_cases import BAD, CASES, OBJECTS, SECRET
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
 from fastload.fetch.hedge import Hedge
-from fastload.fetch.limit import Limit
+from fastload.fetch.limit import ConcurrencyLimiter
 from fastload.fetch.ranges import plan_ranges
 from fastload.fetch.share import process_share
 from fastload.store import open_store, retry
@@ -230,7 +230,9 @@ def test_ranges_cover_and_are_even() -> None:
             assert max(lengths) <= piece and max(lengths) - min(lengths) <= 1
 
 
-def _simulated(limit: Limit, latency: float, capacity: float, seconds: float, start: float = 0.0) -> float:
+def _simulated(
+    limit: ConcurrencyLimiter, latency: float, capacity: float, seconds: float, start: float = 0.0
+) -> float:
     """A store that answers after `latency`, `capacity` a second at most, and a consumer that always waits."""
     now = start
     while now < start + seconds:
@@ -243,7 +245,7 @@ def _simulated(limit: Limit, latency: float, capacity: float, seconds: float, st
 
 
 def test_the_limit_grows_as_far_as_it_helps() -> None:
-    near, far = Limit(512), Limit(512)
+    near, far = ConcurrencyLimiter(512), ConcurrencyLimiter(512)
     _simulated(near, 0.001, 1000, 4)
     assert near.value == 32, "a full server gets no longer queue"
     _simulated(far, 0.1, 2000, 4)
@@ -251,7 +253,7 @@ def test_the_limit_grows_as_far_as_it_helps() -> None:
 
 
 def test_the_limit_halves_when_asked_and_comes_back() -> None:
-    limit = Limit(64, pinned=True)
+    limit = ConcurrencyLimiter(64, pinned=True)
     for _ in range(20):
         limit.slow_down(10.0)  # the refusals of one moment are one
     assert limit.value == 32

@@ -17,7 +17,7 @@ import fastload.loader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.gpu.cuda import Cpu
-from fastload.gpu.transfer import Feed
+from fastload.gpu.transfer import DevicePrefetcher
 from fastload.metrics.counters import Counters
 from fastload.workers import slot_memory as memory
 from fastload.workers.slot_map import SlotMap
@@ -59,7 +59,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 class Slots:
     """A worker's pool and the trainer's map, in one process."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: DevicePrefetcher) -> None:
         self.pool, self.map = SlotPool(keep=4), SlotMap(feed.pin)
 
     def send(self, number: int) -> Any:
@@ -75,7 +75,7 @@ class Slots:
 
 def _late_copy(fake: FakeCuda) -> list[int]:
     """The first value of two batches, the copy of the first of which runs after the second was made."""
-    feed = Feed(torch.device("cuda"), None, Counters())
+    feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
     feed.stage(0, slots.send(0))
@@ -91,14 +91,14 @@ def test_a_slot_is_not_used_again_before_its_copy_ended(fake: FakeCuda) -> None:
 
 
 def test_twin_without_the_hold_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Feed, "_hold", lambda self, copy: None)
+    monkeypatch.setattr(DevicePrefetcher, "_hold", lambda self, copy: None)
     assert _late_copy(fake) == [1, 1]
 
 
 def test_twin_with_a_hold_that_asks_nobody_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fakecuda.FakeEvent.query", lambda self: True)
     monkeypatch.setattr("tests.fakecuda.FakeEvent.elapsed_time", lambda self, other: 0.0)
-    feed = Feed(torch.device("cuda"), None, Counters())
+    feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
     feed.stage(0, slots.send(0))
@@ -117,7 +117,7 @@ def test_the_consumer_waits_for_the_copy(fake: FakeCuda) -> None:
 
 def test_twin_that_does_not_wait_sees_garbage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCuda, "wait", lambda self, event: None)
-    feed = Feed(torch.device("cuda"), None, Counters())
+    feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
     batch = feed.take(0, slots.send(7))

@@ -21,7 +21,7 @@ from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, 
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
-from fastload.fetch.prefetcher import Window
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.threads import ReadPool
 from fastload.loader.progress import Progress
 from fastload.metrics.counters import Counters
@@ -67,9 +67,9 @@ def bodies(tmp_path: Path) -> Bodies:
 
 
 @pytest.fixture
-def window(bodies: Bodies) -> Iterator[Window]:
+def window(bodies: Bodies) -> Iterator[Prefetcher]:
     """Reads one sample at a time."""
-    opened = Window(bodies, None, prepare=None, counters=Counters())  # type: ignore[arg-type]
+    opened = Prefetcher(bodies, None, prepare=None, counters=Counters())  # type: ignore[arg-type]
     opened._limit.value = opened._limit.most = 1
     yield opened
     bodies.gate.set()
@@ -110,7 +110,7 @@ class Panic(BaseException):
     """As of a client that is written in Rust."""
 
 
-def test_a_panic_of_the_client_is_raised_where_the_sample_is_taken(window: Window) -> None:
+def test_a_panic_of_the_client_is_raised_where_the_sample_is_taken(window: Prefetcher) -> None:
     def panic(body: Any) -> Any:
         raise Panic("index out of bounds")
 
@@ -122,7 +122,7 @@ def test_a_panic_of_the_client_is_raised_where_the_sample_is_taken(window: Windo
     assert window._busy == 0
 
 
-def test_an_object_that_no_memory_holds_is_an_error(window: Window, bodies: Bodies) -> None:
+def test_an_object_that_no_memory_holds_is_an_error(window: Prefetcher, bodies: Bodies) -> None:
     bodies._size = 1 << 60
     window.request([1])
     with pytest.raises(MemoryError):
@@ -132,7 +132,7 @@ def test_an_object_that_no_memory_holds_is_an_error(window: Window, bodies: Bodi
     assert window.take(2) == bytes([2]) * 8
 
 
-def test_what_one_cancels_another_still_gets(window: Window, bodies: Bodies) -> None:
+def test_what_one_cancels_another_still_gets(window: Prefetcher, bodies: Bodies) -> None:
     window.request([0, 1])
     wait_until(lambda: window._busy, "sample 0 is being read")
     thread, found = result_of(lambda: window.take(1))
@@ -146,7 +146,7 @@ def test_what_one_cancels_another_still_gets(window: Window, bodies: Bodies) -> 
     assert window._reads == {}
 
 
-def test_what_two_take_and_one_requested_is_let_go_once(window: Window, bodies: Bodies) -> None:
+def test_what_two_take_and_one_requested_is_let_go_once(window: Prefetcher, bodies: Bodies) -> None:
     window.request([0])
     takers = [result_of(lambda: window.take(0)) for _ in range(2)]
     wait_until(lambda: window._reads[0].awaited, "sample 0 is waited for")
@@ -158,7 +158,7 @@ def test_what_two_take_and_one_requested_is_let_go_once(window: Window, bodies: 
     assert window._held == 0 and window._reads == {}
 
 
-def test_a_closed_window_is_not_waited_for(window: Window, bodies: Bodies) -> None:
+def test_a_closed_window_is_not_waited_for(window: Prefetcher, bodies: Bodies) -> None:
     window.request([0, 1])
     wait_until(lambda: window._busy, "sample 0 is being read")
     thread, found = result_of(lambda: window.take(1))
@@ -168,7 +168,9 @@ def test_a_closed_window_is_not_waited_for(window: Window, bodies: Bodies) -> No
     assert isinstance(found[0], StoreError) and "closed" in str(found[0])
 
 
-def test_a_window_that_gets_no_thread_tries_again(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_gets_no_thread_tries_again(
+    window: Prefetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse(monkeypatch, "fastload-read")
     with pytest.raises(RuntimeError, match="new thread"):
         window.request([1])
@@ -177,7 +179,7 @@ def test_a_window_that_gets_no_thread_tries_again(window: Window, monkeypatch: p
 
 
 def test_a_window_makes_do_with_the_threads_it_gets(
-    window: Window, bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+    window: Prefetcher, bodies: Bodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     window.request([1])
     assert window.take(1) == bytes([1]) * 8
@@ -204,7 +206,7 @@ def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch
     assert ended() is None
 
 
-def test_a_thread_that_ended_is_replaced(window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ended_is_replaced(window: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.fetch.prefetcher.IDLE_SECONDS", 0.001)
     for _ in range(50):
         window.request([1, 2])

@@ -8,9 +8,9 @@ import pytest
 
 from fastload.errors import AccessDeniedError, NotFoundError, ObjectChangedError, StoreError
 from fastload.store import translate as _translate
-from fastload.store.translate import Place
+from fastload.store.translate import StoreLocation
 
-PLACE = Place("s3://bucket", bucket="bucket 'bucket'", endpoint="http://127.0.0.1:404")
+PLACE = StoreLocation("s3://bucket", bucket="bucket 'bucket'", endpoint="http://127.0.0.1:404")
 # What the statuses are: the class, and how asking again helps.
 KINDS = {
     "401 Unauthorized": (AccessDeniedError, "renewed"),

@@ -23,9 +23,9 @@ from fastload.errors import StoreError
 from fastload.fetch import hedge as hedge_rules
 from fastload.fetch import prefetcher as window_module
 from fastload.fetch import share, source
-from fastload.fetch.limit import Limit
+from fastload.fetch.limit import ConcurrencyLimiter
 from fastload.fetch.lines import Lines
-from fastload.fetch.prefetcher import Window
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
@@ -54,7 +54,7 @@ def test_the_window_loses_and_keeps_nothing(
     store = Pieces(f"file://{tmp_path}", str(tmp_path))
     manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
     objects = ObjectSource(store, manifest, key=lambda index, version: b"")
-    opened = Window(objects, None, prepare=None, counters=Counters())
+    opened = Prefetcher(objects, None, prepare=None, counters=Counters())
     opened._most_bytes = 20_000
     ahead: list[int] = []
     for _ in range(400):
@@ -76,16 +76,16 @@ def test_the_window_loses_and_keeps_nothing(
     opened.close()
 
 
-def cancel_and_wait(opened: Window, indices: list[int]) -> None:
+def cancel_and_wait(opened: Prefetcher, indices: list[int]) -> None:
     """Without the guard: as every other call of the window."""
     with opened._work:
         opened._cancelled.extend(indices)
         opened._drop_cancelled()
 
 
-@pytest.mark.parametrize("cancel", [Window.cancel, cancel_and_wait])
+@pytest.mark.parametrize("cancel", [Prefetcher.cancel, cancel_and_wait])
 def test_what_is_collected_waits_for_no_lock(
-    cancel: Callable[[Window, list[int]], None], tmp_path: Path
+    cancel: Callable[[Prefetcher, list[int]], None], tmp_path: Path
 ) -> None:
     """An iterator is collected in any thread at any moment, also in one that holds the window's lock."""
     for i in range(8):
@@ -93,7 +93,7 @@ def test_what_is_collected_waits_for_no_lock(
     store = LocalStore(tmp_path.as_uri(), str(tmp_path))
     manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
     objects = ObjectSource(store, manifest, key=lambda index, version: b"")
-    opened = Window(objects, None, prepare=None, counters=Counters())
+    opened = Prefetcher(objects, None, prepare=None, counters=Counters())
     opened.request(range(4))
     thread = threading.Thread(target=cancel, args=(opened, [0, 1, 2, 3]))
     with opened._work:
@@ -143,7 +143,7 @@ def key(index: int, version: str | None = None) -> bytes:
 
 
 @pytest.fixture
-def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Window]:
+def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefetcher]:
     """Six objects, room for two; another run says that it is reading the first one, and never does."""
     monkeypatch.setattr(window_module, "_PATIENCE", 0.3)
     (tmp_path / "data").mkdir()
@@ -153,13 +153,13 @@ def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Window]
     manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
     cache = Cache(tmp_path / "cache")
     assert cache.claim(key(0))
-    opened = Window(ObjectSource(store, manifest, key=key), cache, prepare=None, counters=Counters())
+    opened = Prefetcher(ObjectSource(store, manifest, key=key), cache, prepare=None, counters=Counters())
     opened._most_bytes = 2500
     yield opened
     opened.close()
 
 
-def test_what_was_put_off_is_read_when_it_is_waited_for(claimed: Window) -> None:
+def test_what_was_put_off_is_read_when_it_is_waited_for(claimed: Prefetcher) -> None:
     """It lies behind reads for which there is no room, until it is taken."""
     claimed.request(range(6))
     wait_until(lambda: not claimed._busy and claimed._held >= 2000, "the window is full")
@@ -168,9 +168,9 @@ def test_what_was_put_off_is_read_when_it_is_waited_for(claimed: Window) -> None
 
 
 def test_twin_without_moving_it_up_it_is_waited_for_for_ever(
-    claimed: Window, monkeypatch: pytest.MonkeyPatch
+    claimed: Prefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Window, "_advance", lambda self, read: None)
+    monkeypatch.setattr(Prefetcher, "_advance", lambda self, read: None)
     claimed.request(range(6))
     wait_until(lambda: not claimed._busy and claimed._held >= 2000, "the window is full")
     errors: list[StoreError] = []
@@ -245,8 +245,8 @@ def test_the_limit_recovers_while_threads_of_better_days_are_idle(tmp_path: Path
 
     store = Slow(tmp_path.as_uri(), str(tmp_path))
     manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
-    opened = Window(ObjectSource(store, manifest, key=key), None, prepare=None, counters=Counters())
-    opened._limit = Limit(32, pinned=True)
+    opened = Prefetcher(ObjectSource(store, manifest, key=key), None, prepare=None, counters=Counters())
+    opened._limit = ConcurrencyLimiter(32, pinned=True)
     opened.request(range(300))
     assert bytes(opened.take(0)) == b"x"
     with opened._work:
@@ -288,7 +288,7 @@ class Gated:
         self.dataset = ObjectDataset("memory://gated")
 
     @property
-    def window(self) -> Window:
+    def window(self) -> Prefetcher:
         return self.dataset._open_window()
 
     def is_empty(self) -> bool:

@@ -5,7 +5,7 @@
         lock                         flock: shared while open, exclusive for the first in and the last out
         index/data.mdb, lock.mdb     LMDB
         segments/<host>-<pid>-<id>.seg
-        claims0, claims1, ...        no bytes, only locks: see `Claims`
+        claims0, claims1, ...        no bytes, only locks: see `InflightLocks`
 
 The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
 
@@ -38,7 +38,7 @@ from typing import NamedTuple
 import lmdb
 
 from fastload.cache.index import Index, reserve_lock_file
-from fastload.cache.inflight import Claims
+from fastload.cache.inflight import InflightLocks
 from fastload.cache.record import FORMAT, CorruptRecordError, Entry
 from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
@@ -93,7 +93,7 @@ class Directory:
         self._damaged = False
         self._lock_fd = -1
         self.segments_fd = -1
-        self.claims: Claims | None = None
+        self.claims: InflightLocks | None = None
         try:
             self.readonly = "" if self._open_files() else "is read-only"
             self.index = self._open_readonly() if self.readonly else self._open_writable()
@@ -104,7 +104,7 @@ class Directory:
         self.writer: Writer | None = None
         if not self.readonly:
             first_job = self._reindex if self._reindexes else None
-            self.claims = Claims(self.root_fd)
+            self.claims = InflightLocks(self.root_fd)
             self.writer = Writer(self.index, self.claims, self.segments_fd, first_job)
 
     # -- opening

@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 
-__all__ = ["FILES", "Claims"]
+__all__ = ["FILES", "InflightLocks"]
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: of 64-bit Linux
 _TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -26,7 +26,7 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 FILES = tuple(f"claims{number}" for number in range(8))
 
 
-class Claims:
+class InflightLocks:
     """The claims of one process in one cache directory. Threads may share it.
 
     A claim that cannot be tried (a file system without such locks, no permission) is granted.

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fastload.cache.index import Index, SegmentGoneError
-from fastload.cache.inflight import Claims
+from fastload.cache.inflight import InflightLocks
 from fastload.cache.record import Entry, record_size
 from fastload.cache.segment import SegmentWriter, new_segment_name
 from fastload.metrics.counters import Counters
@@ -54,7 +54,7 @@ class Writer:
     def __init__(
         self,
         index: Index,
-        claims: Claims,
+        claims: InflightLocks,
         segments_fd: int,
         first_job: Callable[[threading.Event], None] | None = None,
     ) -> None:

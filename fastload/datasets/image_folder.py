@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from fastload.cache import Cache
 from fastload.datasets.base import check_function
 from fastload.datasets.objects import ObjectDataset
-from fastload.datasets.protocols import Allocate, Failures
+from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.view import View
 from fastload.errors import ArgumentError
@@ -183,7 +183,7 @@ class ImageFolder(ObjectDataset):
 
     def _fill_rows(
         self, batch: Any, rows: list[int], indices: list[int], payloads: list[Any], seed: int, epoch: int
-    ) -> Failures:
+    ) -> RowErrors:
         failures = super()._fill_rows(batch, rows, indices, payloads, seed, epoch)
         failed = {row for row, _ in failures}
         targets = batch[1] if isinstance(batch[1], list) else batch[1].numpy()

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.datasets.base import StoreDataset, check_function
 from fastload.datasets.cache_forecast import announcing
-from fastload.datasets.prepare import Prefix
-from fastload.datasets.protocols import Allocate, Failures, Todo, current_reader, own_samples
+from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader, own_samples
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.fetch.prefetcher import Window
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.decode import Oriented
@@ -84,7 +84,7 @@ class ObjectDataset(StoreDataset):
         self.transform = transform
         kept_in = as_cache(cache)
         self.counters = Counters()
-        self._prefix = Prefix(kept_in, decode, fingerprint)
+        self._prefix = PrepareStep(kept_in, decode, fingerprint)
         self._store = open_store(url, **(storage_options or {}))
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
@@ -93,7 +93,7 @@ class ObjectDataset(StoreDataset):
             )
         self._manifest = self._list(None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
-        self._window: tuple[int, Window] | None = None  # (process id, window)
+        self._window: tuple[int, Prefetcher] | None = None  # (process id, window)
 
     def __len__(self) -> int:
         return len(self._manifest)
@@ -126,7 +126,7 @@ class ObjectDataset(StoreDataset):
                 "that nothing is cached)"
             )
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
-        window = Window(source, None, prepare=self._prefix.prepare, counters=self.counters)
+        window = Prefetcher(source, None, prepare=self._prefix.prepare, counters=self.counters)
         indices = (self._checked(index) for index in indices)
         return warm(indices, self.cache, window, key=self._cache_key, size=self._manifest.size)
 
@@ -172,8 +172,8 @@ class ObjectDataset(StoreDataset):
             return "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
         return None
 
-    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
-        failures: Failures = []
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        failures: RowErrors = []
         for start in range(0, len(todo), _CHUNK):
             rows, payloads, indices = [], [], []
             for row, index in todo[start : start + _CHUNK]:
@@ -229,7 +229,7 @@ class ObjectDataset(StoreDataset):
 
     def _fill_rows(
         self, batch: Any, rows: list[int], indices: list[int], payloads: list[Any], seed: int, epoch: int
-    ) -> Failures:
+    ) -> RowErrors:
         if not rows:
             return []
         images = self._images_of(batch)
@@ -284,12 +284,12 @@ class ObjectDataset(StoreDataset):
         version = manifest.version(index) if version is None else version
         return self.cache.key(self._store.identity, manifest.key(index), version, *self._prefix.key)
 
-    def _open_window(self) -> Window:
+    def _open_window(self) -> Prefetcher:
         """The window of this process: after a fork the parent's threads and clients are of no use here."""
         if self._window is None or self._window[0] != os.getpid():
             source = ObjectSource(self._store, self._manifest, key=self._cache_key, on_change=self.on_change)
             prepare = announcing(self, self._prefix.prepare)
-            window = Window(source, self.cache, prepare=prepare, counters=self.counters)
+            window = Prefetcher(source, self.cache, prepare=prepare, counters=self.counters)
             self._window = (os.getpid(), window)
         return self._window[1]
 

@@ -21,13 +21,13 @@ from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.decode import Oriented, decode_oriented, shrink
 
-__all__ = ["Prefix", "check_fingerprint", "key_of"]
+__all__ = ["PrepareStep", "check_fingerprint", "key_of"]
 
 # Part of the cache's keys: raise it when `shrink` or `decode_oriented` give something else.
 _VERSION = "2"
 
 
-class Prefix:
+class PrepareStep:
     """What happens to an object's bytes before the cache, and after it.
 
     Args:

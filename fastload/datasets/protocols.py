@@ -24,12 +24,12 @@ __all__ = [
     "Allocate",
     "CacheFilling",
     "EncodedRows",
-    "Failures",
-    "Inner",
+    "InnerDataset",
     "RowDataset",
+    "RowErrors",
+    "RowRequests",
     "SampleStream",
     "StreamDataset",
-    "Todo",
     "as_encoded_rows",
     "as_filling",
     "as_rows",
@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-Todo = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
-Failures = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
+RowRequests = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
+RowErrors = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
 
 # Whose samples `prefetch` announces, by any object: two iterations over one dataset are two readers.
 current_reader: ContextVar[object] = ContextVar("current_reader", default=None)
@@ -82,7 +82,7 @@ class RowDataset(Protocol):
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         """An empty collated batch of `n` rows, or None where this dataset has to be read sample by sample."""
 
-    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         """Write the samples into their rows; the rows of the failures returned are undefined."""
 
     def sample(self, batch: Any, row: int) -> Any:
@@ -281,7 +281,7 @@ def as_rows(dataset: Any) -> RowDataset | None:
     return dataset if isinstance(dataset, RowDataset) else None
 
 
-class Inner(NamedTuple):
+class InnerDataset(NamedTuple):
     """A dataset of fastload that another dataset holds.
 
     Args:
@@ -298,13 +298,13 @@ class Inner(NamedTuple):
 _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
 
 
-def inner_datasets(dataset: Any) -> list[Inner]:
+def inner_datasets(dataset: Any) -> list[InnerDataset]:
     """The datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
 
     Looks at the attributes of datasets, and at the items of lists, tuples and dicts among these. It runs no
     code of the user: properties are left alone. What is no dataset is not looked into.
     """
-    found: list[Inner] = []
+    found: list[InnerDataset] = []
     dataset = _chosen_from(dataset)
     seen = {id(dataset)}
     holders = deque([("", dataset, True)])
@@ -317,7 +317,7 @@ def inner_datasets(dataset: Any) -> list[Inner]:
             seen.add(id(value))
             holders.append((f"{path}{where}.", value, alone))
             if isinstance(value, RowDataset | CacheFilling):
-                found.append(Inner(path + where, value, alone and isinstance(value, RowDataset)))
+                found.append(InnerDataset(path + where, value, alone and isinstance(value, RowDataset)))
     return found
 
 
@@ -372,5 +372,5 @@ class _SubsetRows:
     def cancel(self, indices: Iterable[int]) -> None:
         self._inner.cancel([self._indices[index] for index in indices])
 
-    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         return self._inner.fill(batch, [(row, self._indices[index]) for row, index in todo], seed, epoch)

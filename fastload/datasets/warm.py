@@ -22,7 +22,7 @@ from fastload.errors import (
     ObjectChangedError,
     ShortReadError,
 )
-from fastload.fetch.prefetcher import Window
+from fastload.fetch.prefetcher import Prefetcher
 
 __all__ = ["Warmed", "warm"]
 
@@ -52,7 +52,7 @@ class Warmed(NamedTuple):
 def warm(
     indices: Iterable[int],
     cache: Cache,
-    window: Window,
+    window: Prefetcher,
     *,
     key: Callable[[int], bytes],
     size: Callable[[int], int],
@@ -80,7 +80,7 @@ class _Filling:
     """One call of `warm`."""
 
     def __init__(
-        self, cache: Cache, window: Window, key: Callable[[int], bytes], size: Callable[[int], int]
+        self, cache: Cache, window: Prefetcher, key: Callable[[int], bytes], size: Callable[[int], int]
     ) -> None:
         self._cache = cache
         self._window = window

@@ -16,10 +16,10 @@ import torch
 from fastload.distributed import find_launched
 from fastload.errors import ArgumentError
 
-__all__ = ["Place", "find_place", "node_order", "node_shares"]
+__all__ = ["RankPosition", "find_place", "node_order", "node_shares"]
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Where a rank is: rank `local` of node `node` of `nodes`."""
 
     node: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     nodes: int
 
 
-def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
+def find_place(rank: int, replicas: int, nodes: int | None) -> RankPosition:
     """The place of a rank: from `nodes`, the ranks of a node then being neighbours, or from the launcher.
 
     Raises:
@@ -39,7 +39,7 @@ def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
             f"partition='node' with {replicas} ranks: no launcher (torchrun, Horovod, Ray Train, srun) says "
             f"on which node rank {rank} runs; pass num_nodes"
         )
-    place = place or Place(0, 0, 1)
+    place = place or RankPosition(0, 0, 1)
     per_node, left = divmod(replicas, place.nodes)
     if left or not (0 <= place.node < place.nodes and 0 <= place.local < per_node):
         raise ArgumentError(
@@ -49,16 +49,16 @@ def find_place(rank: int, replicas: int, nodes: int | None) -> Place:
     return place
 
 
-def _given(rank: int, replicas: int, nodes: int) -> Place:
+def _given(rank: int, replicas: int, nodes: int) -> RankPosition:
     if not 1 <= nodes <= replicas:
         raise ArgumentError(f"num_nodes must be from 1 to the {replicas} ranks, found {nodes}")
-    return Place(*divmod(rank, max(1, replicas // nodes)), nodes)
+    return RankPosition(*divmod(rank, max(1, replicas // nodes)), nodes)
 
 
-def _launched(rank: int, replicas: int) -> Place | None:
+def _launched(rank: int, replicas: int) -> RankPosition | None:
     for said in find_launched(rank, replicas):
         if said.node is not None and said.local is not None and said.nodes is not None:
-            return Place(said.node, said.local, said.nodes)
+            return RankPosition(said.node, said.local, said.nodes)
     return None
 
 

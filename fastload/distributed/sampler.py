@@ -19,7 +19,7 @@ import torch
 import torch.utils.data
 
 from fastload.distributed import find_rank
-from fastload.distributed.partition import Place, find_place, node_order, node_shares
+from fastload.distributed.partition import RankPosition, find_place, node_order, node_shares
 from fastload.errors import ArgumentError
 
 __all__ = ["DistributedSampler", "ShardSampler"]
@@ -106,7 +106,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.mode = mode
         self.exchange = exchange
         by_node = partition == "node"
-        self.place = find_place(rank, num_replicas, num_nodes) if by_node else Place(0, rank, 1)
+        self.place = find_place(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
         # Which of a row of `num_replicas` positions is this rank's.
         self._column = self.place.local * self.place.nodes + self.place.node
         self._dealt = (self.place.nodes, exchange)  # what the order of self.epoch is made for

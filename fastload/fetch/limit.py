@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Limit"]
+__all__ = ["ConcurrencyLimiter"]
 
 _FIRST = 32
 _GLANCE = 4  # reads, after which
@@ -12,7 +12,7 @@ _CUT = 1.0  # seconds for a cut to show: the refusals of one moment are one
 _RECOVERY = 0.5  # seconds per request more after a cut
 
 
-class Limit:
+class ConcurrencyLimiter:
     """The number of requests in flight that this process may have.
 
     By Little's law the rate is requests in flight / latency. So more requests help as long as the latency

@@ -4,7 +4,8 @@
                              └────────── no ──▶ queue ─▶ reader threads ─▶ store ─▶ cache ─▶ take(index)
 
 Blocking reads on threads, not an event loop: measured on 138 KB objects they cost the process 0.17 ms of
-CPU each beside a decoding thread, asyncio 0.30 ms and uvloop 0.21 ms. `Limit` says how many are in flight.
+CPU each beside a decoding thread, asyncio 0.30 ms and uvloop 0.21 ms. `ConcurrencyLimiter` says how many are
+in flight.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fastload.fetch.source import Source
 from fastload.fetch.threads import IDLE_SECONDS, add_thread
 from fastload.metrics.counters import Counters
 
-__all__ = ["Window"]
+__all__ = ["Prefetcher"]
 
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
@@ -34,7 +35,7 @@ _PATIENCE = 2.0  # seconds that another run gets for an object which it is readi
 _PUT_OFF = 0.02  # seconds until we look again
 
 
-class Window:
+class Prefetcher:
     """Reads samples of one dataset in one process: which when, and how many at once.
 
     Args:

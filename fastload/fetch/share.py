@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastload.distributed import local_ranks
-from fastload.fetch.limit import Limit
+from fastload.fetch.limit import ConcurrencyLimiter
 from fastload.store import Store
 
 __all__ = ["process_share"]
@@ -14,7 +14,7 @@ _NODE_BYTES = 4 << 30  # read, or being read, and not yet taken
 _PROCESS_BYTES = 256 << 20
 
 
-def process_share(store: Store) -> tuple[Limit, int]:
+def process_share(store: Store) -> tuple[ConcurrencyLimiter, int]:
     """This process's part of what the node may have in flight: requests, and bytes."""
     from torch.utils.data import get_worker_info
 
@@ -23,5 +23,5 @@ def process_share(store: Store) -> tuple[Limit, int]:
     size = max(_PROCESS_BYTES // 8, min(_PROCESS_BYTES, _NODE_BYTES // processes))
     pinned = store.reading.max_requests
     if pinned is not None:
-        return Limit(max(1, pinned // processes), pinned=True), size
-    return Limit(max(1, min(_PROCESS_REQUESTS, _NODE_REQUESTS // processes))), size
+        return ConcurrencyLimiter(max(1, pinned // processes), pinned=True), size
+    return ConcurrencyLimiter(max(1, min(_PROCESS_REQUESTS, _NODE_REQUESTS // processes))), size

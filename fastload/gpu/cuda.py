@@ -15,7 +15,7 @@ import torch
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Cpu", "Cuda", "Device", "Event", "checked"]
+__all__ = ["Cpu", "Cuda", "Device", "Event", "resolve_device"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process, not only the current one
 
@@ -175,7 +175,7 @@ class Cpu:
         pass
 
 
-def checked(device: Any) -> torch.device | None:
+def resolve_device(device: Any) -> torch.device | None:
     """The argument `device` of a loader as a torch.device that can be used here. Makes no CUDA context.
 
     Raises:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from fastload.errors import ArgumentError, FastloadError
-from fastload.gpu.decoders import Bad
+from fastload.gpu.decoders import BadSamples
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 
@@ -104,7 +104,7 @@ class DaliDecoder:
         device: torch.device,
         on_error: str,
         counters: Counters,
-        bad: Bad,
+        bad: BadSamples,
         options: Dali | None = None,
     ) -> None:
         self._device = device

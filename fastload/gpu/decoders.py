@@ -11,10 +11,10 @@ import torch
 from fastload.images.encoded import EncodedImages
 from fastload.metrics.counters import Counters
 
-__all__ = ["Bad", "ImageDecoder", "finish_decoding", "start_decoding"]
+__all__ = ["BadSamples", "ImageDecoder", "finish_decoding", "start_decoding"]
 
 
-class Bad(Protocol):
+class BadSamples(Protocol):
     """Takes (key, error) of images that nobody could decode: a list or deque."""
 
     def extend(self, images: Iterable[tuple[str, str]], /) -> None: ...
@@ -29,7 +29,7 @@ class ImageDecoder(Protocol):
     """
 
     counters: Counters  # gets decoder.* and bad.samples, see `fastload.metrics.counters`
-    bad: Bad
+    bad: BadSamples
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         """Begin to decode; the function returned waits for the result and may be called once, or never.

@@ -20,7 +20,7 @@ import torch
 from fastload.datasets.protocols import as_encoded_rows
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
-from fastload.gpu.decoders import Bad, ImageDecoder, finish_decoding, start_decoding
+from fastload.gpu.decoders import BadSamples, ImageDecoder, finish_decoding, start_decoding
 from fastload.gpu.nvjpeg import NvJpegDecoder, why_no_nvjpeg
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
@@ -101,7 +101,7 @@ class Decoding:
         workers: int,
         on_error: str,
         counters: Counters,
-        bad: Bad,
+        bad: BadSamples,
     ) -> None:
         self._device = device or torch.device("cpu")
         self._options = decode if isinstance(decode, Dali) else Dali()
@@ -275,7 +275,7 @@ class _Trial:
 class _Kernel:
     """An `ImageDecoder` in this process, by the kernel: for the few batches that nobody else takes."""
 
-    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: Bad) -> None:
+    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: BadSamples) -> None:
         self._device, self._on_error = device, on_error
         self.counters, self.bad = counters, bad
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fastload.errors import ArgumentError
-from fastload.gpu.tree import mapped, tensors
+from fastload.gpu.tree import tree_leaves, tree_map
 
 __all__ = ["Normalize"]
 
@@ -89,10 +89,10 @@ class Normalize:
                 images.append(leaf)
             return leaf
 
-        mapped(batch, find)
+        tree_map(batch, find)
         if len(images) != 1:
             raise ArgumentError(self._why_not(batch, images))
-        return mapped(batch, lambda leaf: self._normalized(leaf) if leaf is images[0] else leaf)
+        return tree_map(batch, lambda leaf: self._normalized(leaf) if leaf is images[0] else leaf)
 
     def _fits(self, images: torch.Tensor) -> bool:
         axis = -1 if self.channels_last else -3
@@ -108,7 +108,7 @@ class Normalize:
         if images:
             shapes = ", ".join(str(tuple(one.shape)) for one in images)
             return f"this batch has {len(images)} tensors of {self._wanted()}, {shapes}: {which}"
-        found = ", ".join(map(_kind, tensors(batch)))
+        found = ", ".join(map(_kind, tree_leaves(batch)))
         if found or (isinstance(batch, Mapping | Sequence) and not isinstance(batch, str | bytes)):
             return (
                 f"Normalize found no batch of {self._wanted()}, in this {type(batch).__name__}. Its tensors "

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from fastload.errors import FastloadError
-from fastload.gpu.decoders import Bad
+from fastload.gpu.decoders import BadSamples
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 
@@ -103,7 +103,7 @@ class NvJpegDecoder:
         device: torch.device,
         on_error: str,
         counters: Counters,
-        bad: Bad,
+        bad: BadSamples,
         engine: Engine | None = None,
     ) -> None:
         self._device = device

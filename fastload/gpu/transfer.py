@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fastload.gpu.cuda import Cpu, Cuda, Device, Event
-from fastload.gpu.tree import mapped, tensors
+from fastload.gpu.tree import tree_leaves, tree_map
 from fastload.metrics.counters import Counters
 
-__all__ = ["Feed"]
+__all__ = ["DevicePrefetcher"]
 
 # One is copied while the consumer's stream works on the batch before it; the second is there where that
 # work is shorter than the way from one call of `next()` to the copy.
@@ -61,7 +61,7 @@ class _Copy(NamedTuple):
     ready: Event
 
 
-class Feed:
+class DevicePrefetcher:
     """Puts the batches of one iterator onto a device, ahead of the consumer.
 
     Args:
@@ -165,7 +165,7 @@ class Feed:
             self._finish(staged)
         assert staged.ready is not None
         self._device.wait(staged.ready)
-        for tensor in tensors(staged.batch) if self.copies else ():
+        for tensor in tree_leaves(staged.batch) if self.copies else ():
             self._device.keep(tensor)
         self._last_ready = staged.ready
         self._let_go()
@@ -192,7 +192,7 @@ class Feed:
             started = copied = device.event()
             try:
                 begun = host if self._decoding is None else self._decoding.begin(host)
-                staged.batch = mapped(begun, self._copy)
+                staged.batch = tree_map(begun, self._copy)
                 copied = device.event()
                 staged.decoding = begun is not host
                 if not staged.decoding:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["mapped", "tensors"]
+__all__ = ["tree_leaves", "tree_map"]
 
 
-def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
+def tree_map(batch: Any, move: Callable[[Any], Any]) -> Any:
     """The same structure with `move(leaf)` for every tensor, and every object that has a method `to`.
 
     Containers are taken apart as torch's `pin_memory` does it, and dataclasses too. Other leaves stay, and so
@@ -21,7 +21,7 @@ def mapped(batch: Any, move: Callable[[Any], Any]) -> Any:
     return _mapped(batch, move, {})
 
 
-def tensors(batch: Any) -> Iterator[torch.Tensor]:
+def tree_leaves(batch: Any) -> Iterator[torch.Tensor]:
     """All strided tensors of a batch, those in other libraries' objects and the parts of sparse ones too."""
     return _tensors(batch, set())
 

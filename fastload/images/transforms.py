@@ -25,13 +25,13 @@ from fastload.images.rng import SampleRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CenterCrop", "Crop", "Place", "RandomResizedCrop"]
+__all__ = ["CenterCrop", "Crop", "CropBox", "RandomResizedCrop"]
 
 Box = tuple[float, float, float, float]
 _LARGEST = 8192  # side of a result
 
 
-class Place(NamedTuple):
+class CropBox(NamedTuple):
     """Where the pixels of a result come from.
 
     Attributes:
@@ -109,7 +109,7 @@ class Crop(ABC):
         return (self.height, self.width, 3) if self.channels_last else (3, self.height, self.width)
 
     @abstractmethod
-    def _place(self, width: int, height: int, rng: Rng) -> Place:
+    def _place(self, width: int, height: int, rng: Rng) -> CropBox:
         """What to cut from an image of that size."""
 
     def fill(
@@ -166,7 +166,7 @@ class Crop(ABC):
         self.render_one(out, source, place)
         return torch.from_numpy(out)
 
-    def place(self, image: Source, rng: Rng) -> tuple[Source, int, int, Place]:
+    def place(self, image: Source, rng: Rng) -> tuple[Source, int, int, CropBox]:
         """Where to cut an image, found without decoding it.
 
         Returns:
@@ -186,7 +186,7 @@ class Crop(ABC):
         )
         return [(row, DecodeError(reason)) for row, reason in failures]
 
-    def render_one(self, out: np.ndarray[Any, Any], source: Source, place: Place) -> None:
+    def render_one(self, out: np.ndarray[Any, Any], source: Source, place: CropBox) -> None:
         """Decode, crop and resize one image into `out`, of `sample_shape`; around the inner part it is black.
 
         Raises:
@@ -261,10 +261,10 @@ class RandomResizedCrop(Crop):
             raise ArgumentError(f"flip is a probability between 0 and 1, not {flip!r}")
         self.flip = float(flip)
 
-    def _place(self, width: int, height: int, rng: Rng) -> Place:
+    def _place(self, width: int, height: int, rng: Rng) -> CropBox:
         top, left, rows, columns = self._sample(width, height, rng)
         flip = self.flip > 0 and rng.random() < self.flip
-        return Place((left, top, left + columns, top + rows), flip)
+        return CropBox((left, top, left + columns, top + rows), flip)
 
     def _sample(self, width: int, height: int, rng: Rng) -> tuple[int, int, int, int]:
         """(top, left, height, width) of the crop."""
@@ -325,15 +325,15 @@ class CenterCrop(Crop):
                 f"resize is the length of the shorter side, an int from 1 to {_LARGEST}, not {resize!r}"
             )
 
-    def _place(self, width: int, height: int, rng: Rng) -> Place:
+    def _place(self, width: int, height: int, rng: Rng) -> CropBox:
         full = (width, height) if self.resize is None else resized_size(width, height, self.resize)
         left, x0, columns = _cut(full[0], self.width)
         top, y0, rows = _cut(full[1], self.height)
         across, down = width / full[0], height / full[1]
         box = (x0 * across, y0 * down, (x0 + columns) * across, (y0 + rows) * down)
         if (rows, columns) == (self.height, self.width):
-            return Place(box)
-        return Place(box, inner=(top, left, rows, columns))
+            return CropBox(box)
+        return CropBox(box, inner=(top, left, rows, columns))
 
     def __repr__(self) -> str:
         shown = "" if self.resize is None else f", resize={self.resize}"

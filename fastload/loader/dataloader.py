@@ -20,14 +20,14 @@ from fastload.datasets.protocols import as_streams, check_dataset, inner_dataset
 from fastload.distributed import find_rank
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, refuse_class
-from fastload.gpu.cuda import checked
-from fastload.gpu.transfer import Feed
+from fastload.gpu.cuda import resolve_device
+from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.in_process import InProcessIterator
 from fastload.loader.resume import LoaderState
 from fastload.loader.worker_iterator import WorkerIterator
 from fastload.metrics.bottleneck import limit, verdict
 from fastload.metrics.counters import Counters, Meter
-from fastload.workers.autoscale import Autoscaler, ceiling, fixed_by
+from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 
 if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
@@ -120,7 +120,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._autoscaler: Autoscaler | None = None
         if num_workers == "auto":
             num_workers = ceiling()
-            self._autoscaler = None if fixed_by(dataset) else Autoscaler(num_workers)
+            self._autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers)
         super().__init__(
             dataset,
             batch_size,
@@ -140,7 +140,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.device = checked(device)
+        self.device = resolve_device(device)
         self.batch_transform = batch_transform
         self.decode = decode
         self.on_error = on_error
@@ -216,8 +216,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Returns:
             "rank": of torch.distributed or the launcher; "epochs": iterations started; "counters": flat sums
-            since the loader was made, see `fastload.metrics.counters`; "rates": flat numbers of the epoch that
-            runs, or the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would be faster
+            since the loader was made, see `fastload.metrics.counters`; "rates": flat numbers of the epoch
+            that runs, or the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would be faster
             without, and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad
             samples;
             "autoscale": what num_workers="auto" chose, and why, else "";
@@ -242,11 +242,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Of the samples' randomness, in an epoch whose base seed is this."""
         return int(base_seed if self.seed is None else self.seed)
 
-    def _new_feed(self) -> Feed | None:
+    def _new_feed(self) -> DevicePrefetcher | None:
         """What takes the batches of one iterator to the device; None where they stay as they are."""
         if self.device is None and self.batch_transform is None and self._decoding is None:
             return None
-        return Feed(self.device, self.batch_transform, self._counters, self._decoding)
+        return DevicePrefetcher(self.device, self.batch_transform, self._counters, self._decoding)
 
     def _new_decoding(self, decode: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder

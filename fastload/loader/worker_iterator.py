@@ -19,7 +19,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from torch.utils.data._utils import pin_memory as torch_pin_memory
 
 from fastload.datasets.protocols import as_rows
-from fastload.gpu.transfer import Feed
+from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.progress import Progress
 from fastload.metrics.tracing import stage
 from fastload.workers.messages import Result, WorkerSetup
@@ -42,7 +42,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         self._pool: WorkerPool | None = None
-        self._feed: Feed | None = None
+        self._feed: DevicePrefetcher | None = None
         with loader._state.seeding(loader):
             super().__init__(loader)
         self._base_seed = loader._state.base_seed(int(self._base_seed))

@@ -12,19 +12,19 @@ from typing import Any
 from fastload.cache import Cache, as_cache
 from fastload.cache.record import Digest
 from fastload.datasets.base import StoreDataset, check_function
-from fastload.datasets.protocols import Allocate, Failures, Todo, current_reader
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader
 from fastload.datasets.seeds import SampleSeeds
 from fastload.errors import ArgumentError, FastloadError
-from fastload.fetch.prefetcher import Window
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import sample_seed
 from fastload.metrics.counters import Counters
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.fields import Fields
-from fastload.shards.index import PlaceBook
-from fastload.shards.interleave import Found
-from fastload.shards.pending import Held
-from fastload.shards.prepare_records import RecordPrefix
+from fastload.shards.index import ShardIndex
+from fastload.shards.interleave import StreamedRecord
+from fastload.shards.pending import PendingRecords
+from fastload.shards.prepare_records import RecordPrepareStep
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
 from fastload.shards.samples import SampleMaker
 from fastload.shards.stream import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
@@ -77,7 +77,7 @@ class ShardDataset(StoreDataset):
         kept_in = as_cache(cache)
         self.counters = Counters()
         self._form = form
-        self._prefix = RecordPrefix(kept_in, fields, decode, fingerprint)
+        self._prefix = RecordPrepareStep(kept_in, fields, decode, fingerprint)
         directory = None if kept_in is None else kept_in.manifests
         self._shards = ShardList(
             url,
@@ -90,7 +90,7 @@ class ShardDataset(StoreDataset):
         if not self._shards.cacheable:  # a warning has said why
             kept_in = directory = None
         self.cache = kept_in
-        self._book = PlaceBook(len(self._shards), self._identity, directory)
+        self._book = ShardIndex(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._book.give(shard, table)
         self._numbered = False
@@ -99,10 +99,10 @@ class ShardDataset(StoreDataset):
     def _reset(self) -> None:
         """The state that belongs to one process."""
         self._pid = os.getpid()
-        self._held = Held(self._prefix.prepare, self._keep, self.counters)
+        self._held = PendingRecords(self._prefix.prepare, self._keep, self.counters)
         self._offsets: dict[int, int] = {}  # of the records that were taken last, for errors about them
         self._key_beginnings: dict[int, Digest] = {}  # of each shard's records
-        self._window: Window | None = None
+        self._window: Prefetcher | None = None
         self._streams: list[ShardStream] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,8 +196,8 @@ class ShardDataset(StoreDataset):
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         return self._maker.new_batch(n, allocate) if self._maker.fused else None
 
-    def fill(self, batch: Any, todo: Todo, seed: int, epoch: int) -> Failures:
-        failures: Failures = []
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        failures: RowErrors = []
         seeded = SampleSeeds.current() if self._maker.runs_user_code else None
         if seeded is not None and todo:
             seeded.begin_batch(todo[0][1])
@@ -327,14 +327,14 @@ class ShardDataset(StoreDataset):
 
     # --- what a stream hands out
 
-    def _hold(self, found: Found) -> int:
+    def _hold(self, found: StreamedRecord) -> int:
         record = found.shard << _SHARD_BITS | found.ordinal
         if found.record.error is not None:
             found.record.error.key = record_name(self._shards[found.shard].key, found.record.offset)
         self._held.add(record, found)
         return record
 
-    def _keep(self, found: Found, payload: Any) -> None:
+    def _keep(self, found: StreamedRecord, payload: Any) -> None:
         if self.cache is not None:
             wait = _COMPRESSED_PATIENCE if found.compressed else 0.0
             self.cache.write(self._cache_key(found.shard, found.record.offset), payload, wait)
@@ -382,9 +382,9 @@ class ShardDataset(StoreDataset):
     def _source(self) -> RecordSource:
         return RecordSource(self._shards, self._book, self._form, self._cache_key)
 
-    def _open_window(self) -> Window:
+    def _open_window(self) -> Prefetcher:
         if self._window is None:
-            self._window = Window(
+            self._window = Prefetcher(
                 self._source(), self.cache, prepare=self._prefix.prepare, counters=self.counters
             )
         return self._window

@@ -28,7 +28,7 @@ from fastload.errors import CacheError
 from fastload.formats.shard_index import Places
 from fastload.store.folder import open_kept, save_kept
 
-__all__ = ["Fault", "PlaceBook", "Table"]
+__all__ = ["Fault", "ShardIndex", "Table"]
 
 _log = logging.getLogger("fastload")
 
@@ -85,7 +85,7 @@ class Table(NamedTuple):
         return cls(places, bad, facts["compressed"], facts["doubted"])
 
 
-class PlaceBook:
+class ShardIndex:
     """The tables of a dataset's shards, as far as known.
 
     Args:

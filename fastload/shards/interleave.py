@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fastload.formats.pieces import Record
 
-__all__ = ["AnyLane", "Blocks", "Found", "Interleave", "OpenLane", "Span"]
+__all__ = ["AnyLane", "Blocks", "Interleave", "OpenLane", "Span", "StreamedRecord"]
 
 _FIRST_BLOCK = 64  # records; each block may have twice as many as the one before
 
@@ -56,7 +56,7 @@ class AnyLane(Protocol):
 OpenLane = Callable[[Span, int, "int | None"], AnyLane]
 
 
-class Found(NamedTuple):
+class StreamedRecord(NamedTuple):
     """A record on its way to the batch."""
 
     shard: int
@@ -76,13 +76,13 @@ class _Open:
         self.offset = offset
         self.lane = lane
 
-    def next(self) -> Found | None:
+    def next(self) -> StreamedRecord | None:
         if self.span.stop is not None and self.ordinal >= self.span.stop:
             return None
         record = self.lane.next()
         if record is None:
             return None
-        found = Found(self.span.shard, self.ordinal, record, self.lane.ready, self.lane.compressed)
+        found = StreamedRecord(self.span.shard, self.ordinal, record, self.lane.ready, self.lane.compressed)
         self.ordinal += 1
         self.offset = record.offset + record.size
         return found
@@ -129,7 +129,7 @@ class Interleave:
             "lanes": [[lane.number, lane.ordinal, lane.offset] for lane in self._lanes],
         }
 
-    def next(self) -> Found | None:
+    def next(self) -> StreamedRecord | None:
         """The next record, or None when all spans are over."""
         while self._lanes:
             lane = self._lanes[self._turn]
@@ -205,12 +205,12 @@ class Blocks:
         self._number = 0 if state is None else state["block"]
         self._given = 0 if state is None else state["given"]
         self._begin = interleave.position()
-        self._block: deque[Found] = deque()
+        self._block: deque[StreamedRecord] = deque()
         self._read = False  # whether the block was read
 
-    def take(self, n: int) -> list[Found]:
+    def take(self, n: int) -> list[StreamedRecord]:
         """The next `n` records; fewer at the end."""
-        taken: list[Found] = []
+        taken: list[StreamedRecord] = []
         while len(taken) < n:
             while not self._block:
                 if not self._next_block():
@@ -243,9 +243,9 @@ class Blocks:
         self._block.extend(block[self._given :])
         return bool(block)
 
-    def _fill(self) -> list[Found]:
+    def _fill(self) -> list[StreamedRecord]:
         most = min(self._most_records, _FIRST_BLOCK << min(self._number, 32))
-        block: list[Found] = []
+        block: list[StreamedRecord] = []
         size = 0
         while len(block) < most and size < self._most_bytes:
             found = self._interleave.next()

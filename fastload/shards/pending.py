@@ -12,12 +12,12 @@ from torch.utils.data import get_worker_info
 
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
-from fastload.shards.interleave import Found
+from fastload.shards.interleave import StreamedRecord
 
-__all__ = ["Held"]
+__all__ = ["PendingRecords"]
 
 
-class Held:
+class PendingRecords:
     """One per process.
 
     Args:
@@ -30,7 +30,7 @@ class Held:
     def __init__(
         self,
         prepare: Callable[[Any], Any] | None,
-        keep: Callable[[Found, Any], None],
+        keep: Callable[[StreamedRecord, Any], None],
         counters: Counters,
     ) -> None:
         self._prepare = prepare
@@ -44,7 +44,7 @@ class Held:
     def __contains__(self, record: int) -> bool:
         return record in self._values
 
-    def add(self, record: int, found: Found) -> None:
+    def add(self, record: int, found: StreamedRecord) -> None:
         """Hold a record until it was taken as often as it was added."""
         if record in self._values:
             self._more[record] = self._more.get(record, 0) + 1
@@ -99,7 +99,7 @@ class Held:
         if self._pool is not None:
             self._pool.close()
 
-    def _ready(self, found: Found) -> Any:
+    def _ready(self, found: StreamedRecord) -> Any:
         assert self._prepare is not None
         payload = self._prepare(found.record.payload)
         self._keep(found, payload)

@@ -19,13 +19,13 @@ from fastload.formats.sample import dump, load
 from fastload.images.decode import Oriented, decode_oriented, shrink
 from fastload.shards.fields import Fields
 
-__all__ = ["RecordPrefix"]
+__all__ = ["RecordPrepareStep"]
 
 # Part of the cache's keys: raise it when the same record would be kept as something else.
 _VERSION = "2"
 
 
-class RecordPrefix:
+class RecordPrepareStep:
     """What happens to a record before the cache, and after it.
 
     Args:

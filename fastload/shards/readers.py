@@ -10,7 +10,7 @@ import numpy as np
 from fastload.cache import Cache
 from fastload.errors import DecodeError
 from fastload.formats.pieces import Record
-from fastload.shards.index import Fault, PlaceBook, Table
+from fastload.shards.index import Fault, ShardIndex, Table
 from fastload.shards.interleave import AnyLane
 
 __all__ = ["CachedLane", "LearningLane"]
@@ -86,7 +86,7 @@ class LearningLane:
 
     ready = False
 
-    def __init__(self, lane: AnyLane, shard: int, book: PlaceBook) -> None:
+    def __init__(self, lane: AnyLane, shard: int, book: ShardIndex) -> None:
         self._lane = lane
         self._shard = shard
         self._book = book

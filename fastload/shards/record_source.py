@@ -13,7 +13,7 @@ from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
 from fastload.formats.shard_index import Places
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import PlaceBook
+from fastload.shards.index import ShardIndex
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
@@ -57,7 +57,7 @@ class RecordSource:
     """
 
     def __init__(
-        self, shards: ShardList, book: PlaceBook, form: ShardFormat, key: Callable[[int, int], bytes]
+        self, shards: ShardList, book: ShardIndex, form: ShardFormat, key: Callable[[int, int], bytes]
     ) -> None:
         self.store = shards.store
         self._shards = shards

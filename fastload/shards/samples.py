@@ -97,7 +97,7 @@ class SampleMaker:
         )
 
     def sample(self, value: Any) -> Any:
-        """What `RecordPrefix.restore` gives -> sample.
+        """What `RecordPrepareStep.restore` gives -> sample.
 
         Raises:
             DecodeError: a field is not what it should be. What the user's functions raise.

@@ -14,8 +14,8 @@ from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.assignment import StreamPlan
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import PlaceBook
-from fastload.shards.interleave import AnyLane, Blocks, Found, Interleave, Span
+from fastload.shards.index import ShardIndex
+from fastload.shards.interleave import AnyLane, Blocks, Interleave, Span, StreamedRecord
 from fastload.shards.reader import Lane, Reach
 from fastload.shards.readers import CachedLane, LearningLane
 from fastload.shards.record_source import ShardFormat
@@ -52,7 +52,7 @@ class ShardStream:
     """
 
     def __init__(
-        self, plan: dict[str, Any], blocks: Blocks, pool: ReadPool, hold: Callable[[Found], int]
+        self, plan: dict[str, Any], blocks: Blocks, pool: ReadPool, hold: Callable[[StreamedRecord], int]
     ) -> None:
         self._plan = plan
         self._blocks = blocks
@@ -89,7 +89,7 @@ class StreamOpener:
     def __init__(
         self,
         shards: ShardList,
-        book: PlaceBook,
+        book: ShardIndex,
         form: ShardFormat,
         cache: Cache | None,
         *,
@@ -128,7 +128,7 @@ class StreamOpener:
         ]
         return [{"plan": plan.to_json(), "at": None} for plan in plans]
 
-    def open(self, state: dict[str, Any], hold: Callable[[Found], int]) -> ShardStream:
+    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShardStream:
         """The stream from `state` on.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any
 from fastload.errors import ArgumentError
 from fastload.store.base import ObjectInfo, Reading, Store
 from fastload.store.client_process import clients_live_here
-from fastload.store.translate import Place
+from fastload.store.translate import StoreLocation
 
 __all__ = ["ObjectInfo", "Reading", "Store", "clients_live_here", "open_store"]
 
@@ -89,7 +89,7 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
 
 def _shown(text: str) -> str:
     """A text without the secrets of URLs in it, however many."""
-    return Place("").redact(text)
+    return StoreLocation("").redact(text)
 
 
 def _chained(url: str) -> str:

@@ -27,7 +27,7 @@ from fastload.store.base import (
 )
 from fastload.store.identity import place_of
 from fastload.store.options import secret_values
-from fastload.store.translate import Place, public_url
+from fastload.store.translate import StoreLocation, public_url
 
 __all__ = ["FsspecStore"]
 
@@ -65,7 +65,9 @@ class FsspecStore(Store):
         self._root = str(cls._strip_protocol(url)).rstrip("/")
         self._asynchronous = bool(cls.async_impl)
         shown = public_url(url)
-        self._place = Place(shown, f"directory {self._root!r}", secrets=secret_values(self._arguments))
+        self._place = StoreLocation(
+            shown, f"directory {self._root!r}", secrets=secret_values(self._arguments)
+        )
         place, why = place_of(cls, self._arguments)
         super().__init__(shown, f"{protocol}|{place}|{self._root}")
         self.unidentified = why

@@ -24,7 +24,7 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
-from fastload.store.translate import Place
+from fastload.store.translate import StoreLocation
 
 __all__ = ["LocalStore"]
 
@@ -40,7 +40,7 @@ class LocalStore(Store):
 
     def __init__(self, url: str, root: str) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - no link must be resolved
-        self._place = Place(url=url, bucket=f"directory {self._root!r}")
+        self._place = StoreLocation(url=url, bucket=f"directory {self._root!r}")
         super().__init__(url, f"file||{self._root}")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from fastload.store.base import (
     time_version,
 )
 from fastload.store.markers import SlashKeys
-from fastload.store.translate import Place, as_bucket, public_url
+from fastload.store.translate import StoreLocation, as_bucket, public_url
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
@@ -121,9 +121,9 @@ class NativeStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return NativeStore, (self._url, self._options), self._state()
 
-    def _described(self, connection: known_options.Connection) -> Place:
+    def _described(self, connection: known_options.Connection) -> StoreLocation:
         shown = public_url(self._url)
-        return Place(
+        return StoreLocation(
             url=shown,
             bucket=shown if self._address.kind == "http" else f"bucket {self._address.bucket!r}",
             endpoint=connection.endpoint,

@@ -29,7 +29,7 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
-from fastload.store.translate import Place, public_url
+from fastload.store.translate import StoreLocation, public_url
 
 __all__ = ["S3fsStore"]
 
@@ -51,7 +51,7 @@ class S3fsStore(Store):
         known_options.refuse_user("url", url, "key and secret")
         self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
         self._arguments, endpoint, secrets = known_options.s3fs(options)
-        self._place = Place(
+        self._place = StoreLocation(
             public_url(url),
             f"bucket {bucket!r}",
             endpoint,

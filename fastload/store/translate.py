@@ -23,7 +23,7 @@ from fastload.errors import (
     StoreTimeoutError,
 )
 
-__all__ = ["Place", "as_bucket", "public_url"]
+__all__ = ["StoreLocation", "as_bucket", "public_url"]
 
 # Matched against a text without URLs, quoted names, the key, times and sizes: a key may be called "403", and
 # a 503 may have come "in 404.1ms".
@@ -108,7 +108,7 @@ def as_bucket(url: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """What an error message may say of a store.
 
     Args:

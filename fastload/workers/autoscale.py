@@ -22,7 +22,7 @@ from fastload.metrics.bottleneck import limit
 from fastload.metrics.cores import Cores
 from fastload.metrics.counters import Counters
 
-__all__ = ["Autoscaler", "ceiling", "fixed_by"]
+__all__ = ["Autoscaler", "ceiling", "why_fixed"]
 
 _log = logging.getLogger("fastload")
 
@@ -47,7 +47,7 @@ def ceiling(cores: float | None = None, ranks: int | None = None) -> int:
     return max(1, math.floor(share - air))
 
 
-def fixed_by(dataset: Any) -> str:
+def why_fixed(dataset: Any) -> str:
     """Why the number of workers cannot change while an epoch runs; "" where it can."""
     if isinstance(dataset, IterableDataset):
         return "an iterable dataset is split by worker"

@@ -20,9 +20,9 @@ from torch.utils.data._utils import collate as torch_collate
 from fastload.datasets.protocols import (
     Allocate,
     CacheFilling,
-    Failures,
     RowDataset,
-    Todo,
+    RowErrors,
+    RowRequests,
     as_encoded_rows,
     as_filling,
     as_rows,
@@ -302,7 +302,7 @@ class BatchMaker:
             return self._encoded_rows.finish_encoded_batch(batch)
 
     def _settle_rows(self, rows: RowDataset, batch: Any, indices: list[int]) -> None:
-        def fill(todo: Todo) -> Failures:
+        def fill(todo: RowRequests) -> RowErrors:
             return rows.fill(batch, todo, self._seed, self._epoch)
 
         with self._seeds or contextlib.nullcontext():
@@ -320,8 +320,8 @@ class BatchMaker:
                 self._raise_uncovered(error)  # else one by one, to find the bad ones
         parts: list[Any] = [None] * len(indices)
 
-        def fill(todo: Todo) -> Failures:
-            failures: Failures = []
+        def fill(todo: RowRequests) -> RowErrors:
+            failures: RowErrors = []
             if self._seeds is not None and todo:
                 self._seeds.begin_batch(todo[0][1])
             for row, index in todo:
@@ -357,7 +357,7 @@ class BatchMaker:
             raise RuntimeError(f"the dataset raised StopIteration for sample {index!r}") from error
 
     def _settle(
-        self, indices: list[Any], fill: Callable[[Todo], Failures], copy: Callable[[int, int], None]
+        self, indices: list[Any], fill: Callable[[RowRequests], RowErrors], copy: Callable[[int, int], None]
     ) -> None:
         """Fill every row, putting something else where `on_error` says so."""
         todo = list(enumerate(indices))

@@ -31,7 +31,7 @@ class Failure(NamedTuple):
         pickled = _round_trip((error, type(error))) or _round_trip((None, type(error))) or _NOTHING
         return cls(pickled, type(error).__name__, text, sample)
 
-    def raise_it(self, where: str) -> NoReturn:
+    def reraise(self, where: str) -> NoReturn:
         """Raise what the dataset raised: its own type, the worker's traceback in its text or as its cause."""
         text = f"Caught {self.name} {where}.\nOriginal {self.text}"
         if self.sample:
