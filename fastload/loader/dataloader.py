@@ -217,7 +217,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             "rank": of torch.distributed or the launcher; "epochs": iterations started; "counters": flat sums
             since the loader was made, see `fastload.metrics.counters`; "rates": flat numbers of the epoch
-            that runs, or the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would be faster
+            that runs, or the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would
+            be faster
             without, and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad
             samples;
             "autoscale": what num_workers="auto" chose, and why, else "";

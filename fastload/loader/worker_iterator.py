@@ -203,7 +203,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         """The batch as the user gets it. Raises what its worker, the feed or the pinning raised."""
         assert self._pool is not None
         if result.failure is not None:
-            result.failure.raise_it(f"in DataLoader worker process {worker_id}")
+            result.failure.reraise(f"in DataLoader worker process {worker_id}")
         data = None
         if result.packed is not None:
             unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
