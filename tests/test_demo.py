@@ -416,7 +416,7 @@ def test_kill_9_leaves_no_server(tmp_path: Path) -> None:
 
 PARENT = """
 import sys, time
-from fastload.cli import _tether
+from fastload.demo import tether as _tether
 _tether.__file__ = sys.argv[1]
 with _tether.tethered(["/bin/sleep", "60"]) as child:
     print(child.process.pid, flush=True)

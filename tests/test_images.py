@@ -402,7 +402,7 @@ BOMB = """
 import resource, sys, struct, zlib
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 from fastload.errors import DecodeError
-from fastload.images import CenterCrop, decode_image, native
+from fastload.images import CenterCrop, decode_image, kernel as native
 import numpy as np
 if sys.argv[1] == "twin":
     native.kernel = None
@@ -512,7 +512,7 @@ import sys, warnings
 warnings.simplefilter("always")
 sys.modules["fastload.images.compiled"] = None  # as where it was not built
 import fastload
-from fastload.images import backend, native
+from fastload.images import backend, kernel as native
 dataset = fastload.ImageFolder(sys.argv[1], fastload.CenterCrop(8))
 print(backend()["jpeg"], file=sys.stderr)
 print("not told yet", file=sys.stderr)

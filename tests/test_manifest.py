@@ -288,7 +288,7 @@ def test_a_million_keys(tmp_path: Path) -> None:
     Manifest.build(Million(1_000_000), progress=watch).save(tmp_path / "m")
     assert peak[0] < 2 * names
     code = (
-        "import os, sys, time, psutil; from pathlib import Path; from fastload.manifest import Manifest\n"
+        "import os, sys, time, psutil; from pathlib import Path; from fastload.store.manifest import Manifest\n"
         "me = psutil.Process(); before = me.memory_info(); start = time.monotonic()\n"
         "manifest = Manifest._load(Path(sys.argv[1]), 'million 1000000')\n"
         "spent = time.monotonic() - start; after = me.memory_info()\n"
@@ -313,7 +313,7 @@ def test_a_million_keys(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys, threading, time
 from fastload.errors import FastloadError
-from fastload.manifest import Manifest
+from fastload.store.manifest import Manifest
 from fastload.store import child, open_store
 options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
 if sys.argv[4]:
@@ -435,7 +435,7 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
     import pty
 
     body = (
-        "import logging; from fastload.manifest import progress; progress._QUIET_SECONDS = 0.0\n"
+        "import logging; from fastload.store import listing_progress; listing_progress._QUIET_SECONDS = 0.0\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\nrun()\n"
     )
     with FaultServer({f"{i:03d}": b"1" for i in range(30)}, page_size=10) as server:

@@ -214,7 +214,7 @@ def test_the_destination_is_no_directory(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fastload.store import open_store, fs, local
+from fastload.store import fsspec as fs, local, open_store
 class Killed:  # a body that kills us in its middle
     def __enter__(self): return self
     def __exit__(self, *why): pass

@@ -1,8 +1,13 @@
-"""The shape of the package: public names, and who may import whom."""
+"""The shape of the package: its rooms, who may import whom, and its public names."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,131 +15,145 @@ import pytest
 import fastload
 
 PACKAGE = Path(fastload.__file__).parent
+ROOT = PACKAGE.parent
 
-# part -> the parts of ours that it may import. One way only.
-MAY_IMPORT = {
-    "errors": set(),
-    "cores": set(),
-    "linux": {"errors"},
-    "stats": {"cores"},
-    "verdict": set(),
-    "channel": set(),
-    "distributed": {"errors"},
-    "partition": {"distributed", "errors"},
-    "sampler": {"distributed", "partition", "errors"},
-    "store": {"errors", "stats"},
-    "manifest": {"store", "cache", "errors"},
-    "cache": {"errors", "stats"},
-    "fetch": {"distributed", "store", "cache", "manifest", "formats", "stats", "errors"},
-    "images": {"errors"},
-    "formats": {"errors"},
-    "rows": {"errors", "stats"},
-    "seeds": set(),
-    "encoded": {"images", "rows", "errors", "stats"},
-    "dali": {"encoded", "stats", "errors"},
-    "nvjpeg": {"encoded", "stats", "errors"},
-    "decoding": {"dali", "nvjpeg", "encoded", "rows", "stats", "errors"},
-    "mismatch": set(),
-    "collate": {"mismatch", "rows", "seeds", "errors", "stats"},
-    "datasets": {
-        "encoded",
-        "formats",
-        "fetch",
-        "images",
-        "manifest",
-        "store",
-        "cache",
-        "rows",
-        "seeds",
-        "errors",
-        "stats",
-    },
-    "normalize": {"nested", "errors"},
-    "slots": {"channel", "errors"},
-    "nested": set(),
-    "cuda": {"errors"},
-    "device": {"cuda", "nested", "stats"},
-    "streams": {"rows", "sampler", "errors"},
-    "workers": {"channel", "collate", "slots", "state", "streams", "stats", "errors"},
-    "state": {"errors", "sampler", "streams"},
-    "in_process": {"device", "collate", "rows", "state", "streams"},
-    "worker_iterator": {"device", "profile", "store", "rows", "workers", "state", "stats", "errors"},
-    "profile": {"stats"},
-    "watch": {"loader", "stats", "verdict", "errors"},
-    "autoscale": {"cores", "distributed", "rows", "stats", "verdict"},
-    "loader": {
-        "autoscale",
-        *(
-            "cuda",
-            "dali",
-            "decoding",
-            "device",
-            "distributed",
-            "in_process",
-            "worker_iterator",
-            "rows",
-            "sampler",
-            "state",
-        ),
-        *("stats", "verdict", "errors"),
-    },
-    "__main__": {"cli"},
-    "cli": {
-        "formats",
-        "errors",
-        "cores",
-        "linux",
-        "verdict",
-        "stats",
-        "images",
-        "cache",
-        "store",
-        "manifest",
-    },
+# The rooms from the bottom up. A room imports itself and rooms before it.
+ROOMS = (
+    "metrics",
+    "formats",
+    "images",
+    "distributed",
+    "store",
+    "cache",
+    "fetch",
+    "datasets",
+    "shards",
+    "workers",
+    "gpu",
+    "loader",
+    "plan",
+    "demo",
+    "cli",
+)
+# Rooms that stand beside each other, although the table has to list one of them first.
+APART = (
+    {"shards", "workers", "gpu"},
+    {"plan", "demo"},
+    {"metrics", "formats", "images"},
+    {"distributed", "store"},
+)
+LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
+# One name for one thing in two rooms: the format of a tar and the dataset over tars, the base class or the index
+# of a room, a command and what it runs.
+SAME_SUBJECT = {
+    "tar.py",
+    "tfrecord.py",
+    "base.py",
+    "index.py",
+    "cache.py",
+    "warm.py",
+    "__init__.py",
+    "__main__.py",
 }
 
 
-def _modules() -> list[Path]:
-    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _part(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def _imports(tree: ast.AST) -> set[str]:
-    """The parts that a module imports, wherever in it the import stands."""
-    found = set()
-    for node in ast.walk(tree):
+def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """The modules that a file imports, wherever in it the import stands; public names by their home."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            if node.module == "fastload":
-                found |= {f"fastload.{alias.name}" for alias in node.names}
-            found.add(node.module)
-    names = {name.split(".")[1] for name in found if name.startswith("fastload.")}
-    return {name for name in names if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()}
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                if node.module == "fastload" and alias.name in fastload._HOME:
+                    yield fastload._HOME[alias.name]
+                else:
+                    yield inner if inner in modules else node.module
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fastload":
+            if node.attr in fastload._HOME:
+                yield fastload._HOME[node.attr]
 
 
-@pytest.mark.parametrize("path", _modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    part = _part(path)
-    others = _imports(ast.parse(path.read_text())) - {part}
-    assert others <= MAY_IMPORT[part], f"{part} may not import {sorted(others - MAY_IMPORT[part])}"
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_only_rooms_below_it(room: str) -> None:
+    below = set(ROOMS[: ROOMS.index(room)]) | {room, "errors", ""}
+    for group in APART:
+        if room in group:
+            below -= group - {room}
+    for module, path in MODULES.items():
+        if _room(module) == room:
+            up = {
+                name
+                for name in _imports(path, MODULES)
+                if name.startswith("fastload.") and _room(name) not in below
+            }
+            assert not up, f"{module} may not import {sorted(up)}"
+
+
+def _circle(modules: dict[str, Path]) -> list[str]:
+    """The modules of a circle of imports; [] where there is none. A package's facade is no part of one."""
+    graph = {
+        module: {name for name in _imports(path, modules) if name in modules and name != module}
+        for module, path in modules.items()
+        if path.name != "__init__.py"
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_imports_in_a_circle() -> None:
+    assert _circle(MODULES) == []
+
+
+def test_no_imports_in_a_circle_in_bench() -> None:
+    assert _circle({_module(path): path for path in sorted((ROOT / "bench").rglob("*.py"))}) == []
+
+
+def test_nothing_is_loose_but_what_belongs_to_the_whole() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == LOOSE
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert rooms == set(ROOMS)
+
+
+def test_no_file_name_begins_with_an_underscore() -> None:
+    files = [path.name for folder in ("fastload", "bench") for path in (ROOT / folder).rglob("*.py*")]
+    assert [name for name in files if name.startswith("_") and not name.startswith("__")] == []
+
+
+def test_file_names_mean_one_thing() -> None:
+    rooms = defaultdict(set)
+    for module, path in MODULES.items():
+        rooms[path.name].add(_room(module))
+    shared = {name for name, homes in rooms.items() if len(homes) > 1}
+    assert shared <= SAME_SUBJECT
 
 
 def test_environment_is_read_in_few_places() -> None:
     """Elsewhere a variable would be an argument that nobody sees."""
     readers = {
         str(path.relative_to(PACKAGE))
-        for path in _modules()
+        for path in MODULES.values()
         if any(
             isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
     allowed = {"distributed/launcher.py", "store/options.py"}
-    assert {name for name in readers if not name.startswith("cli/")} == allowed
+    assert {name for name in readers if not name.startswith(("cli/", "demo/"))} == allowed
 
 
 def test_public_names() -> None:
@@ -149,8 +168,5 @@ def test_public_names() -> None:
 
 def test_import_is_cheap() -> None:
     """`import fastload` alone loads neither torch nor a native client: the command line starts at once."""
-    import subprocess
-    import sys
-
     code = "import sys, fastload; print({'torch', 'obstore', 'lmdb'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

@@ -149,8 +149,8 @@ def ranges(work: Any) -> set[str]:
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")
 def test_ranges_in_the_trainer() -> None:
     found = ranges(lambda: list(DataLoader(Numbers(8), 2, num_workers=1)))
-    assert {"fastload.wait", "fastload.unpack", "fastload.distributed.sampler"} <= found
-    assert {"fastload.decode", "fastload.workers.batch"} <= ranges(lambda: list(DataLoader(Numbers(8), 2)))
+    assert {"fastload.wait", "fastload.unpack", "fastload.sampler"} <= found
+    assert {"fastload.decode", "fastload.collate"} <= ranges(lambda: list(DataLoader(Numbers(8), 2)))
 
 
 def profiled(index: int) -> int:

@@ -16,7 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fastload.cli.arguments import (
+from fastload.cli.bars import Bars
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.store_options import (
     CORES,
     Anon,
     CropSize,
@@ -26,8 +28,6 @@ from fastload.cli.arguments import (
     StorageOption,
     storage_options,
 )
-from fastload.cli.bars import Bars
-from fastload.cli.output import JsonOption, Output, answering
 from fastload.metrics.units import format_size
 
 __all__ = ["bench"]

@@ -21,7 +21,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fastload.cli.arguments import (
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.store_options import (
     CORES,
     Anon,
     CropSize,
@@ -32,7 +33,6 @@ from fastload.cli.arguments import (
     StorageOption,
     storage_options,
 )
-from fastload.cli.output import JsonOption, Output, answering
 from fastload.metrics.units import format_size
 
 __all__ = ["plan"]

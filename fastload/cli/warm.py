@@ -21,7 +21,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.arguments import (
+from fastload.cli.bars import Bar, Bars
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.store_options import (
     CORES,
     Anon,
     EndpointUrl,
@@ -32,8 +34,6 @@ from fastload.cli.arguments import (
     StorageOption,
     storage_options,
 )
-from fastload.cli.bars import Bar, Bars
-from fastload.cli.output import JsonOption, Output, answering
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.units import format_size
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.arguments import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.cli.bars import Bars
 from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.metrics.units import format_size
 
