@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from patience import PATIENCE
 
+from fastload.fetch import threads
 from fastload.loader.worker_iterator import _PRELOADED
+from fastload.store import client_process
+from tests.patience import PATIENCE
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,7 +30,12 @@ with suppress(ImportError):  # tests/gpu does without it
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 # One fork server serves all tests of a process. A loader says so too late where another test has started it.
-multiprocessing.set_forkserver_preload([*_PRELOADED, "torch._dynamo", "tests.trainer", "pytest"])
+multiprocessing.set_forkserver_preload([*_PRELOADED, "torch._dynamo", "tests.resnet50", "pytest"])
+
+# What a test did not close ends soon, as leak checks wait for it: reader threads, and the client's process.
+threads.IDLE_SECONDS = 0.5
+client_process.IDLE_SECONDS = 2.0
+_FAILED = pytest.StashKey[bool]()
 
 
 def _held() -> dict[str, set[object]]:
@@ -63,11 +71,24 @@ def _describe(fd: Path) -> tuple[str, str] | None:
     return None if target in ("anon_inode:[eventpoll]", "anon_inode:[eventfd]") else (fd.name, target)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
+
+
 @pytest.fixture
-def no_leaks() -> Iterator[None]:
-    """Fails the test if it leaves processes, threads, descriptors or shared memory behind."""
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test if it leaves processes, threads, descriptors or shared memory behind.
+
+    A test that failed is not looked at: its traceback keeps all that its frames hold.
+    """
     before = _held()
     yield
+    if request.node.stash.get(_FAILED, False):
+        return
     deadline = time.monotonic() + PATIENCE
     while True:
         gc.collect()

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from patience import PATIENCE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "resnet50")]

@@ -29,12 +29,12 @@ from typing import Any
 
 from conftest import _held
 from faultserver import Fault, FaultServer
-from patience import PATIENCE
 
 import fastload
 from fastload.fetch import source
 from fastload.store import object_store as native
 from fastload.store import retry, s3fs
+from tests.patience import PATIENCE
 
 N = 24
 BAD = "0007"

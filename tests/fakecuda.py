@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from patience import PATIENCE
 
 from fastload.gpu.tree import tree_leaves
+from tests.patience import PATIENCE
 
 GARBAGE = 0xFD
 

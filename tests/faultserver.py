@@ -25,7 +25,7 @@ from email.utils import formatdate
 from types import TracebackType
 from xml.sax.saxutils import escape
 
-from patience import PATIENCE
+from tests.patience import PATIENCE
 
 __all__ = ["LIST", "Fault", "FaultServer", "Request"]
 

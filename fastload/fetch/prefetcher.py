@@ -18,12 +18,13 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.errors import AccessDeniedError, ObjectChangedError, StoreError
+from fastload.fetch import threads
 from fastload.fetch.hedge import Hedge
 from fastload.fetch.lines import Lines
 from fastload.fetch.read import Part, Read
 from fastload.fetch.share import process_share
 from fastload.fetch.source import Source
-from fastload.fetch.threads import IDLE_SECONDS, add_thread
+from fastload.fetch.threads import add_thread
 from fastload.metrics.counters import Counters
 
 __all__ = ["Prefetcher"]
@@ -304,7 +305,9 @@ class Prefetcher:
         with self._work:
             self._idle += 1
             self._drop_cancelled()
-            woken = self._work.wait_for(lambda: self._closing.is_set() or self._may_start(), IDLE_SECONDS)
+            woken = self._work.wait_for(
+                lambda: self._closing.is_set() or self._may_start(), threads.IDLE_SECONDS
+            )
             self._idle -= 1
             if not woken:
                 self._threads.remove(threading.current_thread())

@@ -39,7 +39,7 @@ from fastload.errors import FastloadError, StoreError, StoreTimeoutError
 
 __all__ = ["ClientProcess", "clients_live_here", "keep_clients_here"]
 
-_IDLE_SECONDS = 10.0  # without a request, after which it ends; the next request forks a new one
+IDLE_SECONDS = 10.0  # without a request, after which it ends; the next request forks a new one
 _LOOK_SECONDS = 1.0
 _START_SECONDS = 60.0
 _SILENT_SECONDS = 60.0  # after which one that does not answer is asked whether it lives
@@ -327,7 +327,7 @@ class _Work:
 
     def idle(self) -> bool:
         """Whether nothing was asked for in a while."""
-        return not self._busy and time.monotonic() - self._last > _IDLE_SECONDS
+        return not self._busy and time.monotonic() - self._last > IDLE_SECONDS
 
     def serve(self, connection: socket.socket) -> None:
         """Answer the requests of one connection until it is closed."""

@@ -14,7 +14,7 @@ import pytest
 
 from bench import charts, figures, losses, report, tables
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]
 
 

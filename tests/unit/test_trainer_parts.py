@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import trainer  # noqa: F401  (puts examples/resnet50 on sys.path)
+from tests import resnet50  # noqa: F401  (puts examples/resnet50 on sys.path)
 
 import checkpoint  # isort: skip
 import model  # isort: skip

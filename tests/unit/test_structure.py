@@ -43,8 +43,8 @@ APART = (
     {"distributed", "store"},
 )
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
-# One name for one thing in two rooms: the format of a tar and the dataset over tars, the base class or the index
-# of a room, a command and what it runs.
+# One name for one thing in two rooms: the format of a tar and the dataset over tars, the base class or the
+# index of a room, a command and what it runs.
 SAME_SUBJECT = {
     "tar.py",
     "tfrecord.py",
@@ -77,8 +77,7 @@ def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
                 else:
                     yield inner if inner in modules else node.module
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fastload":
-            if node.attr in fastload._HOME:
-                yield fastload._HOME[node.attr]
+            yield fastload._HOME.get(node.attr, "fastload")
 
 
 def _room(module: str) -> str:

@@ -41,7 +41,7 @@ from tests.patience import PATIENCE, runs, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def script(body: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:

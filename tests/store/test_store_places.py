@@ -262,7 +262,7 @@ def test_objects_without_versions_are_read_and_not_cached(
     cache = tmp_path / "cache"
     for body in (b"AAAA", b"BBBB"):
         hub.repositories[""]["x"] = body
-        with pytest.warns(UserWarning, match=r"gives no version .* for 1 of 1 objects.*nothing is cached"):
+        with pytest.warns(UserWarning, match=r"no version of 1 of 1 objects.*nothing is cached"):
             dataset = fastload.ObjectDataset("hub://data", cache=cache)
         assert dataset[0] == body
         with pytest.raises(ArgumentError, match="nothing is cached"):

@@ -27,8 +27,8 @@ from fastload import ShardSampler
 from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError, WorkerError
 from tests.patience import PATIENCE
+from tests.process.test_streams import Sample, rows, streamed
 from tests.streamdata import RowShards
-from tests.test_streams import Sample, rows, streamed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),

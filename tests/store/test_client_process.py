@@ -19,16 +19,16 @@ from typing import Any
 import psutil
 import pytest
 from faultserver import FaultServer
-from patience import PATIENCE
 
 from fastload import ImageFolder
 from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
 from fastload.store import client_process, open_store
 from fastload.store.client_process import ClientProcess
+from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PHOTOS = {f"{name}/{number}.jpg": pillow_jpeg(scene(40, 30, number)) for name in "ab" for number in range(8)}
 
 
@@ -200,7 +200,7 @@ def test_client_ends_with_its_owner() -> None:
 def test_client_without_requests_ends_and_the_next_request_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_process, "_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(client_process, "IDLE_SECONDS", 1.0)
     monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
     process, target = ClientProcess(), Target()
     for _ in range(3):
@@ -209,7 +209,7 @@ def test_client_without_requests_ends_and_the_next_request_is_answered(
 
 
 def test_client_at_work_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_process, "_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(client_process, "IDLE_SECONDS", 1.0)
     monkeypatch.setattr(client_process, "_LOOK_SECONDS", 0.05)
     process, target = ClientProcess(), Target()
     threading.Timer(2.0, (tmp_path / "flag").touch).start()
@@ -219,7 +219,7 @@ def test_client_at_work_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_trainer_killed_its_client_ends() -> None:
     code = """
         import time
-        from tests.test_client_process import ClientProcess, Target
+        from tests.store.test_client_process import ClientProcess, Target
         process = ClientProcess()
         print(process.call(Target(), "pid"), flush=True)
         time.sleep(600)

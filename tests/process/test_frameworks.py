@@ -15,7 +15,7 @@ from fastload import DataLoader
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 DISTRIBUTED = """
 import os

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import tests.trainer
+import tests.resnet50
 from tests.patience import PATIENCE, wait_until
-from tests.trainer import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
+from tests.resnet50 import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
 
 UPDATES = SAMPLES // BATCH  # of an epoch
 
@@ -145,7 +145,7 @@ def test_torchrun_restarts_and_ends(unbroken: Finished, tmp_path: Path) -> None:
     command += [
         "--max-restarts=1",
         "--monitor-interval=0.1",
-        str(Path(tests.trainer.__file__)),
+        str(Path(tests.resnet50.__file__)),
         str(tmp_path),
     ]
     command += ["--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3", "--epochs", "100000"]

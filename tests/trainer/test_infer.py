@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import fastload
-from tests import trainer  # puts examples/resnet50 on sys.path
 
 import infer  # isort: skip
 from model import MODELS, ResNet  # isort: skip
@@ -146,7 +145,7 @@ def test_the_table(tmp_path: Path, one_thread: None) -> None:
     torch.save({"model": made.state_dict(), "ema": None}, tmp_path / "checkpoint.pt")
 
     done = subprocess.run(
-        [sys.executable, str(trainer.RESNET50 / "infer.py"), *arguments],
+        [sys.executable, str(resnet50.RESNET50 / "infer.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -288,7 +288,8 @@ def test_a_million_keys(tmp_path: Path) -> None:
     Manifest.build(Million(1_000_000), progress=watch).save(tmp_path / "m")
     assert peak[0] < 2 * names
     code = (
-        "import os, sys, time, psutil; from pathlib import Path; from fastload.store.manifest import Manifest\n"
+        "import os, sys, time, psutil; from pathlib import Path\n"
+        "from fastload.store.manifest import Manifest\n"
         "me = psutil.Process(); before = me.memory_info(); start = time.monotonic()\n"
         "manifest = Manifest._load(Path(sys.argv[1]), 'million 1000000')\n"
         "spent = time.monotonic() - start; after = me.memory_info()\n"

@@ -190,8 +190,7 @@ def test_a_window_makes_do_with_the_threads_it_gets(
 
 
 def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("window", "pool"):
-        monkeypatch.setattr(f"fastload.fetch.{module}.IDLE_SECONDS", 0.05)
+    monkeypatch.setattr("fastload.fetch.threads.IDLE_SECONDS", 0.05)
     (tmp_path / "data").mkdir()
     for i in range(20):
         (tmp_path / "data" / str(i)).write_bytes(bytes([i]) * 100)
@@ -207,7 +206,7 @@ def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch
 
 
 def test_a_thread_that_ended_is_replaced(window: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.fetch.prefetcher.IDLE_SECONDS", 0.001)
+    monkeypatch.setattr("fastload.fetch.threads.IDLE_SECONDS", 0.001)
     for _ in range(50):
         window.request([1, 2])
         assert (window.take(1), window.take(2)) == (bytes([1]) * 8, bytes([2]) * 8)

@@ -809,7 +809,7 @@ def test_records_that_are_no_examples(tmp_path: Path) -> None:
 
 
 def test_tensorflows_own_files() -> None:
-    folder = Path(__file__).parent / "data"
+    folder = Path(__file__).parents[1] / "data"
     features = {"image": bytes, "label": int, "key": str, "counts": [int], "words": [bytes]}
     for end in ("", ".gz", ".zlib"):
         data = closing(fastload.TFRecordDataset(f"{folder}/tensorflow.tfrecord{end}", features))

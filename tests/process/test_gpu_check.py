@@ -12,7 +12,7 @@ import torch
 
 from tests.patience import PATIENCE
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

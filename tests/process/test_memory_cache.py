@@ -327,7 +327,7 @@ def test_nothing_is_left_after_kill_9(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("fastload*"))
     command = [sys.executable, "-c", script, str(tmp_path / "cache")]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[1]
+        command, stdout=subprocess.PIPE, start_new_session=True, cwd=Path(__file__).parents[2]
     )
     assert process.stdout is not None
     for _ in range(40):  # into the second epoch

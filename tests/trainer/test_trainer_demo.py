@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.patience import PATIENCE
-from tests.trainer import RESNET50
+from tests.resnet50 import RESNET50
 
 
 def test_two_ranks_learn_shapes_from_a_bucket(tmp_path: Path) -> None:
