@@ -145,7 +145,7 @@ def test_the_table(tmp_path: Path, one_thread: None) -> None:
     torch.save({"model": made.state_dict(), "ema": None}, tmp_path / "checkpoint.pt")
 
     done = subprocess.run(
-        [sys.executable, str(resnet50.RESNET50 / "infer.py"), *arguments],
+        [sys.executable, str(RESNET50 / "infer.py"), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
