@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import fastload
+from tests.resnet50 import RESNET50  # puts examples/resnet50 on sys.path
 
 import infer  # isort: skip
 from model import MODELS, ResNet  # isort: skip
