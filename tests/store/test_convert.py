@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
-from fastload.cli.convert.command import shardset as _shardset
+from fastload.cli.convert import shardset as _shardset
 from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.errors import DecodeError
 from fastload.formats.example import parse_example
