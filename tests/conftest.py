@@ -74,8 +74,7 @@ def _describe(fd: Path) -> tuple[str, str] | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     report: Any = yield
-    if report.when == "call":
-        item.stash[_FAILED] = report.failed
+    item.stash[_FAILED] = report.failed or item.stash.get(_FAILED, False)
     return report
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastload.gpu.transfer
-import fastload.loader
+import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.gpu.cuda import Cpu
@@ -32,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastload.gpu.transfer, "Cuda", fake)
-    monkeypatch.setattr(fastload.loader, "checked", lambda name: None if name is None else torch.device(name))
+    monkeypatch.setattr(
+        fastload.loader.dataloader,
+        "resolve_device",
+        lambda name: None if name is None else torch.device(name),
+    )
 
 
 @pytest.fixture

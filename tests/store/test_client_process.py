@@ -375,5 +375,11 @@ def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(
 
 
 @pytest.fixture(autouse=True)
+def _clients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is: a client that ended by itself is replaced, and nothing is seen of that."""
+    monkeypatch.setattr(client_process, "IDLE_SECONDS", 60.0)
+
+
+@pytest.fixture(autouse=True)
 def _stores_tell_their_pid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.store.base.Store._pid", lambda _: os.getpid(), raising=False)
