@@ -15,6 +15,7 @@ from fastload.cache.inflight import FILES
 from fastload.cache.memory import NOTE, clear_noted
 from fastload.cache.record import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
+from fastload.store.files import is_part
 from fastload.store.folder import is_ours
 
 __all__ = ["Report", "check", "clear", "info"]
@@ -169,7 +170,7 @@ def _manifests(directory: Directory) -> list[Path]:
     folder = directory.path.parent / MANIFESTS
     if not is_ours(folder):
         return []
-    return sorted(path for path in folder.glob("*") if path.suffix in (".manifest", ".places"))
+    return sorted(p for p in folder.iterdir() if p.suffix in (".manifest", ".places") or is_part(p.name))
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
@@ -186,7 +187,7 @@ def _foreign(directory: Directory) -> list[str]:
     found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
     if ours:
         found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
-    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES]
+    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES and not is_part(path.name)]
     found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
     segments = set(directory.segment_names())
     found += [path for path in (root / "segments").iterdir() if path.name not in segments]

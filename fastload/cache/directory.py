@@ -43,6 +43,7 @@ from fastload.cache.record import FORMAT, CorruptRecordError, Entry
 from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
+from fastload.store.files import is_part, whole_file
 from fastload.store.folder import DIR_FLAGS, make_root
 
 __all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root"]
@@ -173,6 +174,8 @@ class Directory:
     def _open_first(self) -> Index:
         """Open with nobody else inside: repair, then mark as in use."""
         state = self._read_state()
+        for name in filter(is_part, os.listdir(self.root_fd)):  # noqa: PTH208 (a descriptor, not a path)
+            os.unlink(name, dir_fd=self.root_fd)
         if not state.clean and state.boot != _boot_id():
             self._discard_index()
         try:
@@ -214,13 +217,8 @@ class Directory:
 
     def _write_state(self, state: _State) -> None:
         text = json.dumps({"about": "a fastload cache; safe to delete", "format": FORMAT} | state._asdict())
-        temporary = f"{MARKER}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self.root_fd), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, MARKER, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        with whole_file(MARKER, folder=self.root_fd, durable=True) as file:
+            file.write(text.encode())
 
     def mark_damaged(self) -> None:
         """LMDB called its file corrupt: the next process to open the directory alone makes a new index."""

@@ -18,6 +18,7 @@ from fastload.cache.audit import Report
 from fastload.cache.directory import FOLDER, Directory
 from fastload.cache.record import FORMAT
 from fastload.errors import CacheError
+from fastload.store.files import nearest_existing
 
 if TYPE_CHECKING:
     from fastload.cache.cache import Cache
@@ -94,8 +95,5 @@ def _must_open(cache: Cache) -> Iterator[Directory]:
 
 def _free(path: str) -> int:
     """Free bytes on the disk that holds `path`, or would."""
-    here = Path(path)
-    while not here.exists() and here != here.parent:
-        here = here.parent
-    disk = os.statvfs(here)
+    disk = os.statvfs(nearest_existing(path))
     return disk.f_bavail * disk.f_frsize
