@@ -39,8 +39,14 @@ import lmdb
 
 from fastload.cache.index import Index, reserve_lock_file
 from fastload.cache.inflight import InflightLocks
-from fastload.cache.record import FORMAT, CorruptRecordError, Entry
-from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
+from fastload.cache.segment import (
+    FORMAT,
+    CorruptRecordError,
+    Entry,
+    SegmentFiles,
+    SegmentReader,
+    is_segment_name,
+)
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
 from fastload.store.files import is_part, whole_file
@@ -94,7 +100,7 @@ class Directory:
         self._damaged = False
         self._lock_fd = -1
         self.segments_fd = -1
-        self.claims: InflightLocks | None = None
+        self.inflight: InflightLocks | None = None
         try:
             self.readonly = "" if self._open_files() else "is read-only"
             self.index = self._open_readonly() if self.readonly else self._open_writable()
@@ -105,8 +111,8 @@ class Directory:
         self.writer: Writer | None = None
         if not self.readonly:
             first_job = self._reindex if self._reindexes else None
-            self.claims = InflightLocks(self.root_fd)
-            self.writer = Writer(self.index, self.claims, self.segments_fd, first_job)
+            self.inflight = InflightLocks(self.root_fd)
+            self.writer = Writer(self.index, self.inflight, self.segments_fd, first_job)
 
     # -- opening
 
@@ -302,8 +308,8 @@ class Directory:
                 self._write_state(state._replace(boot=_boot_id(), clean=True))
 
     def _close_fds(self) -> None:
-        if self.claims is not None:
-            self.claims.close()
+        if self.inflight is not None:
+            self.inflight.close()
         for fd in (self.segments_fd, self._lock_fd, self.root_fd):
             if fd >= 0:
                 os.close(fd)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import lmdb
 
-from fastload.cache.record import CorruptRecordError, Entry
+from fastload.cache.segment import CorruptRecordError, Entry
 
 __all__ = ["Claim", "Index", "SegmentGoneError", "reserve_lock_file"]
 

@@ -24,8 +24,7 @@ import pytest
 from fastload.cache import Cache
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
-from fastload.cache.record import Entry, record_size
-from fastload.cache.segment import SegmentWriter
+from fastload.cache.segment import Entry, SegmentWriter, record_size
 from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

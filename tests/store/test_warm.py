@@ -239,7 +239,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.cache.writer.QUEUE_BYTES", 100_000)
+    monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
     dataset.close()
