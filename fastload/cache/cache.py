@@ -246,34 +246,35 @@ class Cache:
             kept = False
         if not kept:
             access.counters.add("cache.dropped")
-            self.unclaim(key)
+            self.unlock_inflight(key)
         return kept
 
-    def claim(self, key: bytes) -> bool:
+    def lock_inflight(self, key: bytes) -> bool:
         """Take the in-flight lock of `key`, before its object is read from the store to be written here.
 
         False when the read is not needed: the cache has the payload by now, or another process or thread has
         the lock, so that its result may soon be here. The lock ends once the payload can be looked up or was
-        dropped, with `unclaim`, or with this process. Where the cache cannot be used, every call succeeds.
+        dropped, with `unlock_inflight`, or with this process. Where the cache cannot be used, every call
+        succeeds.
         """
         directory = self._access.get().open()
         if directory is None or directory.inflight is None:
             return True
-        if not directory.inflight.take(key):
+        if not directory.inflight.lock(key):
             return False
         try:
             known = directory.index.get(key) is not None
         except (CorruptRecordError, OSError, lmdb.Error):
             known = False
         if known:
-            directory.inflight.drop(key)
+            directory.inflight.unlock(key)
         return not known
 
-    def unclaim(self, key: bytes) -> None:
+    def unlock_inflight(self, key: bytes) -> None:
         """Give back an in-flight lock whose payload will not be written."""
         directory = self._access.get().open()
         if directory is not None and directory.inflight is not None:
-            directory.inflight.drop(key)
+            directory.inflight.unlock(key)
 
     def fits(self, nbytes: int) -> Fit:
         """Whether a payload of that size would be kept.

@@ -9,7 +9,7 @@
 
 The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
 
-* a killed process leaves bytes that no index entry names, and claimed bytes never written: recount;
+* a killed process leaves bytes that no index entry names, and reserved bytes never written: recount;
 * a machine that went down may have written the pages of the index in any order, and LMDB trusts its file:
   after an unclean stop and another boot, the index is thrown away and made again from the segments, in the
   background;

@@ -1,10 +1,10 @@
 """The writer: a thread that takes payloads from a bounded queue and appends them to this process's segment.
 
-    put ──▶ queue (bounded in bytes; full: drop) ──▶ claim room ──▶ append bytes ──▶ publish entries
+    put ──▶ queue (bounded in bytes; full: drop) ──▶ reserve room ──▶ append bytes ──▶ publish entries
 
-Records go out in batches: one claim, one pwritev and one publish each, because every call that lets go of the
-GIL may wait 5 ms to get it back from a busy trainer. An error ends the writer and stays in `error`; the cache
-then passes through.
+Records go out in batches: one reservation, one pwritev and one publish each, because every call that lets
+go of the GIL may wait 5 ms to get it back from a busy trainer. An error ends the writer and stays in `error`;
+the cache then passes through.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Writer:
 
     def _unlock(self, items: list[Item]) -> None:
         for item in items:
-            self._inflight.drop(item.key)
+            self._inflight.unlock(item.key)
 
     def _fail(self, error: BaseException, items: list[Item]) -> None:
         self._queue.fail(error, items, self._lose)
@@ -150,26 +150,26 @@ class Writer:
         if not items:
             return
         try:
-            accepted = self._claim(items)
+            accepted = self._reserve(items)
             if accepted:
                 self._append(accepted)
         except SegmentGoneError:  # cleared by somebody while we wrote: these records went with the rest
             self._leave_segment()
 
-    def _claim(self, items: list[Item]) -> list[Item]:
+    def _reserve(self, items: list[Item]) -> list[Item]:
         self._check_disk(sum(record_size(len(item.payload)) for item in items))
         if self._segment is None or self._segment.size >= SEGMENT_BYTES:
             self._open_segment()
         wanted = [(item.key, record_size(len(item.payload)), item.limit) for item in items]
         try:
-            claims = self._index.claim(self._number, wanted)
+            answers = self._index.reserve(self._number, wanted)
         except SegmentGoneError:
             self._open_segment()
-            claims = self._index.claim(self._number, wanted)
-        for item, claim in zip(items, claims, strict=True):
-            if claim == "full":
+            answers = self._index.reserve(self._number, wanted)
+        for item, answer in zip(items, answers, strict=True):
+            if answer == "full":
                 item.counters.add("cache.dropped")
-        return [item for item, claim in zip(items, claims, strict=True) if claim == "new"]
+        return [item for item, answer in zip(items, answers, strict=True) if answer == "reserved"]
 
     def _append(self, items: list[Item]) -> None:
         assert self._segment is not None

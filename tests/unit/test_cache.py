@@ -830,7 +830,7 @@ def test_tiny_limit_passes_through(open_cache: Callable[..., Cache]) -> None:
     assert cache.read(cache.key("a")) is None and cache.counters["cache.failures"] == 0
 
 
-def test_killed_claims_are_counted_anew(open_cache: Callable[..., Cache]) -> None:
+def test_reservations_of_a_killed_process_are_given_back(open_cache: Callable[..., Cache]) -> None:
     cache = open_cache()
     fill(cache, 2)
     directory = cache.open_or_raise()
