@@ -3,13 +3,13 @@
     Cache.write ─▶ writer thread ─▶ segment (append) ─▶ index (LMDB)
     Cache.read  ◀─ verify ◀─ pread ◀─ segment ◀─ entry ◀─ index
 
-`record` is the layout of one record, `segment` the files of records, `index` the way from key to record,
-`writer` the thread that fills, `directory` and `registry` what a process has open, `audit` the check of a
-whole directory, and `cache` the class to use.
+`cache` is the class to use, `access` a process's use of it. `segment` holds the records, `index` the way from
+key to record, `write_queue` and `writer` the thread that fills, `inflight` the locks on objects being read.
+`directory` is one opened directory, `registry` all that a process has open, `maintenance` the whole of one.
 """
 
-from fastload.cache.audit import Report
-from fastload.cache.cache import Cache, as_cache
-from fastload.cache.record import Entry
+from fastload.cache.cache import Cache, Digest, as_cache
+from fastload.cache.maintenance import Report
+from fastload.cache.segment import Entry
 
-__all__ = ["Cache", "Entry", "Report", "as_cache"]
+__all__ = ["Cache", "Digest", "Entry", "Report", "as_cache"]

@@ -9,7 +9,7 @@
 
 The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
 
-* a killed process leaves bytes that no index entry names, and claimed bytes never written: recount;
+* a killed process leaves bytes that no index entry names, and reserved bytes never written: recount;
 * a machine that went down may have written the pages of the index in any order, and LMDB trusts its file:
   after an unclean stop and another boot, the index is thrown away and made again from the segments, in the
   background;
@@ -39,10 +39,17 @@ import lmdb
 
 from fastload.cache.index import Index, reserve_lock_file
 from fastload.cache.inflight import InflightLocks
-from fastload.cache.record import FORMAT, CorruptRecordError, Entry
-from fastload.cache.segment import SegmentFiles, SegmentReader, is_segment_name
+from fastload.cache.segment import (
+    FORMAT,
+    CorruptRecordError,
+    Entry,
+    SegmentFiles,
+    SegmentReader,
+    is_segment_name,
+)
 from fastload.cache.writer import Writer
 from fastload.errors import CacheError
+from fastload.store.files import is_part, whole_file
 from fastload.store.folder import DIR_FLAGS, make_root
 
 __all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root"]
@@ -93,7 +100,7 @@ class Directory:
         self._damaged = False
         self._lock_fd = -1
         self.segments_fd = -1
-        self.claims: InflightLocks | None = None
+        self.inflight: InflightLocks | None = None
         try:
             self.readonly = "" if self._open_files() else "is read-only"
             self.index = self._open_readonly() if self.readonly else self._open_writable()
@@ -104,8 +111,8 @@ class Directory:
         self.writer: Writer | None = None
         if not self.readonly:
             first_job = self._reindex if self._reindexes else None
-            self.claims = InflightLocks(self.root_fd)
-            self.writer = Writer(self.index, self.claims, self.segments_fd, first_job)
+            self.inflight = InflightLocks(self.root_fd)
+            self.writer = Writer(self.index, self.inflight, self.segments_fd, first_job)
 
     # -- opening
 
@@ -173,6 +180,8 @@ class Directory:
     def _open_first(self) -> Index:
         """Open with nobody else inside: repair, then mark as in use."""
         state = self._read_state()
+        for name in filter(is_part, os.listdir(self.root_fd)):  # noqa: PTH208 (a descriptor, not a path)
+            os.unlink(name, dir_fd=self.root_fd)
         if not state.clean and state.boot != _boot_id():
             self._discard_index()
         try:
@@ -214,13 +223,8 @@ class Directory:
 
     def _write_state(self, state: _State) -> None:
         text = json.dumps({"about": "a fastload cache; safe to delete", "format": FORMAT} | state._asdict())
-        temporary = f"{MARKER}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=self.root_fd), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, MARKER, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        with whole_file(MARKER, folder=self.root_fd, durable=True) as file:
+            file.write(text.encode())
 
     def mark_damaged(self) -> None:
         """LMDB called its file corrupt: the next process to open the directory alone makes a new index."""
@@ -304,8 +308,8 @@ class Directory:
                 self._write_state(state._replace(boot=_boot_id(), clean=True))
 
     def _close_fds(self) -> None:
-        if self.claims is not None:
-            self.claims.close()
+        if self.inflight is not None:
+            self.inflight.close()
         for fd in (self.segments_fd, self._lock_fd, self.root_fd):
             if fd >= 0:
                 os.close(fd)

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import lmdb
 
-from fastload.cache.record import CorruptRecordError, Entry
+from fastload.cache.segment import CorruptRecordError, Entry
 
-__all__ = ["Claim", "Index", "SegmentGoneError", "reserve_lock_file"]
+__all__ = ["Index", "Reserved", "SegmentGoneError", "reserve_lock_file"]
 
 # Address space, not memory or disk: about 200 million entries. Fixed, because growing a map while other
 # processes use it is where LMDB reports corruption; a full map means pass-through.
@@ -31,7 +31,7 @@ MAP_SIZE = 16 << 30
 MAX_READERS = 1024  # processes and threads that look up in the same microsecond; LMDB's default is 126
 LOCK_BYTES = 128 << 10  # LMDB takes 64 for each of the readers and 192; a larger file has more readers
 
-Claim = Literal["new", "known", "full"]
+Reserved = Literal["reserved", "known", "full"]
 
 _NUMBER = struct.Struct(">I")
 _COUNT = struct.Struct("<Q")
@@ -98,7 +98,7 @@ class Index:
         return self._get(_NUMBER.pack(number), self._segments) is not None
 
     def used_bytes(self) -> int:
-        """Bytes in all segments, by all processes, including claims that are being written."""
+        """Bytes in all segments, by all processes, including records that are being written."""
         return _count(self._get(_BYTES, self._meta))
 
     def count(self) -> int:
@@ -129,26 +129,26 @@ class Index:
             txn.put(_NUMBER.pack(number), name.encode("ascii"), db=self._segments)
         return number
 
-    def claim(self, number: int, wanted: Sequence[tuple[bytes, int, int | None]]) -> list[Claim]:
-        """Ask for room for records of (key, bytes on disk, limit of the cache or None).
+    def reserve(self, number: int, wanted: Sequence[tuple[bytes, int, int | None]]) -> list[Reserved]:
+        """Reserve room for records of (key, bytes on disk, limit of the cache or None).
 
-        "new": counted as used, write it; "known": another process was first; "full": over the limit. Counting
-        before writing keeps all processes together under the limit.
+        "reserved": counted as used, write it; "known": another process was first; "full": over the limit.
+        Counting before writing keeps all processes together under the limit.
         """
-        claims: list[Claim] = []
+        answers: list[Reserved] = []
         with self._write() as txn:
             self._check_segment(txn, number)
             used = _count(txn.get(_BYTES, db=self._meta))
             for key, size, limit in wanted:
                 if txn.get(key, db=self._entries) is not None:
-                    claims.append("known")
+                    answers.append("known")
                 elif limit is not None and used + size > limit:
-                    claims.append("full")
+                    answers.append("full")
                 else:
                     used += size
-                    claims.append("new")
+                    answers.append("reserved")
             txn.put(_BYTES, _COUNT.pack(used), db=self._meta)
-        return claims
+        return answers
 
     def publish(self, number: int, entries: Sequence[tuple[bytes, Entry]]) -> int:
         """Make written records visible; the first writer of a key wins. Returns how many were new."""

@@ -1,11 +1,11 @@
-"""Claims: who is reading which object from the store right now, so that no two processes read the same.
+"""In-flight locks: of the processes that share a cache directory, one at a time reads an object.
 
-A claim is a lock on one byte of a file `claims*` in the cache directory: the byte that the object's key
-names. The kernel keeps it (a file of 0 bytes can be locked anywhere), and takes it back when the process
-ends, however it ends: there is nothing to expire, to refresh or to clean up. The locks belong to the open
-file (`F_OFD_SETLK`), not to the process: `lockf`'s would all be gone once any copy of the file is closed.
+A lock is on one byte of a file `claims*` in the cache directory: the byte that the object's key names. The
+kernel keeps it (a file of 0 bytes can be locked anywhere), and frees it when the process ends, however it
+ends: nothing expires, is refreshed or cleaned up. The locks belong to the open file (`F_OFD_SETLK`), not to
+the process: `lockf`'s would all be gone once any copy of the file is closed.
 
-A claim is advice. Whoever cannot have one waits a little for the other's result, and then reads by itself.
+A lock is advice. A process that does not get it waits a little for the other's result, then reads by itself.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["FILES", "InflightLocks"]
 
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: of 64-bit Linux
 _TAKEN = (errno.EAGAIN, errno.EACCES)
-# The kernel goes through all locks of a file for each new one. Measured for taking and dropping a claim while
+# The kernel goes through all locks of a file for each new one. Measured for one lock and unlock while
 # 2,000 others are held: 28 us with one file, 7 us with eight.
 FILES = tuple(f"claims{number}" for number in range(8))
 
 
 class InflightLocks:
-    """The claims of one process in one cache directory. Threads may share it.
+    """The in-flight locks of one process in one cache directory. Threads may share it.
 
-    A claim that cannot be tried (a file system without such locks, no permission) is granted.
+    Where a lock cannot be tried (a file system without such locks, no permission), it is granted.
     """
 
     def __init__(self, root_fd: int) -> None:
-        self._lock = threading.Lock()
+        self._guard = threading.Lock()
         self._held: set[bytes] = set()
         self._fds: list[int] = []
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,9 +43,9 @@ class InflightLocks:
         except OSError:
             self.close()
 
-    def take(self, key: bytes) -> bool:
-        """Claim the object with this cache key. False: somebody has it, perhaps another thread here."""
-        with self._lock:
+    def lock(self, key: bytes) -> bool:
+        """Lock the object with this cache key. False: it is locked, perhaps by another thread here."""
+        with self._guard:
             if key in self._held:
                 return False
             try:
@@ -56,9 +56,9 @@ class InflightLocks:
             self._held.add(key)
         return True
 
-    def drop(self, key: bytes) -> None:
-        """Give a claim back; nothing happens where there is none."""
-        with self._lock:
+    def unlock(self, key: bytes) -> None:
+        """Unlock the object; nothing happens where this process has no lock on it."""
+        with self._guard:
             if key not in self._held:
                 return
             self._held.discard(key)
@@ -69,13 +69,13 @@ class InflightLocks:
         fds = self._fds
         if not fds:
             return
-        # 63 bits of a digest: two objects in flight at one time that share a byte are not to be expected, and
-        # would only wait for each other.
+        # 63 bits of a digest: two objects in flight that share a byte are unlikely, and would only wait for
+        # each other.
         byte = int.from_bytes(key[:8], "little") >> 1
         fcntl.fcntl(fds[key[8] % len(fds)], fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
     def close(self) -> None:
-        """Give all claims back. In a forked child this leaves the parent's as they are."""
+        """Unlock all. In a forked child this leaves the parent's locks as they are."""
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)

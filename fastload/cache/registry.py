@@ -15,6 +15,7 @@ from multiprocessing import util as mp_util
 import lmdb
 
 from fastload.cache.directory import Directory, identity, open_root
+from fastload.store.process import ProcessLocal
 
 __all__ = ["abandon", "acquire", "close_all", "release"]
 
@@ -27,17 +28,14 @@ _held: list[tuple[Directory, bool]] = []
 # In a child: directories whose LMDB environment was in use at the fork. It can neither be closed, which would
 # touch the parent's locks, nor be opened again; the child passes through.
 _unforgettable: list[Directory] = []
-_finalizer_pid = 0
+# Closes all directories at the end of this process. atexit would not run in a multiprocessing child.
+_finalizer = ProcessLocal(lambda: mp_util.Finalize(None, close_all, exitpriority=10))
 
 
 def acquire(path: str, user: object) -> Directory:
     """The opened directory, shared in this process; `user` holds it until `release`."""
-    global _finalizer_pid
     with _lock:
-        if _finalizer_pid != os.getpid():
-            # Runs at the end of this process, also of a multiprocessing child, where atexit does not.
-            _finalizer_pid = os.getpid()
-            mp_util.Finalize(None, close_all, exitpriority=10)
+        _finalizer.get()
         root_fd = open_root(path)
         directory = _opened.get(identity(root_fd))
         if directory is not None:

@@ -1,10 +1,10 @@
 """The writer: a thread that takes payloads from a bounded queue and appends them to this process's segment.
 
-    put ──▶ queue (bounded in bytes; full: drop) ──▶ claim room ──▶ append bytes ──▶ publish entries
+    put ──▶ queue (bounded in bytes; full: drop) ──▶ reserve room ──▶ append bytes ──▶ publish entries
 
-Filling must never slow training, so `put` does not wait for anything. Records go out in batches: one claim,
-one pwritev and one publish each, because every call that lets go of the GIL may wait 5 ms to get it back from
-a busy trainer. An error ends the writer and stays in `error`; the cache then passes through.
+Records go out in batches: one reservation, one pwritev and one publish each, because every call that lets
+go of the GIL may wait 5 ms to get it back from a busy trainer. An error ends the writer and stays in `error`;
+the cache then passes through.
 """
 
 from __future__ import annotations
@@ -14,143 +14,93 @@ import errno
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 from fastload.cache.index import Index, SegmentGoneError
 from fastload.cache.inflight import InflightLocks
-from fastload.cache.record import Entry, record_size
-from fastload.cache.segment import SegmentWriter, new_segment_name
-from fastload.metrics.counters import Counters
+from fastload.cache.segment import Entry, SegmentWriter, new_segment_name, record_size
+from fastload.cache.write_queue import Batch, Item, WriteQueue
 
-__all__ = ["Item", "Writer"]
+__all__ = ["Writer"]
 
-QUEUE_BYTES = 128 << 20
-BATCH_BYTES = 16 << 20
-BATCH_RECORDS = 256  # three buffers each; one pwritev takes 1,024
-LINGER = 0.05  # seconds that a batch waits for company
 SEGMENT_BYTES = 1 << 30
 # Left free on the disk, for the LMDB file and for everybody else: 1 % of it, at most this.
 RESERVE_BYTES = 256 << 20
 
 
-class Item(NamedTuple):
-    """A record to write. `limit` is the cache's size_limit in bytes, `counters` are its counters."""
-
-    key: bytes
-    payload: memoryview
-    checksum: int
-    limit: int | None
-    counters: Counters
-
-
 class Writer:
-    """Owns the segment that this process writes, and drops the claim on each object once that is settled.
+    """Owns the segment that this process writes, and ends the in-flight lock of each object that it settles.
 
-    `first_job` runs in the thread before any record.
+    `first_job` runs in the thread before any record is written.
     """
 
     def __init__(
         self,
         index: Index,
-        claims: InflightLocks,
+        inflight: InflightLocks,
         segments_fd: int,
         first_job: Callable[[threading.Event], None] | None = None,
     ) -> None:
-        self.error: BaseException | None = None
         self._index = index
-        self._claims = claims
+        self._inflight = inflight
         self._segments_fd = segments_fd
         self._first_job = first_job
+        self._queue = WriteQueue()
         self._segment: SegmentWriter | None = None
         self._number = -1
-        self._changed = threading.Condition()
-        self._queue: deque[Item] = deque()
-        self._drops: list[tuple[bytes, Entry]] = []
-        self._keys: set[bytes] = set()
-        self._bytes = 0
-        self._submitted = 0
-        self._finished = 0
-        self._flushers = 0
         self._stopping = threading.Event()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         if first_job is not None:
-            with self._changed:
-                self._submitted += 1
-                self._start()
+            self._queue.add_job()
+            self._start()
 
     # -- called by any thread
 
     @property
+    def error(self) -> BaseException | None:
+        """The failure that ended the writer, or None."""
+        return self._queue.error
+
+    @property
     def queued_bytes(self) -> int:
-        return self._bytes
+        """Bytes on disk of the records that are not yet written."""
+        return self._queue.nbytes
 
     def put(self, item: Item, wait: float = 0.0) -> bool:
-        """Queue a record. False when dropped: queue full for `wait` seconds, writer failed or closed."""
-        size = record_size(len(item.payload))
-        with self._changed:
-            if wait > 0:
-                self._changed.wait_for(lambda: self._has_room(size) or self._has_ended(), wait)
-            if self._has_ended():
-                return False
-            if item.key in self._keys:
-                return True
-            if not self._has_room(size):
-                return False
-            wake = not self._queue or self._bytes + size >= BATCH_BYTES
-            self._queue.append(item)
-            self._keys.add(item.key)
-            self._bytes += size
-            self._submit(wake)
-        return True
-
-    def _has_room(self, size: int) -> bool:
-        return not self._bytes or self._bytes + size <= QUEUE_BYTES
-
-    def _has_ended(self) -> bool:
-        return self.error is not None or self._stopping.is_set()
+        """Queue a record. False when it was dropped: full for `wait` seconds, failed or closed."""
+        self._start()
+        return self._queue.put(item, wait)
 
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""
-        with self._changed:
-            if not self._has_ended():
-                self._drops.append((key, entry))
-                self._submit(wake=True)
-
-    def _submit(self, wake: bool) -> None:
-        self._submitted += 1
         self._start()
-        if wake:
-            self._changed.notify_all()
+        self._queue.drop(key, entry)
 
     def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fastload-cache-writer", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # this process may not have more threads
-                self._thread = None
-                self._fail(error, [])
+        """Before anything is queued: `close` then finds the thread that has to write it."""
+        if self._thread is not None or self._queue.has_ended:
+            return
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="fastload-cache-writer", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # this process may not have more threads
+                    self._fail(error, [])
+                else:
+                    self._thread = thread
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was queued before is written and indexed, or dropped by a failure."""
-        with self._changed:
-            target = self._submitted
-            self._flushers += 1
-            self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: self._finished >= target, timeout)
-            finally:
-                self._flushers -= 1
+        """Wait until all that was queued before is written and indexed, or was dropped by a failure."""
+        return self._queue.flush(timeout)
 
     def close(self, timeout: float) -> bool:
         """Write out what is queued and end the thread. False if it did not end in time."""
         deadline = time.monotonic() + timeout
         self.flush(timeout)
-        with self._changed:
-            self._stopping.set()
-            self._changed.notify_all()
+        self._stopping.set()
+        self._queue.close()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             return not self._thread.is_alive()
@@ -167,59 +117,32 @@ class Writer:
     # -- the thread
 
     def _run(self) -> None:
-        items: list[Item] = []
+        batch: Batch | None = None
         try:
             if self._first_job is not None:
                 self._first_job(self._stopping)
-                self._finish([], 1)
-            while True:
-                items, drops = self._take()
-                if not items and not drops:
-                    return
-                self._store(items, drops)
-                self._finish(items, len(items) + len(drops))
+                self._queue.finish([], 1)
+            while (batch := self._queue.take()) is not None:
+                self._store(batch.items, batch.drops)
+                self._unlock(batch.items)
+                self._queue.finish(batch.items, len(batch.items) + len(batch.drops))
         except BaseException as error:  # reported by the cache at its next call
-            self._fail(error, items)
+            self._fail(error, batch.items if batch is not None else [])
         finally:
             if self._segment is not None:
                 self._segment.close()
 
-    def _take(self) -> tuple[list[Item], list[tuple[bytes, Entry]]]:
-        """The next batch; empty when stopping."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._drops or self._stopping.is_set())
-            self._changed.wait_for(
-                lambda: self._bytes >= BATCH_BYTES or self._flushers or self._stopping.is_set(), LINGER
-            )
-            items: list[Item] = []
-            size = 0
-            while self._queue and len(items) < BATCH_RECORDS and size < BATCH_BYTES:
-                items.append(self._queue.popleft())
-                size += record_size(len(items[-1].payload))
-            drops, self._drops = self._drops, []
-        return items, drops
-
-    def _finish(self, items: list[Item], count: int) -> None:
+    def _unlock(self, items: list[Item]) -> None:
         for item in items:
-            self._claims.drop(item.key)
-        with self._changed:
-            self._bytes -= sum(record_size(len(item.payload)) for item in items)
-            self._keys.difference_update(item.key for item in items)
-            self._finished += count
-            self._changed.notify_all()
+            self._inflight.unlock(item.key)
 
     def _fail(self, error: BaseException, items: list[Item]) -> None:
-        with self._changed:
-            self.error = error
-            for item in (*items, *self._queue):
-                item.counters.add("cache.dropped")
-                self._claims.drop(item.key)
-            self._queue.clear()
-            self._drops.clear()
-            self._keys.clear()
-            self._bytes = 0
-            self._finished = self._submitted
-            self._changed.notify_all()
+        self._queue.fail(error, items, self._lose)
+
+    def _lose(self, items: list[Item]) -> None:
+        for item in items:
+            item.counters.add("cache.dropped")
+        self._unlock(items)
 
     def _store(self, items: list[Item], drops: list[tuple[bytes, Entry]]) -> None:
         if drops:
@@ -227,26 +150,26 @@ class Writer:
         if not items:
             return
         try:
-            accepted = self._claim(items)
+            accepted = self._reserve(items)
             if accepted:
                 self._append(accepted)
         except SegmentGoneError:  # cleared by somebody while we wrote: these records went with the rest
             self._leave_segment()
 
-    def _claim(self, items: list[Item]) -> list[Item]:
+    def _reserve(self, items: list[Item]) -> list[Item]:
         self._check_disk(sum(record_size(len(item.payload)) for item in items))
         if self._segment is None or self._segment.size >= SEGMENT_BYTES:
             self._open_segment()
         wanted = [(item.key, record_size(len(item.payload)), item.limit) for item in items]
         try:
-            claims = self._index.claim(self._number, wanted)
+            answers = self._index.reserve(self._number, wanted)
         except SegmentGoneError:
             self._open_segment()
-            claims = self._index.claim(self._number, wanted)
-        for item, claim in zip(items, claims, strict=True):
-            if claim == "full":
+            answers = self._index.reserve(self._number, wanted)
+        for item, answer in zip(items, answers, strict=True):
+            if answer == "full":
                 item.counters.add("cache.dropped")
-        return [item for item, claim in zip(items, claims, strict=True) if claim == "new"]
+        return [item for item, answer in zip(items, answers, strict=True) if answer == "reserved"]
 
     def _append(self, items: list[Item]) -> None:
         assert self._segment is not None

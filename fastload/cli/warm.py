@@ -108,7 +108,7 @@ def warm(
 def _check_usable(cache: Any) -> None:
     """Before anything is listed or read. Training goes on without a cache that it cannot use; this cannot."""
     try:
-        cache.open_aloud()
+        cache.open_or_raise()
     except OSError as error:
         if isinstance(error, CacheError):
             raise

@@ -12,7 +12,6 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import get_worker_info
@@ -20,6 +19,7 @@ from torch.utils.data import get_worker_info
 from fastload.cache import Cache
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.units import format_size
+from fastload.store.files import nearest_existing
 
 if TYPE_CHECKING:
     from fastload.datasets.objects import ObjectDataset
@@ -122,7 +122,7 @@ def _judge(dataset: ObjectDataset, cache: Cache, sizes: Sequence[int]) -> Foreca
     n = len(dataset)
     raw = dataset._manifest.total_bytes + n * _RECORD_OVERHEAD
     per_sample = sum(sizes) / len(sizes) + _RECORD_OVERHEAD if sizes else raw / n
-    free = shutil.disk_usage(_existing(cache.path)).free
+    free = shutil.disk_usage(nearest_existing(cache.path)).free
     room = free
     if cache.size_limit is not None:
         room = min(room, max(0, cache.size_limit - cache.info()["bytes"]))
@@ -165,11 +165,3 @@ def _missing(dataset: ObjectDataset) -> float:
 def _some(dataset: ObjectDataset) -> list[int]:
     """A few random samples; the same at each call."""
     return random.Random(0).sample(range(len(dataset)), min(_PROBE, len(dataset)))
-
-
-def _existing(path: str) -> Path:
-    """The cache's directory, or where it will be made."""
-    folder = Path(path)
-    while not folder.exists():
-        folder = folder.parent
-    return folder

@@ -109,7 +109,7 @@ class _Filling:
                 yield Warmed(index, "present")
             elif self._cache.mode == "raw" and self._cache.fits(self._size(index)) == "too large":
                 yield Warmed(index, "too large")  # known without reading it
-            elif self._cache.claim(key) or unclaimed:
+            elif self._cache.lock_inflight(key) or unclaimed:
                 self._window.request([index])
                 self._requested.append(index)
             else:
@@ -124,7 +124,7 @@ class _Filling:
         try:
             payload = self._window.take(index)
         except FastloadError as error:
-            self._cache.unclaim(key)
+            self._cache.unlock_inflight(key)
             if not isinstance(error, _BAD):
                 raise
             return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
@@ -142,6 +142,6 @@ class _Filling:
 
     def close(self) -> None:
         for index in self._requested:
-            self._cache.unclaim(self._key(index))
+            self._cache.unlock_inflight(self._key(index))
         self._window.close()
         self._cache.flush()

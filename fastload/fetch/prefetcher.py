@@ -273,13 +273,13 @@ class Prefetcher:
         if read.put_off and time.monotonic() - read.put_off > _PATIENCE:
             return self._cache.lookup(read.key) is None
         with self._claiming:  # the threads that read its parts claim it once
-            read.claimed = read.claimed or self._cache.claim(read.key)
+            read.claimed = read.claimed or self._cache.lock_inflight(read.key)
         return read.claimed
 
     def _unclaim(self, read: Read) -> None:
         if self._cache is not None and read.key is not None and read.claimed:
             read.claimed = False
-            self._cache.unclaim(read.key)
+            self._cache.unlock_inflight(read.key)
 
     def _read_by_others(self, read: Read) -> Any:
         assert self._cache is not None and read.key is not None

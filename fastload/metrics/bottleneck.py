@@ -140,7 +140,7 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
 
 
 def _disk(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
-    return "a faster SSD, mode 'shrunk' (a ninth of the bytes of 'decoded') or memory= would help"
+    return "a faster SSD, mode 'shrunk' (a ninth of the bytes of 'decoded') or more free memory would help"
 
 
 def _cores(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:

@@ -9,8 +9,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from fastload.cache import Cache, as_cache
-from fastload.cache.record import Digest
+from fastload.cache import Cache, Digest, as_cache
 from fastload.datasets.base import StoreDataset, check_function
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader
 from fastload.datasets.seeds import SampleSeeds

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import os
 import re
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Union
@@ -202,80 +199,6 @@ class Store(ABC):
     def _attempts(self, start: float, patient: bool = True) -> retry.Attempts:
         policy = retry.READ if patient else retry.READ._replace(budget=retry.CONTACT_SECONDS)
         return retry.Attempts(start, policy, functools.partial(self._attempt, "_renew"), self.reached)
-
-    # The asynchronous forms. A store without an asynchronous client serves them from threads.
-
-    async def list_async(self) -> AsyncIterator[Page]:
-        """As `list`."""
-        pages = self.list()
-        while (page := await asyncio.to_thread(next, pages, None)) is not None:
-            yield page
-
-    async def head_async(self, key: str) -> ObjectInfo:
-        """As `head`."""
-        return await asyncio.to_thread(self.head, key)
-
-    async def read_async(self, key: str, version: str | None = None, size: int | None = None) -> Buffer:
-        """As `read`."""
-        return await asyncio.to_thread(self.read, key, version, size)
-
-    async def read_range_async(self, key: str, start: int, stop: int, version: str | None = None) -> Buffer:
-        """As `read_range`."""
-        return await asyncio.to_thread(self.read_range, key, start, stop, version)
-
-
-class PerProcess:
-    """A client that is built on first use, and again in a process forked since."""
-
-    def __init__(self, build: Callable[[], Any]) -> None:
-        self._build = build
-        self._pid = 0
-        self._client: Any = None
-
-    def __call__(self) -> Any:
-        if self._pid == os.getpid():
-            return self._client
-        with _building:
-            if self._pid != os.getpid():
-                # A client inherited through fork is kept alive on purpose: dropping it would make it talk to
-                # threads that exist in the parent only.
-                if abs(self._pid) != os.getpid():
-                    _inherited.append(self._client)
-                self._client = self._build()
-                self._pid = os.getpid()
-            return self._client
-
-    def renew(self) -> None:
-        """Build a new client on the next use; requests under way keep the old one."""
-        self._pid = -os.getpid()
-
-
-def _new_lock() -> None:
-    global _building
-    _building = threading.Lock()
-
-
-_building = threading.Lock()
-os.register_at_fork(after_in_child=_new_lock)  # a thread of the parent may have held it
-_inherited: list[Any] = []
-_obstore_pid = 0
-
-
-def note_obstore() -> None:
-    """Record that this process is about to use obstore.
-
-    Raises:
-        StoreError: it was forked from a process that had used obstore, whose threads it lacks. Every request
-            would hang for ever, and could crash the parent, which shares its epoll instance.
-    """
-    global _obstore_pid
-    pid = os.getpid()
-    if _obstore_pid not in (0, pid):
-        raise StoreError(
-            "this process was forked from a worker that had already used the object store's client, which "
-            "does not survive a fork; start it with the 'forkserver' or 'spawn' method instead"
-        )
-    _obstore_pid = pid
 
 
 def time_version(size: int, modified: datetime | None) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 import stat
 import warnings
 from pathlib import Path
 
 from fastload.errors import CacheError
+from fastload.store.files import whole_file
 
 __all__ = ["DIR_FLAGS", "is_ours", "make_root", "may_keep", "open_kept", "refuse_unsafe", "save_kept"]
 
@@ -123,15 +123,8 @@ def save_kept(path: Path, content: bytes | mmap.mmap) -> None:
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(0o700)
     folder = _open_folder(path.parent)
-    temporary = f".{path.name}.{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+        with whole_file(path.name, folder=folder) as file:
             file.write(content)
-        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
-        raise
     finally:
         os.close(folder)

@@ -18,7 +18,6 @@ from fastload.store.base import (
     Buffer,
     ObjectInfo,
     Page,
-    PerProcess,
     Store,
     check_end,
     check_key,
@@ -27,6 +26,7 @@ from fastload.store.base import (
 )
 from fastload.store.identity import place_of
 from fastload.store.options import secret_values
+from fastload.store.process import ProcessLocal
 from fastload.store.translate import StoreLocation, public_url
 
 __all__ = ["FsspecStore"]
@@ -71,7 +71,7 @@ class FsspecStore(Store):
         place, why = place_of(cls, self._arguments)
         super().__init__(shown, f"{protocol}|{place}|{self._root}")
         self.unidentified = why
-        self._fs = PerProcess(self._build)
+        self._fs = ProcessLocal(self._build)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._protocol, self._options), self._state()
@@ -82,7 +82,7 @@ class FsspecStore(Store):
 
     def _list(self) -> Iterator[Page]:
         with self._place.errors("list"):
-            fs, root = self._fs(), self._root or "/"
+            fs, root = self._fs.get(), self._root or "/"
             if not fs.isdir(root):
                 raise NotFoundError(f"no directory {root!r}: check the url {self.url!r}", stage="list")
             page: Page = []
@@ -97,7 +97,7 @@ class FsspecStore(Store):
 
     def _folders(self) -> set[str]:
         with self._place.errors("list"):
-            entries = self._fs().ls(self._root or "/", detail=True)
+            entries = self._fs.get().ls(self._root or "/", detail=True)
             names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
             # Some name the directory itself too.
             return {name.rpartition("/")[2] for name in names if name.strip("/") != self._root.strip("/")}
@@ -118,7 +118,7 @@ class FsspecStore(Store):
         with self._place.errors("get", key):
             if version:
                 self._check(key, path, version)
-            body: bytes = self._fs().cat_file(path, **span)
+            body: bytes = self._fs.get().cat_file(path, **span)
             if version:
                 self._check(key, path, version)
             if span and size is not None and len(body) < size:
@@ -129,7 +129,7 @@ class FsspecStore(Store):
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = self._path(key)
         with self._place.errors("put", key):
-            fs = self._fs()
+            fs = self._fs.get()
             fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             if type(fs).mv is fsspec.AbstractFileSystem.mv:
                 # Object stores (renaming would be a copy), and memory. A file of theirs that is closed by an
@@ -157,7 +157,7 @@ class FsspecStore(Store):
         return _info(key, self._details(path))
 
     def _details(self, path: str) -> Mapping[str, Any]:
-        fs = self._fs()
+        fs = self._fs.get()
         fs.invalidate_cache()  # a listing kept by the file system would answer with the old version
         details: Mapping[str, Any] = fs.info(path)
         return details

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
+from fastload.store.files import whole_file
 from fastload.store.translate import StoreLocation
 
 __all__ = ["LocalStore"]
@@ -118,23 +117,14 @@ class LocalStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = Path(self._path(key))
-        part = path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.part")
         with self._place.errors("put", key):
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with part.open("xb") as file:
-                    if isinstance(body, Path):
-                        with body.open("rb") as source:
-                            shutil.copyfileobj(source, file, _COPY)
-                    else:
-                        file.write(body)
-                    file.flush()
-                    os.fsync(file.fileno())  # or a power cut could leave the name without the bytes
-                part.replace(path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    part.unlink()
-                raise
+            with whole_file(path, mode=0o666, durable=True) as file:
+                if isinstance(body, Path):
+                    with body.open("rb") as source:
+                        shutil.copyfileobj(source, file, _COPY)
+                else:
+                    file.write(body)
 
     def _path(self, key: str) -> str:
         check_key(key, why="keys are paths below the opened directory, without '.' and '..' in them")

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fastload.errors import ArgumentError, ShortReadError
+from fastload.errors import ArgumentError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
     Page,
-    PerProcess,
     Store,
     check_end,
     check_key,
@@ -27,10 +26,10 @@ from fastload.store.base import (
     check_version,
     is_error_document,
     is_time_version,
-    note_obstore,
     time_version,
 )
 from fastload.store.markers import SlashKeys
+from fastload.store.process import ProcessLocal
 from fastload.store.translate import StoreLocation, as_bucket, public_url
 
 if TYPE_CHECKING:
@@ -112,10 +111,10 @@ class NativeStore(Store):
         identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
         super().__init__(public_url(url), identity)
         # Readers are the only ones that most processes need, and building a client takes milliseconds.
-        self._reader = PerProcess(lambda: self._client(_READER))
-        self._lister = PerProcess(lambda: self._client(_LISTER))
-        self._writer = PerProcess(lambda: self._client(_WRITER))
-        self._first_writer = PerProcess(lambda: self._client(_first(_WRITER)))
+        self._reader = ProcessLocal(lambda: self._client(_READER))
+        self._lister = ProcessLocal(lambda: self._client(_LISTER))
+        self._writer = ProcessLocal(lambda: self._client(_WRITER))
+        self._first_writer = ProcessLocal(lambda: self._client(_first(_WRITER)))
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,8 +143,8 @@ class NativeStore(Store):
         with self._place.errors("list"):
             for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
                 pass
-            pages = _pages(self._lister())
-        slashes, over = SlashKeys(self._lister), False
+            pages = _pages(self._lister.get())
+        slashes, over = SlashKeys(self._lister.get), False
         while not over:
             with self._place.errors("list"):
                 page = next(pages, None)
@@ -158,27 +157,27 @@ class NativeStore(Store):
         import obstore
 
         with self._place.errors("list"):
-            return set(obstore.list_with_delimiter(self._lister())["common_prefixes"])
+            return set(obstore.list_with_delimiter(self._lister.get())["common_prefixes"])
 
     def _head(self, key: str) -> ObjectInfo:
         import obstore
 
         with self._errors(key):
-            meta = obstore.head(self._reader(), key)
+            meta = obstore.head(self._reader.get(), key)
             return ObjectInfo(key, meta["size"], _version(meta))
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
         import obstore
 
         with self._errors(key):
-            result = obstore.get(self._reader(), key, options=_conditions(version))
+            result = obstore.get(self._reader.get(), key, options=_conditions(version))
             return _whole(result.bytes(), key, result, version, size)
 
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
         import obstore
 
         with self._errors(key):
-            client = self._reader()
+            client = self._reader.get()
             try:
                 result = obstore.get(client, key, options=_conditions(version, (start, stop)))
             except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
@@ -200,9 +199,9 @@ class NativeStore(Store):
                 return False
             self._connection, self._renewed = connection, time.monotonic()
             self._place = self._described(connection)
-            self._reader.renew()
-            self._writer.renew()
-            self._first_writer.renew()
+            self._reader.drop()
+            self._writer.drop()
+            self._first_writer.drop()
             return True
 
     def _write(self, key: str, body: Buffer | Path) -> None:
@@ -213,7 +212,7 @@ class NativeStore(Store):
         with self._errors(key, "put"):
             writer = self._writer if self._written else self._first_writer
             # What fits into a part is one request; S3 shows the parts of a larger one when all are there.
-            obstore.put(writer(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
+            obstore.put(writer.get(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
 
     def _errors(self, key: str, stage: str = "get") -> Any:
         why = "obstore would take another one for it. For s3:// pass client='s3fs', or rename it"
@@ -221,7 +220,7 @@ class NativeStore(Store):
         return self._place.errors(stage, key)
 
     def _client(self, patience: Mapping[str, Any]) -> Any:
-        note_obstore()
+        _refuse_forked()
         from obstore import store as stores
 
         connection = self._connection
@@ -240,6 +239,24 @@ class NativeStore(Store):
             return stores.AzureStore(config=config, **common)
         provider = _credential_provider(connection)
         return stores.S3Store(config=config, credential_provider=provider, **common)
+
+
+obstore_in_use = ProcessLocal(lambda: True)
+
+
+def _refuse_forked() -> None:
+    """Record that this process uses obstore.
+
+    Raises:
+        StoreError: it was forked from a process that had used obstore, whose threads it lacks. Every request
+            would hang, and could crash the parent, which shares its epoll instance.
+    """
+    if obstore_in_use.inherited:
+        raise StoreError(
+            "this process was forked from a worker that had already used the object store's client, which "
+            "does not survive a fork; start it with the 'forkserver' or 'spawn' method instead"
+        )
+    obstore_in_use.get()
 
 
 def _address(url: str) -> _Address:

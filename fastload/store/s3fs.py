@@ -20,7 +20,6 @@ from fastload.store.base import (
     Buffer,
     ObjectInfo,
     Page,
-    PerProcess,
     Store,
     check_end,
     check_length,
@@ -29,6 +28,7 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
+from fastload.store.process import ProcessLocal
 from fastload.store.translate import StoreLocation, public_url
 
 __all__ = ["S3fsStore"]
@@ -60,7 +60,7 @@ class S3fsStore(Store):
             secrets,
         )
         super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
-        self._fs = PerProcess(self._build)
+        self._fs = ProcessLocal(self._build)
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class S3fsStore(Store):
 
     def _get(self, key: str, request: dict[str, Any], version: str | None, size: int | None) -> Buffer:
         with self._place.errors("get", key):
-            fs = self._fs()
+            fs = self._fs.get()
             answer, body = sync(fs.loop, _get, fs, request)
             if "ETag" not in answer and is_error_document(body):
                 raise ShortReadError(
@@ -144,7 +144,7 @@ class S3fsStore(Store):
         with self._renewing:
             if self._renewed <= since:
                 self._renewed = time.monotonic()
-                self._fs.renew()
+                self._fs.drop()
             return True
 
     def _object(self, key: str, version: str | None) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class S3fsStore(Store):
         return {**request, "IfMatch": f'"{version}"'}
 
     def _call(self, method: str, request: Mapping[str, Any], timeout: float | None = None) -> dict[str, Any]:
-        fs = self._fs()
+        fs = self._fs.get()
         answer: dict[str, Any] = sync(fs.loop, fs._call_s3, method, timeout=timeout, **request)
         return answer
 

@@ -24,8 +24,7 @@ import pytest
 from fastload.cache import Cache
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
-from fastload.cache.record import Entry, record_size
-from fastload.cache.segment import SegmentWriter
+from fastload.cache.segment import Entry, SegmentWriter, record_size
 from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -145,8 +144,8 @@ def test_killed_while_filling(tmp_path: Path, rounds: int) -> None:
 # Moments inside the writer at which the process is killed: (function to wrap, when, fewest and most records
 # whose bytes are whole then, without an index entry).
 MOMENTS: dict[str, tuple[object, str, str, int, int]] = {
-    "before the claim": (writer_module.Index, "claim", "before", 0, 0),
-    "after the claim": (writer_module.Index, "claim", "after", 0, 0),
+    "before the reservation": (writer_module.Index, "reserve", "before", 0, 0),
+    "after the reservation": (writer_module.Index, "reserve", "after", 0, 0),
     "with half a record written": (os, "pwritev", "half", 1, 9),
     "before the index entries": (writer_module.Index, "publish", "before", 10, 10),
     "inside the index transaction": (Entry, "pack", "before", 10, 10),

@@ -43,29 +43,29 @@ def root(tmp_path: Path) -> Iterator[int]:
 
 def test_one_at_a_time(root: int) -> None:
     ours, theirs = InflightLocks(root), InflightLocks(root)
-    assert ours.take(key(1))
-    assert not theirs.take(key(1))
-    assert not ours.take(key(1)), "another thread of this process may be reading it"
-    assert theirs.take(key(2))
-    theirs.drop(key(1))  # is not theirs
-    assert not theirs.take(key(1))
-    ours.drop(key(1))
-    assert theirs.take(key(1))
+    assert ours.lock(key(1))
+    assert not theirs.lock(key(1))
+    assert not ours.lock(key(1)), "another thread of this process may be reading it"
+    assert theirs.lock(key(2))
+    theirs.unlock(key(1))  # is not theirs
+    assert not theirs.lock(key(1))
+    ours.unlock(key(1))
+    assert theirs.lock(key(1))
     theirs.close()
-    assert ours.take(key(1)) and ours.take(key(2))
+    assert ours.lock(key(1)) and ours.lock(key(2))
     ours.close()
 
 
 @pytest.mark.parametrize("extreme", [b"\0" * 16, b"\xff" * 16])
 def test_any_key(root: int, extreme: bytes) -> None:
     ours, theirs = InflightLocks(root), InflightLocks(root)
-    assert ours.take(extreme) and not theirs.take(extreme)
+    assert ours.lock(extreme) and not theirs.lock(extreme)
     ours.close()
     theirs.close()
 
 
 def _hold(path: Path, ready: Any) -> None:
-    taken = InflightLocks(os.open(path, os.O_RDONLY)).take(key(1))
+    taken = InflightLocks(os.open(path, os.O_RDONLY)).lock(key(1))
     ready.send(taken)
     time.sleep(60)
 
@@ -76,24 +76,24 @@ def test_claims_die_with_their_process(root: int, tmp_path: Path) -> None:
     process.start()
     assert here.poll(PATIENCE) and here.recv()
     ours = InflightLocks(root)
-    assert not ours.take(key(1))
+    assert not ours.lock(key(1))
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(PATIENCE)
-    assert ours.take(key(1))
+    assert ours.lock(key(1))
     for thing in (ours, here, there, process):
         thing.close()
 
 
 def test_a_child_that_closes_leaves_the_parents_claims(root: int) -> None:
     ours, theirs = InflightLocks(root), InflightLocks(root)
-    assert ours.take(key(1))
+    assert ours.lock(key(1))
     process = multiprocessing.get_context("fork").Process(target=ours.close)
     process.start()
     process.join(PATIENCE)
     assert process.exitcode == 0
     process.close()
-    assert not theirs.take(key(1))
+    assert not theirs.lock(key(1))
     ours.close()
     theirs.close()
 
@@ -104,7 +104,7 @@ def test_no_locks_no_claims(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(claims.fcntl, "fcntl", refuse)
     ours, theirs = InflightLocks(root), InflightLocks(root)
-    assert ours.take(key(1)) and theirs.take(key(1))
+    assert ours.lock(key(1)) and theirs.lock(key(1))
     ours.close()
     theirs.close()
 
@@ -116,14 +116,14 @@ def test_a_claim_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
     fd = _opened(tmp_path)
     ours, other = Cache(tmp_path), InflightLocks(fd)
     one = ours.key("one")
-    assert ours.claim(one)
-    assert not other.take(one)
+    assert ours.lock_inflight(one)
+    assert not other.lock(one)
     assert ours.write(one, b"payload")
-    wait_until(lambda: other.take(one), "the claim is free")
+    wait_until(lambda: other.lock(one), "the claim is free")
     entry = ours.lookup(one)
     assert entry is not None, "found by whoever gets the claim"
-    other.drop(one)
-    assert not ours.claim(one), "nothing is left to be read"
+    other.unlock(one)
+    assert not ours.lock_inflight(one), "nothing is left to be read"
     ours.close()
     other.close()
     os.close(fd)
@@ -142,12 +142,12 @@ def test_a_claim_without_a_payload_ends(tmp_path: Path, why: str) -> None:
     fd = _opened(tmp_path)
     ours, other = Cache(tmp_path, size_limit=1000), InflightLocks(fd)
     one = ours.key("one")
-    assert ours.claim(one) and not other.take(one)
+    assert ours.lock_inflight(one) and not other.lock(one)
     if why == "unclaim":
-        ours.unclaim(one)
+        ours.unlock_inflight(one)
     else:
         assert not ours.write(one, bytes(5000))
-    assert other.take(one)
+    assert other.lock(one)
     ours.close()
     other.close()
     os.close(fd)
@@ -176,7 +176,7 @@ def digest(data: bytes) -> str:
 class Blind(Cache):
     """The twin: takes no claims."""
 
-    def claim(self, key: bytes) -> bool:
+    def lock_inflight(self, key: bytes) -> bool:
         return True
 
 
@@ -237,7 +237,7 @@ def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
     dataset = ObjectDataset("s3://photos", digest, cache=Cache(tmp_path), storage_options=bucket.options)
     fd = _opened(tmp_path)
     held = InflightLocks(fd)
-    assert all(held.take(dataset._cache_key(i)) for i in range(50))
+    assert all(held.lock(dataset._cache_key(i)) for i in range(50))
     start = time.monotonic()
     seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
     assert sorted(seen) == bucket.digests
@@ -257,7 +257,7 @@ def test_a_failed_read_gives_its_claim_back(tmp_path: Path) -> None:
         dataset[0]
     assert dataset[1] == b"x" * 100
     assert dataset.cache is not None
-    assert dataset.cache.claim(dataset._cache_key(0))
+    assert dataset.cache.lock_inflight(dataset._cache_key(0))
     dataset.close()
 
 
@@ -269,7 +269,7 @@ def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
     fd = _opened(tmp_path / "cache")
     other = InflightLocks(fd)
     first, second = dataset._cache_key(0), dataset._cache_key(1)
-    assert other.take(first) and other.take(second)
+    assert other.lock(first) and other.lock(second)
     outcomes = dataset.warm(range(3))
     assert next(outcomes) == (2, "stored", 100, "")
     assert dataset.cache is not None

@@ -152,7 +152,7 @@ def claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefetc
     store = LocalStore((tmp_path / "data").as_uri(), str(tmp_path / "data"))
     manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
     cache = Cache(tmp_path / "cache")
-    assert cache.claim(key(0))
+    assert cache.lock_inflight(key(0))
     opened = Prefetcher(ObjectSource(store, manifest, key=key), cache, prepare=None, counters=Counters())
     opened._most_bytes = 2500
     yield opened
@@ -197,14 +197,14 @@ def test_the_parts_of_an_object_are_claimed_once(
     monkeypatch.setattr(source, "_LARGE", 3000)
     monkeypatch.setattr(source, "_PIECE", 1000)
     claims: list[bytes] = []
-    claim = Cache.claim
+    claim = Cache.lock_inflight
 
     def slow(cache: Cache, wanted: bytes) -> bool:
         time.sleep(0.05)  # the other threads have taken their parts meanwhile
         claims.append(wanted)
         return claim(cache, wanted)
 
-    monkeypatch.setattr(Cache, "claim", slow)
+    monkeypatch.setattr(Cache, "lock_inflight", slow)
     body = random.Random(1).randbytes(8000)
     with FaultServer({"large": body}) as server:
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")

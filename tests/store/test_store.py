@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import signal
@@ -30,7 +29,7 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
-from fastload.store import ObjectInfo, Store, base, open_store, options, retry
+from fastload.store import ObjectInfo, Store, open_store, options, retry
 from fastload.store import object_store as native
 from fastload.store import s3fs as s3fs_store
 from tests.patience import PATIENCE
@@ -139,23 +138,6 @@ def test_round_trip(kind: str, tree: Path, s3: S3Server) -> None:
             assert bytes(store.read_range(key, 3, len(body) - 2, info.version)) == body[3:-2]
             assert bytes(store.read_range(key, 0, len(body), info.version)) == body
         assert bytes(store.read_range(key, 0, 0)) == b""
-
-    async def in_a_loop() -> None:
-        assert {info.key async for page in _pages(store) for info in page} == set(FILE_KEYS)
-        for key, info in infos.items():
-            body = (tree / "bucket" / "pre" / key).read_bytes()
-            assert await store.head_async(key) == info
-            assert bytes(await store.read_async(key, info.version, info.size)) == body
-            if body:
-                assert bytes(await store.read_range_async(key, 3, 5, info.version)) == body[3:5]
-
-    asyncio.run(in_a_loop())
-
-
-async def _pages(store: Store) -> Any:
-    async for page in store.list_async():
-        for info in page:
-            yield [info]
 
 
 ODD_KEYS = [
@@ -387,8 +369,6 @@ def test_versions_travel_with_every_read(client: dict[str, Any], faults: FaultSe
     for read in (
         lambda: store.read(KEY, old.version, old.size),
         lambda: store.read_range(KEY, 1000, 2000, old.version),
-        lambda: asyncio.run(store.read_async(KEY, old.version, old.size)),
-        lambda: asyncio.run(store.read_range_async(KEY, 1000, 2000, old.version)),
     ):
         with pytest.raises(ObjectChangedError, match=r"403 a\.jpg"):
             read()
@@ -706,7 +686,6 @@ def test_a_web_server_that_knows_no_ranges(tmp_path: Path) -> None:
         store = open_store(f"http://127.0.0.1:{server.server_port}")
         for start, stop in ((0, 10), (5, 100), (len(BODY) - 3, len(BODY))):
             assert bytes(store.read_range("a", start, stop)) == BODY[start:stop]
-            assert bytes(asyncio.run(store.read_range_async("a", start, stop))) == BODY[start:stop]
         server.shutdown()
 
 
@@ -805,7 +784,8 @@ def test_without_the_guard_that_fork_would_hang(faults: FaultServer) -> None:
     an address in the child's memory, and the parent's threads follow it.
     """
     twin = FORKED.replace(
-        "pid = os.fork()", "import fastload.store.base as b; b._obstore_pid = 0; pid = os.fork()"
+        "pid = os.fork()",
+        "from fastload.store.object_store import obstore_in_use as used; used.drop(); pid = os.fork()",
     )
     result = _ran(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
     assert result.stdout.split() == ["14"] or result.returncode in _CRASHES, result
@@ -828,11 +808,3 @@ def test_threads_share_one_client(faults: FaultServer, monkeypatch: pytest.Monke
         bodies = list(pool.map(lambda _: bytes(store.read(KEY)), range(64)))
     (where,) = store._attempt("_built")
     assert set(bodies) == {BODY} and where != os.getpid()
-
-
-def test_per_process_rebuilds_after_a_fork() -> None:
-    clients_built = base.PerProcess(lambda: object())
-    first = clients_built()
-    assert clients_built() is first
-    clients_built._pid = -1
-    assert clients_built() is not first

@@ -239,7 +239,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.cache.writer.QUEUE_BYTES", 100_000)
+    monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
     dataset.close()
@@ -272,7 +272,7 @@ def test_an_object_too_large_for_a_record_is_left_out(
     assert outcomes_of(dataset, 40) == ["stored", "too large", *["stored"] * 38]
     assert dataset.cache is not None and dataset.cache.info()["entries"] == 39
     assert outcomes_of(dataset, 40) == ["present", "too large", *["present"] * 38]
-    assert dataset.cache.claim(dataset._cache_key(1)), "the claim on it was given back"
+    assert dataset.cache.lock_inflight(dataset._cache_key(1)), "the claim on it was given back"
     dataset.close()
     dataset.cache.close()
 
@@ -323,7 +323,7 @@ def test_an_object_that_is_gone_is_an_outcome(folder: Path, tmp_path: Path) -> N
     assert [warmed.sample for warmed in outcomes if warmed.outcome != "stored"] == [7]
     assert "NotFoundError" in outcomes[7].error
     (folder / "07").write_bytes(b"x")
-    assert dataset.cache.claim(dataset._cache_key(7)), "the claim on it was given back"
+    assert dataset.cache.lock_inflight(dataset._cache_key(7)), "the claim on it was given back"
     dataset.close()
 
 
@@ -333,7 +333,7 @@ def test_leaving_early_keeps_what_was_stored(folder: Path, tmp_path: Path) -> No
     assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
     outcomes.close()  # type: ignore[attr-defined]
     assert dataset.cache.info()["entries"] == 10
-    assert all(dataset.cache.claim(dataset._cache_key(i)) for i in range(10, 40))
+    assert all(dataset.cache.lock_inflight(dataset._cache_key(i)) for i in range(10, 40))
     dataset.close()
 
 

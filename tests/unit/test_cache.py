@@ -32,14 +32,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fastload.cache import Cache, Entry, audit
+from fastload.cache import Cache, Entry, maintenance
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
-from fastload.cache import record as record_module
 from fastload.cache import registry as registry_module
 from fastload.cache import segment as segment_module
+from fastload.cache import write_queue as queue_module
 from fastload.cache import writer as writer_module
-from fastload.cache.record import HEADER_SIZE, record_size
+from fastload.cache.segment import HEADER_SIZE, record_size
+from fastload.cache.write_queue import Item
 from fastload.errors import ArgumentError, CacheError
 from tests.patience import PATIENCE
 
@@ -132,9 +133,9 @@ def test_buffers(open_cache: Callable[..., Cache]) -> None:
 
 def test_read_only_payload_is_not_copied(open_cache: Callable[..., Cache]) -> None:
     cache = open_cache()
-    directory = cache._open()
+    directory = cache.open_or_raise()
     assert directory is not None and directory.writer is not None
-    taken: list[writer_module.Item] = []
+    taken: list[Item] = []
     directory.writer.put = lambda item, wait: bool(taken.append(item)) or True  # type: ignore[method-assign]
     payload = b"x" * 1000
     cache.write(cache.key("a"), payload)
@@ -200,7 +201,7 @@ def test_two_caches_of_one_process_share_the_directory(
     fill(one, 3)
     fill(two, 3)
     assert one.info()["entries"] == two.info()["entries"] == 6
-    assert one._opened is two._opened
+    assert one.open_or_raise() is two.open_or_raise()
     one.close()
     assert two.read(two.key("k1")) == payload_of("k1")
 
@@ -316,6 +317,7 @@ def test_size_limit(tmp_path: Path, text: int | str, size: int) -> None:
         {"short_side": "256"},
         {"quality": 101},
         {"quality": True},
+        {"memory": "1GB"},
     ],
 )
 def test_bad_arguments(tmp_path: Path, options: dict[str, Any]) -> None:
@@ -399,7 +401,7 @@ def test_twin_without_checksums_serves_bad_bytes(
     entry = cache.lookup(key)
     assert entry is not None
     flip(segments(Path(cache.path))[0], HEADER_SIZE + 5)
-    monkeypatch.setattr(record_module, "checksum", lambda data: entry.checksum)
+    monkeypatch.setattr(segment_module, "checksum", lambda data: entry.checksum)
     served = cache.read(key, entry)
     assert served is not None and served != payload
 
@@ -559,14 +561,14 @@ def test_damage_that_another_process_has_noted_is_not_forgotten(open_cache: Call
     content = fill(cache, 10)
 
     def child() -> bool:
-        directory = cache._open()
+        directory = cache.open_or_raise()
         assert directory is not None
         directory.mark_damaged()
         cache.close()
         return True
 
     assert in_child(child)
-    lost, directory = next(iter(content)), cache._open()
+    lost, directory = next(iter(content)), cache.open_or_raise()
     entry = cache.lookup(lost)
     assert directory is not None and entry is not None
     directory.index.drop([(lost, entry.pack())])
@@ -580,7 +582,7 @@ def test_damage_that_another_process_has_noted_is_not_forgotten(open_cache: Call
 def test_lookup_in_a_corrupt_index(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_cache()
     content = fill(cache, 5)
-    directory = cache._open()
+    directory = cache.open_or_raise()
     assert directory is not None
 
     def corrupt(key: bytes) -> Entry:
@@ -625,7 +627,7 @@ def test_dead_readers_are_cleared(open_cache: Callable[..., Cache], tmp_path: Pa
             timeout=PATIENCE,
         )
     assert cache.read(cache.key("k0")) is not None
-    directory = cache._open()
+    directory = cache.open_or_raise()
     assert directory is not None and "no active readers" in directory.index._env.readers().lower()
 
 
@@ -645,7 +647,7 @@ def test_check_fix(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyP
     entry_of = {
         cache.key(f"{p}/{i}"): cache.lookup(cache.key(f"{p}/{i}")) for p in range(4) for i in range(3)
     }
-    directory = cache._open()
+    directory = cache.open_or_raise()
     assert directory is not None
     names = {name: number for number, name in directory.index.segments().items()}
     for i in range(3):
@@ -681,9 +683,9 @@ def test_scan_steps_over_damage_and_forgeries(open_cache: Callable[..., Cache]) 
     """A payload that imitates records, behind a broken header, is not taken for any."""
     cache = open_cache()
     victim = cache.key("victim")
-    forged = record_module.pack_header(bytes(16), victim, 4, record_module.checksum(b"evil")) + b"evil".ljust(
-        64
-    )
+    forged = segment_module.pack_header(
+        bytes(16), victim, 4, segment_module.checksum(b"evil")
+    ) + b"evil".ljust(64)
     cache.write(cache.key("carrier"), forged * 10)
     cache.flush(30)
     fill(cache, 3)
@@ -736,12 +738,12 @@ def test_clear_leaves_a_segment_that_is_just_being_made(
     fill(open_cache(), 3)
     registry_module.close_all()
     cache = open_cache()
+    directory = cache.open_or_raise()
     register = index_module.Index.add_segment
     freed = []
 
     def clear_first(index: index_module.Index, name: str) -> int:
-        assert cache._opened is not None
-        freed.append(audit.clear(cache._opened))
+        freed.append(maintenance.clear(directory))
         return register(index, name)
 
     monkeypatch.setattr(index_module.Index, "add_segment", clear_first)
@@ -757,16 +759,15 @@ def test_clear_leaves_a_segment_that_was_made_while_it_looked(
 ) -> None:
     cache = open_cache()
     fill(cache, 3)
-    assert cache._opened is not None
-    names = cache._opened.segment_names
+    names = cache.open_or_raise().segment_names
     key = cache.key("after")
 
     def write_first() -> list[str]:
         assert cache.write(key, b"after") and cache.flush()
         return names()
 
-    monkeypatch.setattr(cache._opened, "segment_names", write_first)
-    assert audit.clear(cache._opened) == 3 * record_size(3000)
+    monkeypatch.setattr(cache.open_or_raise(), "segment_names", write_first)
+    assert maintenance.clear(cache.open_or_raise()) == 3 * record_size(3000)
     assert bytes(cache.read(key) or b"") == b"after"
     assert cache.counters["cache.failures"] == cache.counters["cache.corrupt"] == 0
 
@@ -802,7 +803,7 @@ def test_record_of_another_format_is_a_miss(
 ) -> None:
     cache = open_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(record_module, "FORMAT", 2)
+        patch.setattr(segment_module, "FORMAT", 2)
         ((key, _),) = fill(cache, 1).items()
     assert cache.read(key) is None
 
@@ -829,10 +830,10 @@ def test_tiny_limit_passes_through(open_cache: Callable[..., Cache]) -> None:
     assert cache.read(cache.key("a")) is None and cache.counters["cache.failures"] == 0
 
 
-def test_killed_claims_are_counted_anew(open_cache: Callable[..., Cache]) -> None:
+def test_reservations_of_a_killed_process_are_given_back(open_cache: Callable[..., Cache]) -> None:
     cache = open_cache()
     fill(cache, 2)
-    directory = cache._open()
+    directory = cache.open_or_raise()
     assert directory is not None
     directory.index.set_used_bytes(10**12)
     cache.close()
@@ -843,7 +844,7 @@ def test_killed_claims_are_counted_anew(open_cache: Callable[..., Cache]) -> Non
 def test_full_queue_drops_and_does_not_wait(
     open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_module, "QUEUE_BYTES", 10_000)
+    monkeypatch.setattr(queue_module, "QUEUE_BYTES", 10_000)
     gate, real = threading.Event(), os.pwritev
 
     def slow(*args: Any) -> int:
@@ -1124,7 +1125,7 @@ def test_fork_while_the_index_is_stuck(
     """Somebody holds LMDB's lock and does not move: the fork does not wait, the child passes through."""
     cache = open_cache()
     fill(cache, 3)
-    directory = cache._open()
+    directory = cache.open_or_raise()
     assert directory is not None
     monkeypatch.setattr(registry_module, "FORK_DEADLINE", 0.01)
 
@@ -1270,9 +1271,6 @@ def test_full_disk_serves_hits(tmp_path: Path) -> None:
         cache.close()
         fill_up(disk)
         assert all(cache.read(key) == payload for key, payload in content.items())
-        in_memory = Cache(disk / "c", memory=1 << 20)
-        assert all(in_memory.read(key) == payload for key, payload in content.items())
-        in_memory.close()
         assert cache.info()["entries"] == 10 and cache.check().ok
         with pytest.raises(CacheError, match="no room left on its disk and cannot be cleared"):
             cache.clear()

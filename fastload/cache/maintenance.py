@@ -1,4 +1,4 @@
-"""Check, describe and clear a cache directory as a whole."""
+"""Inspect, verify and clear a cache directory as a whole. Unlike reads and writes, these functions raise."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import contextlib
 import dataclasses
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lmdb
+
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
 from fastload.cache.inflight import FILES
-from fastload.cache.memory import NOTE, clear_noted
-from fastload.cache.record import CorruptRecordError, Entry, record_size
+from fastload.cache.segment import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
+from fastload.store.files import is_part, nearest_existing
 from fastload.store.folder import is_ours
 
-__all__ = ["Report", "check", "clear", "info"]
+__all__ = ["Report", "clear", "inspect", "verify"]
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
-_ROOT_FILES = {MARKER, f"{MARKER}.tmp", "lock", "index", "segments", NOTE, *FILES}
+# The last two were made by earlier versions.
+_ROOT_FILES = {MARKER, "lock", "index", "segments", *FILES, f"{MARKER}.tmp", "memory"}
 
 
 @dataclasses.dataclass
@@ -34,9 +37,9 @@ class Report:
     bad_entries: int = 0
     """Entries whose record is missing or wrong. They cost a miss each, never wrong bytes."""
     orphaned_bytes: int = 0
-    """Bytes in segments that no entry points to: what a killed process left. Not an error."""
+    """Bytes in segments that no entry points to, left by a killed process. Not an error."""
     foreign_files: list[str] = dataclasses.field(default_factory=list)
-    """Files beside ours that fastload did not write, relative to the cache's path. Never touched."""
+    """Files that fastload did not write, relative to the cache's path. Never touched."""
     dropped_entries: int = 0
     """With `fix`: bad entries removed."""
     recovered_entries: int = 0
@@ -54,45 +57,89 @@ class Report:
         return dataclasses.asdict(self) | {"ok": self.ok}
 
 
-def info(directory: Directory) -> dict[str, Any]:
-    names = directory.segment_names()
-    return {
-        "exists": True,
-        "entries": directory.index.count(),
-        "bytes": sum(_sizes(directory, names).values()),
-        "index_bytes": (directory.path / "index" / "data.mdb").stat().st_size,
-        "segments": len(names),
-    }
+def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
+    """The size of a cache directory (None: it does not exist) and the free bytes of its disk.
+
+    Raises:
+        CacheError: it cannot be read.
+    """
+    disk = os.statvfs(nearest_existing(path))
+    found = {"exists": False, "entries": 0, "bytes": 0, "index_bytes": 0, "segments": 0}
+    found["disk_free"] = disk.f_bavail * disk.f_frsize
+    if directory is None:
+        return found
+    with _as_cache_errors(directory):
+        names = directory.segment_names()
+        return found | {
+            "exists": True,
+            "entries": directory.index.count(),
+            "bytes": sum(_sizes(directory, names).values()),
+            "index_bytes": (directory.path / "index" / "data.mdb").stat().st_size,
+            "segments": len(names),
+        }
 
 
-def check(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:
+def verify(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:
+    """Read and verify every record; see `Cache.check`."""
     if fix and directory.readonly:
         raise CacheError(f"cache {directory.path.parent} {directory.readonly}: check without fix")
-    report = Report(foreign_files=_foreign(directory))
-    bad = _verify_entries(directory, report, progress)
-    on_disk = sum(_sizes(directory, directory.segment_names()).values())
-    if fix:
-        report.dropped_entries = report.bad_entries - len(bad) + directory.index.drop(bad)
-        _recover(directory, report)
-        _delete_useless(directory, report)
-    report.orphaned_bytes = max(0, on_disk - report.bytes - report.freed_bytes)
+    with _as_cache_errors(directory):
+        report = Report(foreign_files=_foreign(directory))
+        bad = _verify_entries(directory, report, progress)
+        on_disk = sum(_sizes(directory, directory.segment_names()).values())
+        if fix:
+            report.dropped_entries = report.bad_entries - len(bad) + directory.index.drop(bad)
+            _recover(directory, report)
+            _delete_useless(directory, report)
+        report.orphaned_bytes = max(0, on_disk - report.bytes - report.freed_bytes)
     return report
+
+
+def clear(directory: Directory) -> int:
+    """Delete every record and the listings kept beside them; the bytes freed. See `Cache.clear`."""
+    if directory.readonly:
+        raise CacheError(f"cache {directory.path.parent} {directory.readonly} and cannot be cleared")
+    with _as_cache_errors(directory):
+        known = directory.index.clear()  # first: from here on no lookup leads to a file that is deleted below
+        listed = directory.segment_names()
+        newer = set(directory.index.segments().values())  # registered since then, before their files are made
+        directory.files.clear()
+        freed = 0
+        for name, size in _sizes(directory, [n for n in listed if n in known or n not in newer]).items():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=directory.segments_fd)
+                freed += size
+        for manifest in _manifests(directory):
+            with contextlib.suppress(FileNotFoundError):
+                freed += manifest.stat(follow_symlinks=False).st_size
+                manifest.unlink()
+    return freed
+
+
+@contextlib.contextmanager
+def _as_cache_errors(directory: Directory) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, lmdb.Error) as error:
+        if isinstance(error, CacheError):
+            raise
+        raise CacheError(f"cache {directory.path.parent}: {error}") from error
 
 
 def _verify_entries(
     directory: Directory, report: Report, progress: Callable[[int, int], None] | None
 ) -> list[tuple[bytes, bytes]]:
-    """Verify all entries in the order they lie on disk; returns the bad ones as (key, packed entry)."""
+    """Verify all entries in their order on disk; the bad ones, as (key, packed entry)."""
     bad = []
     items = directory.index.items()
-    items.sort(key=_place)
+    items.sort(key=_position)
     for done, (key, value) in enumerate(items):
         try:
             entry = Entry.unpack(value)
             if directory.read(key, entry) is None:
                 raise CorruptRecordError("no such segment")
         except (CorruptRecordError, OSError):
-            if directory.index.holds(key, value):  # else somebody cleared or replaced it meanwhile
+            if directory.index.holds(key, value):  # else it was cleared or replaced meanwhile
                 report.bad_entries += 1
                 bad.append((key, value))
         else:
@@ -103,7 +150,7 @@ def _verify_entries(
     return bad
 
 
-def _place(item: tuple[bytes, bytes]) -> tuple[int, int]:
+def _position(item: tuple[bytes, bytes]) -> tuple[int, int]:
     try:
         return Entry.unpack(item[1])[:2]
     except CorruptRecordError:
@@ -143,33 +190,12 @@ def _delete_useless(directory: Directory, report: Report) -> None:
                 os.close(fd)
 
 
-def clear(directory: Directory) -> int:
-    if directory.readonly:
-        raise CacheError(f"cache {directory.path.parent} {directory.readonly} and cannot be cleared")
-    known = directory.index.clear()  # first: from here on no lookup leads to a file that is about to go
-    listed = directory.segment_names()
-    newer = set(directory.index.segments().values())  # by others, since then: registered before they are made
-    names = [name for name in listed if name in known or name not in newer]
-    directory.files.clear()
-    clear_noted(directory.root_fd)
-    freed = 0
-    for name, size in _sizes(directory, names).items():
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory.segments_fd)
-            freed += size
-    for manifest in _manifests(directory):
-        with contextlib.suppress(FileNotFoundError):
-            freed += manifest.stat(follow_symlinks=False).st_size
-            manifest.unlink()
-    return freed
-
-
 def _manifests(directory: Directory) -> list[Path]:
     """Listings that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
     if not is_ours(folder):
         return []
-    return sorted(path for path in folder.glob("*") if path.suffix in (".manifest", ".places"))
+    return sorted(p for p in folder.iterdir() if p.suffix in (".manifest", ".places") or is_part(p.name))
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:
@@ -186,7 +212,7 @@ def _foreign(directory: Directory) -> list[str]:
     found = [p for p in parent.iterdir() if p.name != FOLDER and not (ours and p.name == MANIFESTS)]
     if ours:
         found += set((parent / MANIFESTS).iterdir()) - set(_manifests(directory))
-    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES]
+    found += [path for path in root.iterdir() if path.name not in _ROOT_FILES and not is_part(path.name)]
     found += [path for path in (root / "index").iterdir() if path.name not in _INDEX_FILES]
     segments = set(directory.segment_names())
     found += [path for path in (root / "segments").iterdir() if path.name not in segments]
