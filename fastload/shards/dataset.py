@@ -25,6 +25,7 @@ from fastload.shards.index import ShardIndex
 from fastload.shards.interleave import StreamedRecord
 from fastload.shards.pending import PendingRecords
 from fastload.shards.prepare_records import RecordPrepareStep
+from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
 from fastload.shards.samples import SampleMaker
 from fastload.shards.stream import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
@@ -36,7 +37,6 @@ __all__ = ["ShardDataset"]
 _log = logging.getLogger("fastload")
 
 _CHUNK = 8  # samples decoded by one call of the kernel, as in `datasets.objects`
-_SHARD_BITS = 32
 _SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
@@ -266,7 +266,7 @@ class ShardDataset(StoreDataset):
         index = operator.index(index)  # two tensors of one number are not one key
         if index in self._held:
             return index
-        shard, ordinal = index >> _SHARD_BITS, index & 0xFFFF_FFFF
+        shard, ordinal = RecordId.unpack(index)
         if shard > 0 or (shard == 0 and not self._book.complete()):
             table = self._book.get(shard) if shard < len(self._shards) else None
             if table is None:
@@ -280,7 +280,7 @@ class ShardDataset(StoreDataset):
         return self._book.record_id(index % n)
 
     def _name(self, record: int) -> str:
-        shard = self._shards[record >> _SHARD_BITS].key
+        shard = self._shards[RecordId.unpack(record).shard].key
         offset = self._held.offset(record) if record in self._held else self._offsets.get(record)
         return record_name(shard, self._book.place(record)[0] if offset is None else offset)
 
@@ -323,12 +323,12 @@ class ShardDataset(StoreDataset):
         return self.cache.key(str(offset), beginning=beginning)
 
     def _place_key(self, record: int) -> bytes:
-        return self._cache_key(record >> _SHARD_BITS, self._book.place(record)[0])
+        return self._cache_key(RecordId.unpack(record).shard, self._book.place(record)[0])
 
     # --- what a stream hands out
 
     def _hold(self, found: StreamedRecord) -> int:
-        record = found.shard << _SHARD_BITS | found.ordinal
+        record = RecordId(found.shard, found.ordinal).pack()
         if found.record.error is not None:
             found.record.error.key = record_name(self._shards[found.shard].key, found.record.offset)
         self._held.add(record, found)

@@ -26,6 +26,7 @@ import xxhash
 
 from fastload.errors import CacheError
 from fastload.formats.shard_index import Places
+from fastload.shards.record_id import RecordId
 from fastload.store.folder import open_kept, save_kept
 
 __all__ = ["Fault", "ShardIndex", "Table"]
@@ -34,7 +35,6 @@ _log = logging.getLogger("fastload")
 
 _MAGIC = b"fastplac"
 _HEAD = struct.Struct("<8sQQ")
-_SHARD_BITS = 32
 
 
 class Fault(NamedTuple):
@@ -139,27 +139,29 @@ class ShardIndex:
         return [len(self._tables[shard].places) for shard in range(self._count)]
 
     def record_id(self, index: int) -> int:
-        """Number in 0 .. n-1 -> shard << 32 | ordinal; only if `complete`."""
+        """Number in 0 .. n-1 -> its `RecordId`, packed; only if `complete`."""
         assert self._stops is not None
         shard = bisect.bisect_right(self._stops, index)
         first = self._stops[shard - 1] if shard else 0
-        return shard << _SHARD_BITS | (index - first)
+        return RecordId(shard, index - first).pack()
 
     def place(self, record: int) -> tuple[int, int]:
         """(offset, size) of the record with that id; its table must be known."""
-        places, ordinal = self._tables[record >> _SHARD_BITS].places, record & 0xFFFF_FFFF
+        shard, ordinal = RecordId.unpack(record)
+        places = self._tables[shard].places
         return places.item(ordinal, 0), places.item(ordinal, 1)
 
     def fault(self, record: int) -> Fault | None:
         """What was wrong with a record when its shard was read."""
-        fault = self._tables[record >> _SHARD_BITS].bad.get(record & 0xFFFF_FFFF)
+        shard, ordinal = RecordId.unpack(record)
+        fault = self._tables[shard].bad.get(ordinal)
         return fault._replace(lasting=True) if fault is not None and record in self._settled else fault
 
     def settle(self, record: int, *, shard: bool = False) -> None:
         """The fault of a record need not be looked for again by this process; nor others of its `shard`."""
-        number = record >> _SHARD_BITS
-        found = self._tables[number].bad if shard else [record & 0xFFFF_FFFF]
-        self._settled.update(number << _SHARD_BITS | ordinal for ordinal in found)
+        number, own = RecordId.unpack(record)
+        found = self._tables[number].bad if shard else [own]
+        self._settled.update(RecordId(number, ordinal).pack() for ordinal in found)
 
     def compressed(self, shard: int | None = None) -> bool:
         """Whether a shard whose table is known is compressed; None: whether any of these is."""

@@ -14,6 +14,7 @@ from fastload.formats.pieces import Record, Splitter
 from fastload.formats.shard_index import Places
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import ShardIndex
+from fastload.shards.record_id import RecordId
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
@@ -47,7 +48,7 @@ class _Where(NamedTuple):
 
 
 class RecordSource:
-    """A sample is a record, asked for as shard << 32 | ordinal.
+    """A sample is a record, asked for by its `RecordId`, packed.
 
     Args:
         shards: see `ShardList`.
@@ -99,14 +100,14 @@ class RecordSource:
         raise error  # the places are those of the version that is gone
 
     def _where(self, index: int) -> _Where:
-        return _Where(index >> 32, *self._book.place(index))
+        return _Where(RecordId.unpack(index).shard, *self._book.place(index))
 
     def _read_again(self, index: int, wait: Wait) -> memoryview | None:
         """A record that was damaged when its shard was read, maybe only on the way; None: it still is.
 
         Once per process: what it finds then holds for the run. So it does where the store gives nothing.
         """
-        where, shard = self._where(index), self._shards[index >> 32]
+        where, shard = self._where(index), self._shards[RecordId.unpack(index).shard]
         compressed = self._book.compressed(where.shard)
         splitter = self._form.splitter(where.offset, None if compressed else shard.size)
         other = False  # whether the damage was in the bytes that say how to read the shard

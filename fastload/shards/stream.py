@@ -18,13 +18,13 @@ from fastload.shards.index import ShardIndex
 from fastload.shards.interleave import AnyLane, Blocks, Interleave, Span, StreamedRecord
 from fastload.shards.reader import Lane, Reach
 from fastload.shards.readers import CachedLane, LearningLane
+from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat
 
 __all__ = ["NO_NUMBERS", "ShardStream", "StreamOpener", "StreamOptions"]
 
 _log = logging.getLogger("fastload")
 
-_SHARD_BITS = 32
 _UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
 NO_NUMBERS = (
     "its records have no numbers yet. Read it with fastload.DataLoader, which streams it; give index files "
@@ -177,7 +177,7 @@ class StreamOpener:
                     count if span.stop is None else span.stop,
                     self._cache,
                     functools.partial(self._key, span.shard),
-                    lambda ordinal: self._read_again(span.shard << _SHARD_BITS | ordinal),
+                    lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
                 )
                 if cached.complete():
                     return cached
