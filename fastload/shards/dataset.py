@@ -20,15 +20,15 @@ from fastload.images.rng import sample_seed
 from fastload.metrics.counters import Counters
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
+from fastload.shards.epoch_streams import NO_NUMBERS, EpochStreams, StreamOptions
 from fastload.shards.fields import Fields
 from fastload.shards.index import ShardIndex
-from fastload.shards.interleave import StreamedRecord
 from fastload.shards.pending import PendingRecords
 from fastload.shards.prepare_records import RecordPrepareStep
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
 from fastload.shards.samples import SampleMaker
-from fastload.shards.stream import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
+from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
 from fastload.store.retry import sleep
 
@@ -103,7 +103,7 @@ class ShardDataset(StoreDataset):
         self._offsets: dict[int, int] = {}  # of the records that were taken last, for errors about them
         self._key_beginnings: dict[int, Digest] = {}  # of each shard's records
         self._window: Prefetcher | None = None
-        self._streams: list[ShardStream] = []
+        self._streams: list[ShuffledStream[int]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_pid", "_held", "_offsets", "_key_beginnings", "_window", "_streams")
@@ -164,7 +164,7 @@ class ShardDataset(StoreDataset):
     ) -> list[dict[str, Any]]:
         return self._opener().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
 
-    def open_stream(self, state: dict[str, Any]) -> ShardStream:
+    def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
         self._notice_fork()
         self._streams = [stream for stream in self._streams if not stream.closed]
         self._streams.append(self._opener().open(state, self._hold))
@@ -362,8 +362,8 @@ class ShardDataset(StoreDataset):
         if self._pid != os.getpid():  # threads and clients of the parent are of no use here
             self._reset()
 
-    def _opener(self) -> StreamOpener:
-        return StreamOpener(
+    def _opener(self) -> EpochStreams:
+        return EpochStreams(
             self._shards,
             self._book,
             self._form,

@@ -44,8 +44,7 @@ from fastload.errors import (
     ObjectChangedError,
     StoreError,
 )
-from fastload.shards import reader as lane_module
-from fastload.shards import readers as lanes_module
+from fastload.shards import reader
 from fastload.shards.columns import copy_value, new_column, put_value
 from fastload.shards.urls import expand_braces, glob_pattern
 from tests.patience import PATIENCE
@@ -58,8 +57,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a few kilobytes arrive in many ranges."""
-    for name, size in (("_FIRST_PIECE", 700), ("_LEAST_PIECE", 1500), ("_USUAL_PIECE", 3000)):
-        monkeypatch.setattr(lane_module, name, size)
+    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
 
 
 @pytest.fixture(params=KINDS)
@@ -893,7 +891,7 @@ def test_without_the_check_a_cached_lane_would_lose_nothing_but_ask_again(
         assert not any(
             request.method == "GET" and request.key in server.objects for request in server.requests
         )
-        monkeypatch.setattr(lanes_module.CachedLane, "complete", lambda lane: False)
+        monkeypatch.setattr(reader.CachedReader, "complete", lambda cached: False)
         read(data, epoch=2)
         assert any(request.method == "GET" and request.key in server.objects for request in server.requests)
 
