@@ -38,7 +38,8 @@ _AHEAD = 512  # samples that the prefetcher knows of; it bounds requests and byt
 _MOST_JSON = 64 << 20
 _OVERHEAD = 2048  # bytes of a sample in a shard beside its own: headers, label, padding
 _MIXED = 16  # shards that a shuffle reads at once
-_READ_AHEAD = 128 << 20  # bytes of shards that were read and not taken yet
+_READ_AHEAD = 64 << 20  # bytes of shards that were read and not taken yet
+_SMALL_BLOCK = BlockSize(64, 4 << 20)
 _READS = 8  # of shards at once
 _PLAN = {"order": 2}  # raise it when the same shards and seed would give another order
 
@@ -184,11 +185,12 @@ class _ShardsInput:
 
     def part(self) -> Iterator[Sample]:
         stream = self._stream or self._open_stream()
-        found, size = self._next, 0
-        while found is not None and size < self._limit:
+        found, size, state = self._next, 0, None
+        while found is not None and state is None:
             size += found.record.size
             yield self._sample(found)
-            state = stream.state()
+            if size >= self._limit:
+                state = stream.state()
             found = next(iter(stream.take(1)), None)
         self._next = found
         self.position = None if found is None else state
@@ -208,7 +210,8 @@ class _ShardsInput:
         if self._seed is not None:
             random.Random(self._seed).shuffle(order)
         at, readers = self.position["at"], 1 if self._seed is None else _MIXED
-        ahead, pool = ReadAhead.of(_READ_AHEAD, readers), ReadPool(_READS, Counters())
+        # One more than are read in turn: the next shard is begun while the last bytes of another are cut up.
+        ahead, pool = ReadAhead.of(_READ_AHEAD, readers + 1), ReadPool(_READS, Counters())
 
         def open_reader(span: Span, ordinal: int, offset: int | None) -> ShardReader:
             return ShardReader(
@@ -229,9 +232,9 @@ class _ShardsInput:
             block_length=1,
             position=None if at is None else at["position"],
         )
-        # A block is a part. Where nothing is shuffled it is a record, so that no part has to be in memory.
-        most = 1 if self._seed is None else 1 << 62
-        size = BlockSize(most, self._limit, first=most)
+        # To shuffle, a block is a part. Else blocks are small, so that no part has to be in memory.
+        part = BlockSize(1 << 62, self._limit, first=1 << 62)
+        size = _SMALL_BLOCK if self._seed is None else part
         self._stream = ShuffledStream(
             _PLAN, interleave, pool, lambda found: found, size=size, seed=self._seed, at=at
         )
