@@ -170,12 +170,12 @@ class ShardDataset(StoreDataset):
         self._streams.append(self._opener().open(state, self._hold))
         return self._streams[-1]
 
-    def known_places(self) -> dict[int, bytes]:
+    def known_indexes(self) -> dict[int, bytes]:
         self._book.complete()
         return self._book.dump()
 
-    def learn_places(self, places: Mapping[int, bytes]) -> None:
-        self._book.load(places)
+    def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
+        self._book.load(indexes)
 
     # --- RowDataset
 

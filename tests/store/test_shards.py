@@ -223,14 +223,14 @@ def test_places_from_other_ranks(kind: str, tmp_path: Path) -> None:
     url = write(tmp_path / "shards", shards(kind))
     ours = closing(dataset(kind, url, cache=str(tmp_path / "ours"), transform=CROP))
     read(ours)
-    tables = ours.known_places()
+    tables = ours.known_indexes()
     assert sorted(tables) == list(range(len(COUNTS)))
     theirs = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
     damaged = {shard_number: table[:-1] + b"?" for shard_number, table in tables.items()}
-    theirs.learn_places(damaged | {99: tables[0]})
+    theirs.learn_indexes(damaged | {99: tables[0]})
     with pytest.raises(TypeError):
         len(theirs)
-    theirs.learn_places(tables)
+    theirs.learn_indexes(tables)
     assert len(theirs) == TOTAL
     worker = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
     assert len(worker) == TOTAL, "kept where this node's processes find them"
