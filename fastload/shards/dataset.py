@@ -20,7 +20,7 @@ from fastload.images.rng import sample_seed
 from fastload.metrics.counters import Counters
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NO_NUMBERS, EpochStreams, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
 from fastload.shards.fields import Fields
 from fastload.shards.index import ShardIndex
 from fastload.shards.pending import PendingRecords
@@ -92,7 +92,7 @@ class ShardDataset(StoreDataset):
         self.cache = kept_in
         self._book = ShardIndex(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
-            self._book.give(shard, table)
+            self._book.add(shard, table)
         self._numbered = False
         self._reset()
 
@@ -130,7 +130,7 @@ class ShardDataset(StoreDataset):
 
     def __len__(self) -> int:
         if not self._book.complete():
-            raise TypeError(f"this dataset has no length yet: {NO_NUMBERS}")
+            raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
         return len(self._book)
 
     def __repr__(self) -> str:
@@ -270,9 +270,9 @@ class ShardDataset(StoreDataset):
         if shard > 0 or (shard == 0 and not self._book.complete()):
             table = self._book.get(shard) if shard < len(self._shards) else None
             if table is None:
-                raise TypeError(f"there is no sample {index!r} to be had: {NO_NUMBERS}")
-            if ordinal >= len(table.places):
-                raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.places)} records")
+                raise TypeError(f"sample {index!r} is not available: {NOT_INDEXED}")
+            if ordinal >= len(table.offsets):
+                raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
         n = ShardDataset.__len__(self)  # a subclass may have another length
         if not -n <= index < n:
@@ -282,7 +282,7 @@ class ShardDataset(StoreDataset):
     def _name(self, record: int) -> str:
         shard = self._shards[RecordId.unpack(record).shard].key
         offset = self._held.offset(record) if record in self._held else self._offsets.get(record)
-        return record_name(shard, self._book.place(record)[0] if offset is None else offset)
+        return record_name(shard, self._book.locate(record)[0] if offset is None else offset)
 
     def _named(self, error: Exception, record: int) -> Exception:
         if isinstance(error, FastloadError) and error.key is None and record >= 0:
@@ -323,7 +323,7 @@ class ShardDataset(StoreDataset):
         return self.cache.key(str(offset), beginning=beginning)
 
     def _place_key(self, record: int) -> bytes:
-        return self._cache_key(RecordId.unpack(record).shard, self._book.place(record)[0])
+        return self._cache_key(RecordId.unpack(record).shard, self._book.locate(record)[0])
 
     # --- what a stream hands out
 

@@ -25,14 +25,14 @@ from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat
 from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
 
-__all__ = ["NO_NUMBERS", "EpochStreams", "StreamOptions", "StreamPlan"]
+__all__ = ["NOT_INDEXED", "EpochStreams", "StreamOptions", "StreamPlan"]
 
 _log = logging.getLogger("fastload")
 
 _UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
-NO_NUMBERS = (
-    "its records have no numbers yet. Read it with fastload.DataLoader, which streams it; give index files "
-    "(index=); or give it a cache, which learns the places in the first epoch"
+NOT_INDEXED = (
+    "its shards are not indexed yet. Read it with fastload.DataLoader, which streams it; give index files "
+    "(index=); or give it a cache, with which the first epoch builds the index"
 )
 
 
@@ -105,7 +105,7 @@ class EpochStreams:
     """Plans and opens the streams of one dataset.
 
     Args:
-        shards, book, form: what to read, what is known of it, and how.
+        shards, index, form: what to read, its index as far as there is one, and its format.
         cache: a shard of which it has all records is not read again; or None.
         key: (shard, offset) -> cache key.
         read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
@@ -116,7 +116,7 @@ class EpochStreams:
     def __init__(
         self,
         shards: ShardList,
-        book: ShardIndex,
+        index: ShardIndex,
         form: ShardFormat,
         cache: Cache | None,
         *,
@@ -126,7 +126,7 @@ class EpochStreams:
         counters: Counters,
     ) -> None:
         self._shards = shards
-        self._book = book
+        self._index = index
         self._form = form
         self._cache = cache
         self._key = key
@@ -139,15 +139,15 @@ class EpochStreams:
     ) -> list[dict[str, Any]]:
         """See `StreamDataset.plan_streams`."""
         shards, streams = self._shards, count * ranks
-        compressed = self._book.compressed()
-        split = self._book.complete() and not compressed
+        compressed = self._index.compressed()
+        split = self._index.complete() and not compressed
         if streams > len(shards) and not split and rank == 0:
             _log.warning(
-                "%d shards for %d readers: %d of these have nothing to read, for %s",
+                "%d shards for %d readers: %d readers have nothing to read, because %s",
                 len(shards),
                 streams,
                 streams - len(shards),
-                "a compressed shard cannot be shared" if compressed else NO_NUMBERS,
+                "compressed shards cannot be split" if compressed else NOT_INDEXED,
             )
         plans = [
             StreamPlan(seed, epoch, shuffle, stream, streams, count, split, shards.digest)
@@ -162,15 +162,15 @@ class EpochStreams:
             hold: keeps a record's payload until it is asked for; returns its packed `RecordId`.
 
         Raises:
-            ArgumentError: the state is of other shards, or needs places that are not known here.
+            ArgumentError: the state is of other shards, or needs an index that is not here.
         """
         plan, at = StreamPlan(**state["plan"]), state["at"]
         if plan.listing != self._shards.digest:
-            raise ArgumentError("the saved state is of other shards, or of other versions of these")
-        if plan.split and not self._book.complete():
+            raise ArgumentError("the saved state is of other shards, or of other versions of these shards")
+        if plan.split and not self._index.complete():
             raise ArgumentError(
-                "the saved state shares out records by their places, which are not known here: give the "
-                "index files or the cache that the run had"
+                "the saved state splits shards by their index, and they are not indexed here: give the index "
+                "files or the cache that the run had"
             )
         options = self._options
         readers = max(1, options.cycle_length // plan.per_rank)
@@ -178,7 +178,7 @@ class EpochStreams:
         ahead = ReadAhead.of(most_bytes, readers)
         pool = ReadPool(max(1, min(readers * ahead.pieces, limit.most)), self._counters)
         interleave = Interleave(
-            plan.spans(self._book.counts() if plan.split else self._shards.weights()),
+            plan.spans(self._index.counts() if plan.split else self._shards.weights()),
             functools.partial(self._open_reader, pool, ahead),
             cycle_length=readers,
             block_length=options.block_length,
@@ -198,17 +198,17 @@ class EpochStreams:
         self, pool: ReadPool, ahead: ReadAhead, span: Span, ordinal: int, offset: int | None
     ) -> Reader:
         """A reader of a span from a record on: of the cache if that has all of it, else of the store."""
-        shard, table, stop = self._shards[span.shard], self._book.get(span.shard), None
-        if table is not None:
-            if ordinal < len(table.places) and offset is None:
-                offset = int(table.places[ordinal, 0])
+        shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
+        if records is not None:
+            if ordinal < len(records.offsets) and offset is None:
+                offset = int(records.offsets[ordinal, 0])
             cached = self._cached(span, ordinal, offset or 0)
             if cached is not None and cached.complete():
                 return cached
-            shard = shard._replace(compressed=table.compressed)
+            shard = shard._replace(compressed=records.compressed)
             if span.stop is not None:
-                stop = span.stop, int(table.places[span.stop - 1].sum())
-        learning = table is None and ordinal == 0 and self._book.learning
+                stop = span.stop, int(records.offsets[span.stop - 1].sum())
+        build = records is None and ordinal == 0 and self._index.kept
         return ShardReader(
             self._shards.store,
             shard,
@@ -219,19 +219,19 @@ class EpochStreams:
             ordinal=ordinal,
             offset=offset or 0,
             stop=stop,
-            on_end=functools.partial(self._book.learn, span.shard) if learning else None,
+            on_end=functools.partial(self._index.add_and_keep, span.shard) if build else None,
         )
 
     def _cached(self, span: Span, ordinal: int, offset: int) -> CachedReader | None:
-        """A reader of the cache, where there is one. The table of the shard is known."""
-        table = self._book.get(span.shard)
-        if self._cache is None or table is None:
+        """A reader of the cache, where there is one. The shard is indexed."""
+        records = self._index.get(span.shard)
+        if self._cache is None or records is None:
             return None
         return CachedReader(
-            table,
+            records,
             ordinal,
             offset,
-            len(table.places) if span.stop is None else span.stop,
+            len(records.offsets) if span.stop is None else span.stop,
             self._cache,
             functools.partial(self._key, span.shard),
             lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),

@@ -25,7 +25,7 @@ from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
 from fastload.metrics.counters import Counters
-from fastload.shards.index import Fault, Table
+from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
 
 __all__ = ["PIECES", "CachedReader", "PieceSizes", "ReadAhead", "Shard", "ShardReader"]
@@ -231,7 +231,7 @@ class ShardReader:
         offset: int = 0,
         stop: tuple[int, int] | None = None,
         on_piece: Callable[[memoryview], None] | None = None,
-        on_end: Callable[[Table], None] | None = None,
+        on_end: Callable[[RecordOffsets], None] | None = None,
     ) -> None:
         self.ordinal, self.offset = ordinal, offset
         self._stop = None if stop is None else stop[0]
@@ -307,7 +307,7 @@ class ShardReader:
         on_end = self._on_end
         if on_end is not None:
             offsets = np.frombuffer(self._found, np.uint64) if self._found else np.empty(0, np.uint64)
-            on_end(Table(offsets.reshape(-1, 2), self._bad, self.compressed))
+            on_end(RecordOffsets(offsets.reshape(-1, 2), self._bad, self.compressed))
         self.close()
 
 
@@ -315,7 +315,7 @@ class CachedReader:
     """Records of one shard in order, out of the cache: the shard is not read again.
 
     Args:
-        table: of the shard.
+        records: of the shard, by its index.
         ordinal, offset: of the first record.
         stop: the ordinal at which to end.
         cache, key: offset -> cache key.
@@ -330,7 +330,7 @@ class CachedReader:
 
     def __init__(
         self,
-        table: Table,
+        records: RecordOffsets,
         ordinal: int,
         offset: int,
         stop: int,
@@ -339,7 +339,7 @@ class CachedReader:
         read: Callable[[int], memoryview],
     ) -> None:
         self.ordinal, self.offset = ordinal, offset
-        self._table = table
+        self._records = records
         self._stop = stop
         self._cache = cache
         self._key = key
@@ -348,7 +348,7 @@ class CachedReader:
     def complete(self) -> bool:
         """Whether the cache has all of them."""
         for ordinal in range(self.ordinal, self._stop):
-            if ordinal not in self._table.bad and self._cache.lookup(self._key_of(ordinal)) is None:
+            if ordinal not in self._records.bad and self._cache.lookup(self._key_of(ordinal)) is None:
                 self._cache.counters.add("cache.misses", -1)  # this lookup was no read
                 return False
         return True
@@ -358,9 +358,9 @@ class CachedReader:
         if self.ordinal >= self._stop:
             return None
         ordinal = self.ordinal
-        offset, size = self._table.places[ordinal].tolist()
+        offset, size = self._records.offsets[ordinal].tolist()
         self.ordinal, self.offset = ordinal + 1, offset + size
-        bad = ordinal in self._table.bad
+        bad = ordinal in self._records.bad
         payload = None if bad else self._cache.read(self._key_of(ordinal))
         if payload is None:
             try:
@@ -374,4 +374,4 @@ class CachedReader:
         self._stop = self.ordinal
 
     def _key_of(self, ordinal: int) -> bytes:
-        return self._key(int(self._table.places[ordinal, 0]))
+        return self._key(int(self._records.offsets[ordinal, 0]))

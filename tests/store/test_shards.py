@@ -152,7 +152,7 @@ def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path
         data = make()
         with pytest.raises(TypeError, match="no length yet"):
             len(data)
-        with pytest.raises(TypeError, match="no numbers yet"):
+        with pytest.raises(TypeError, match="not indexed yet"):
             data[3]
         found = read(data)
         data.flush_cache()
