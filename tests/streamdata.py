@@ -100,11 +100,11 @@ class Shards(Dataset[Any]):
     def open_stream(self, state: dict[str, Any]) -> _Stream:
         return _Stream(self, state)
 
-    def known_places(self) -> dict[int, bytes]:
+    def known_indexes(self) -> dict[int, bytes]:
         return {shard: b"%d" % length for shard, length in self._known.items()}
 
-    def learn_places(self, places: Mapping[int, bytes]) -> None:
-        for shard, length in places.items():
+    def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
+        for shard, length in indexes.items():
             self._known[shard] = int(length)
             self.keep(shard)
 

@@ -146,11 +146,11 @@ class StreamDataset(Protocol):
     def open_stream(self, state: dict[str, Any]) -> SampleStream:
         """The stream from `state` on. Called in the process that reads it, several may be open there."""
 
-    def known_places(self) -> dict[int, bytes]:
-        """Where the samples of each shard are, as far as known: shard -> table, to be sent to other ranks."""
+    def known_indexes(self) -> dict[int, bytes]:
+        """Shard -> its index in bytes, of all shards that are indexed; to be sent to other ranks."""
 
-    def learn_places(self, places: Mapping[int, bytes]) -> None:
-        """Tables from other ranks. They are kept where the workers of this node find them too."""
+    def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
+        """Take over indexes of other ranks. They are kept where the workers of this node find them too."""
 
 
 def as_streams(dataset: Any) -> StreamDataset | None:

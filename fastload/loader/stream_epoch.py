@@ -94,7 +94,7 @@ class Streams:
             return None  # numbered without learning, as it seems: there is nothing to agree on
         if self._ranks is None:
             self._ranks = Ranks(sampler.rank, sampler.num_replicas)
-        tables = dataset.known_places()
+        tables = dataset.known_indexes()
         alike = {
             "epoch": sampler.epoch,
             "seed": sampler.seed,
@@ -119,7 +119,7 @@ class Streams:
             known = [set(summary["known"]) for summary in summaries]
             learned = self._ranks.exchange(tables, known)
             if learned:
-                dataset.learn_places(learned)
+                dataset.learn_indexes(learned)
         streams: int = max(summary["count"] for summary in summaries)
         return streams
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.shard_index import Places, parse_wids
-from fastload.shards.index import Table
+from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import Named, Wanted, is_index, resolve
 from fastload.store import Store, open_store
@@ -111,13 +111,13 @@ class ShardList:
 
     def indexes(
         self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Places]
-    ) -> dict[int, Table]:
+    ) -> dict[int, RecordOffsets]:
         """Shard -> what its index file says; shards without one, and compressed ones, are left out.
 
         Args:
             index: a URL below which the index files are; None: beside the shards, if there are any; False:
                 do not look.
-            parse: (bytes of an index file, size of the shard) -> its places.
+            parse: (bytes of an index file, size of the shard) -> the offsets and sizes of its records.
 
         Raises:
             ArgumentError: `index` names files that do not belong to these shards.
@@ -139,18 +139,18 @@ class ShardList:
         bodies = _read_all(
             store, [(manifest.key(row), manifest.version(row), manifest.size(row)) for row in found.values()]
         )
-        tables = {}
+        indexes = {}
         for (shard, row), body in zip(found.items(), bodies, strict=True):
             try:
-                tables[shard] = Table(parse(body, self[shard].size), {}, compressed=False)
+                indexes[shard] = RecordOffsets(parse(body, self[shard].size), {}, compressed=False)
             except DecodeError as error:
                 text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {error.message}"
                 if index is not None:
                     raise ArgumentError(text) from None
                 _log.warning("%s; it is not used", text)
-        if index not in (None, True) and not tables:
+        if index not in (None, True) and not indexes:
             raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
-        return tables
+        return indexes
 
     def _find(self, named: Named) -> tuple[Store, Manifest]:
         """What is below a prefix; or, where that is none, the one file of that name."""

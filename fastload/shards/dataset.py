@@ -19,14 +19,15 @@ from fastload.images.rng import sample_seed
 from fastload.metrics.counters import Counters
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
+from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
 from fastload.shards.fields import Fields
 from fastload.shards.index import ShardIndex
-from fastload.shards.interleave import StreamedRecord
 from fastload.shards.pending import PendingRecords
 from fastload.shards.prepare_records import RecordPrepareStep
+from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
 from fastload.shards.samples import SampleMaker
-from fastload.shards.stream import NO_NUMBERS, ShardStream, StreamOpener, StreamOptions
+from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
 from fastload.store.retry import sleep
 
@@ -35,7 +36,6 @@ __all__ = ["ShardDataset"]
 _log = logging.getLogger("fastload")
 
 _CHUNK = 8  # samples decoded by one call of the kernel, as in `datasets.objects`
-_SHARD_BITS = 32
 _SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
@@ -91,7 +91,7 @@ class ShardDataset(StoreDataset):
         self.cache = kept_in
         self._book = ShardIndex(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
-            self._book.give(shard, table)
+            self._book.add(shard, table)
         self._numbered = False
         self._reset()
 
@@ -102,7 +102,7 @@ class ShardDataset(StoreDataset):
         self._offsets: dict[int, int] = {}  # of the records that were taken last, for errors about them
         self._key_beginnings: dict[int, Digest] = {}  # of each shard's records
         self._window: Prefetcher | None = None
-        self._streams: list[ShardStream] = []
+        self._streams: list[ShuffledStream[int]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_pid", "_held", "_offsets", "_key_beginnings", "_window", "_streams")
@@ -129,7 +129,7 @@ class ShardDataset(StoreDataset):
 
     def __len__(self) -> int:
         if not self._book.complete():
-            raise TypeError(f"this dataset has no length yet: {NO_NUMBERS}")
+            raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
         return len(self._book)
 
     def __repr__(self) -> str:
@@ -163,18 +163,18 @@ class ShardDataset(StoreDataset):
     ) -> list[dict[str, Any]]:
         return self._opener().plan(count, seed=seed, epoch=epoch, shuffle=shuffle, rank=rank, ranks=ranks)
 
-    def open_stream(self, state: dict[str, Any]) -> ShardStream:
+    def open_stream(self, state: dict[str, Any]) -> ShuffledStream[int]:
         self._notice_fork()
         self._streams = [stream for stream in self._streams if not stream.closed]
         self._streams.append(self._opener().open(state, self._hold))
         return self._streams[-1]
 
-    def known_places(self) -> dict[int, bytes]:
+    def known_indexes(self) -> dict[int, bytes]:
         self._book.complete()
         return self._book.dump()
 
-    def learn_places(self, places: Mapping[int, bytes]) -> None:
-        self._book.load(places)
+    def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
+        self._book.load(indexes)
 
     # --- RowDataset
 
@@ -265,13 +265,13 @@ class ShardDataset(StoreDataset):
         index = operator.index(index)  # two tensors of one number are not one key
         if index in self._held:
             return index
-        shard, ordinal = index >> _SHARD_BITS, index & 0xFFFF_FFFF
+        shard, ordinal = RecordId.unpack(index)
         if shard > 0 or (shard == 0 and not self._book.complete()):
             table = self._book.get(shard) if shard < len(self._shards) else None
             if table is None:
-                raise TypeError(f"there is no sample {index!r} to be had: {NO_NUMBERS}")
-            if ordinal >= len(table.places):
-                raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.places)} records")
+                raise TypeError(f"sample {index!r} is not available: {NOT_INDEXED}")
+            if ordinal >= len(table.offsets):
+                raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
         n = ShardDataset.__len__(self)  # a subclass may have another length
         if not -n <= index < n:
@@ -279,9 +279,9 @@ class ShardDataset(StoreDataset):
         return self._book.record_id(index % n)
 
     def _name(self, record: int) -> str:
-        shard = self._shards[record >> _SHARD_BITS].key
+        shard = self._shards[RecordId.unpack(record).shard].key
         offset = self._held.offset(record) if record in self._held else self._offsets.get(record)
-        return record_name(shard, self._book.place(record)[0] if offset is None else offset)
+        return record_name(shard, self._book.locate(record)[0] if offset is None else offset)
 
     def _named(self, error: Exception, record: int) -> Exception:
         if isinstance(error, FastloadError) and error.key is None and record >= 0:
@@ -322,12 +322,12 @@ class ShardDataset(StoreDataset):
         return self.cache.key(str(offset), beginning=beginning)
 
     def _place_key(self, record: int) -> bytes:
-        return self._cache_key(record >> _SHARD_BITS, self._book.place(record)[0])
+        return self._cache_key(RecordId.unpack(record).shard, self._book.locate(record)[0])
 
     # --- what a stream hands out
 
     def _hold(self, found: StreamedRecord) -> int:
-        record = found.shard << _SHARD_BITS | found.ordinal
+        record = RecordId(found.shard, found.ordinal).pack()
         if found.record.error is not None:
             found.record.error.key = record_name(self._shards[found.shard].key, found.record.offset)
         self._held.add(record, found)
@@ -361,8 +361,8 @@ class ShardDataset(StoreDataset):
         if self._pid != os.getpid():  # threads and clients of the parent are of no use here
             self._reset()
 
-    def _opener(self) -> StreamOpener:
-        return StreamOpener(
+    def _opener(self) -> EpochStreams:
+        return EpochStreams(
             self._shards,
             self._book,
             self._form,

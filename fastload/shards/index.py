@@ -1,9 +1,9 @@
-"""Where the records of shards are: tables, given by index files or learned while streaming, and their files.
+"""The index of a dataset's shards: the offset of every record, from index files or found while streaming.
 
     "fastplac" | xxh3 of what follows | its size | size of the facts | facts (JSON) | uint64 (n, 2)
 
-One table per shard, kept in the cache's folder of listings: learned by whichever process read the shard, and
-found there by all the others.
+One file per shard, kept in the cache's folder of listings. The process that reads a shard to its end writes
+the file, and all other processes find it there.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ import xxhash
 
 from fastload.errors import CacheError
 from fastload.formats.shard_index import Places
+from fastload.shards.record_id import RecordId
 from fastload.store.folder import open_kept, save_kept
 
-__all__ = ["Fault", "ShardIndex", "Table"]
+__all__ = ["Fault", "RecordOffsets", "ShardIndex"]
 
 _log = logging.getLogger("fastload")
 
 _MAGIC = b"fastplac"
 _HEAD = struct.Struct("<8sQQ")
-_SHARD_BITS = 32
 
 
 class Fault(NamedTuple):
-    """What is wrong with a record. Unless `lasting`, it may have come about on the way: see `Record`."""
+    """What is wrong with a record. Unless `lasting`, it may have happened on the way: see `Record`."""
 
     why: str
     lasting: bool
 
 
-class Table(NamedTuple):
+class RecordOffsets(NamedTuple):
     """The records of one shard.
 
-    places: (offset, size) of each, framing included; in a compressed shard, of what it inflates to.
-    bad: ordinal -> what is wrong with it, of records that could not be read.
+    offsets: (offset, size) of each in bytes, framing included; in a compressed shard, after inflating.
+    bad: ordinal -> fault, of the records that could not be read.
     compressed: whether the shard is.
-    doubted: when it was found that the shard has other records; 0: never.
+    doubted: the time at which the shard was found to have other records; 0: never.
     """
 
-    places: Places
+    offsets: Places
     bad: Mapping[int, Fault]
     compressed: bool
     doubted: float = 0.0
@@ -64,12 +64,12 @@ class Table(NamedTuple):
         told = {"shard": shard, "bad": bad, "compressed": self.compressed, "doubted": self.doubted}
         facts = json.dumps(told).encode()
         facts += b" " * (-len(facts) % 8)
-        body = struct.pack("<Q", len(facts)) + facts + np.ascontiguousarray(self.places, "<u8").tobytes()
+        body = struct.pack("<Q", len(facts)) + facts + np.ascontiguousarray(self.offsets, "<u8").tobytes()
         return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body), len(body)) + body
 
     @classmethod
-    def load(cls, data: bytes, shard: str) -> Table | None:
-        """The table that `dump` wrote for that shard; None for anything else."""
+    def load(cls, data: bytes, shard: str) -> RecordOffsets | None:
+        """What `dump` wrote for that shard; None for anything else."""
         if len(data) < _HEAD.size + 8:
             return None
         magic, checksum, size = _HEAD.unpack_from(data)
@@ -80,125 +80,127 @@ class Table(NamedTuple):
         facts = json.loads(body[8 : 8 + facts_size])
         if facts["shard"] != shard:
             return None
-        places = np.frombuffer(body, "<u8", offset=8 + facts_size).reshape(-1, 2)
+        offsets = np.frombuffer(body, "<u8", offset=8 + facts_size).reshape(-1, 2)
         bad = {int(ordinal): Fault(*fault) for ordinal, fault in facts["bad"].items()}
-        return cls(places, bad, facts["compressed"], facts["doubted"])
+        return cls(offsets, bad, facts["compressed"], facts["doubted"])
 
 
 class ShardIndex:
-    """The tables of a dataset's shards, as far as known.
+    """The record offsets of a dataset's shards, of those that are indexed.
 
     Args:
         count: of shards.
         identity: shard -> text that names it, its version and its format.
-        directory: where learned tables are kept; None: nowhere, and none are learned.
+        directory: where the index is kept; None: nowhere, and streaming adds nothing to it.
     """
 
     def __init__(self, count: int, identity: Callable[[int], str], directory: Path | None) -> None:
         self._identity = identity
         self._directory = directory
-        self._tables: dict[int, Table] = {}
+        self._shards: dict[int, RecordOffsets] = {}
         self._count = count
         self._settled: set[int] = set()  # records
         self._begun = time.time()  # also of the copies in other processes
         self._stops: list[int] | None = None  # of each shard, in the numbering of all records
 
     @property
-    def learning(self) -> bool:
-        """Whether learned tables are kept."""
+    def kept(self) -> bool:
+        """Whether what streaming finds is kept."""
         return self._directory is not None
 
-    def get(self, shard: int) -> Table | None:
-        """The table of a shard; looks for one that another process has learned meanwhile."""
-        table = self._tables.get(shard)
-        if table is None and self._directory is not None:
-            table = self._read(shard)
-            if table is not None:
-                self._tables[shard] = table
-        return table
+    def get(self, shard: int) -> RecordOffsets | None:
+        """The records of a shard; None: it is not indexed yet, by no process of this node."""
+        records = self._shards.get(shard)
+        if records is None and self._directory is not None:
+            records = self._read(shard)
+            if records is not None:
+                self._shards[shard] = records
+        return records
 
     def complete(self) -> bool:
-        """Whether the places of all records are known."""
+        """Whether all shards are indexed."""
         if self._stops is None and all(self.get(shard) is not None for shard in range(self._count)):
-            counts = [len(self._tables[shard].places) for shard in range(self._count)]
+            counts = [len(self._shards[shard].offsets) for shard in range(self._count)]
             self._stops = list(itertools.accumulate(counts))
         return self._stops is not None
 
     def __len__(self) -> int:
-        """How many records there are; only if `complete`."""
+        """The number of records; only if `complete`."""
         assert self._stops is not None
         return self._stops[-1] if self._count else 0
 
     def total_bytes(self) -> int:
-        """Of all records that are known."""
-        return sum(int(table.places[:, 1].sum()) for table in self._tables.values())
+        """The size of all records that are indexed."""
+        return sum(int(records.offsets[:, 1].sum()) for records in self._shards.values())
 
     def counts(self) -> list[int]:
         """Records of each shard; only if `complete`."""
         assert self._stops is not None
-        return [len(self._tables[shard].places) for shard in range(self._count)]
+        return [len(self._shards[shard].offsets) for shard in range(self._count)]
 
     def record_id(self, index: int) -> int:
-        """Number in 0 .. n-1 -> shard << 32 | ordinal; only if `complete`."""
+        """Number in 0 .. n-1 -> its `RecordId`, packed; only if `complete`."""
         assert self._stops is not None
         shard = bisect.bisect_right(self._stops, index)
         first = self._stops[shard - 1] if shard else 0
-        return shard << _SHARD_BITS | (index - first)
+        return RecordId(shard, index - first).pack()
 
-    def place(self, record: int) -> tuple[int, int]:
-        """(offset, size) of the record with that id; its table must be known."""
-        places, ordinal = self._tables[record >> _SHARD_BITS].places, record & 0xFFFF_FFFF
-        return places.item(ordinal, 0), places.item(ordinal, 1)
+    def locate(self, record: int) -> tuple[int, int]:
+        """(offset, size) of the record with that id, whose shard must be indexed."""
+        shard, ordinal = RecordId.unpack(record)
+        offsets = self._shards[shard].offsets
+        return offsets.item(ordinal, 0), offsets.item(ordinal, 1)
 
     def fault(self, record: int) -> Fault | None:
-        """What was wrong with a record when its shard was read."""
-        fault = self._tables[record >> _SHARD_BITS].bad.get(record & 0xFFFF_FFFF)
+        """The fault that a record had when its shard was read; None: none."""
+        shard, ordinal = RecordId.unpack(record)
+        fault = self._shards[shard].bad.get(ordinal)
         return fault._replace(lasting=True) if fault is not None and record in self._settled else fault
 
     def settle(self, record: int, *, shard: bool = False) -> None:
-        """The fault of a record need not be looked for again by this process; nor others of its `shard`."""
-        number = record >> _SHARD_BITS
-        found = self._tables[number].bad if shard else [record & 0xFFFF_FFFF]
-        self._settled.update(number << _SHARD_BITS | ordinal for ordinal in found)
+        """Take the fault of a record for lasting, in this process; with `shard`, all faults of its shard."""
+        number, own = RecordId.unpack(record)
+        found = self._shards[number].bad if shard else [own]
+        self._settled.update(RecordId(number, ordinal).pack() for ordinal in found)
 
     def compressed(self, shard: int | None = None) -> bool:
-        """Whether a shard whose table is known is compressed; None: whether any of these is."""
+        """Whether an indexed shard is compressed; None: whether any of them is."""
         if shard is not None:
-            return self._tables[shard].compressed
-        return any(table.compressed for table in self._tables.values())
+            return self._shards[shard].compressed
+        return any(records.compressed for records in self._shards.values())
 
     def doubt(self, shard: int) -> None:
-        """The shard has other records than its table says: it was damaged only on the way, when it was read.
+        """The shard has other records than the index says: only its transfer was damaged when it was read.
 
-        This dataset keeps its numbers, which are those of all its processes. One that is made from now on
-        reads the shard again.
+        This dataset keeps its indices, which are those of all its processes. A dataset that is made from now
+        on reads the shard again.
         """
-        table = self._tables[shard]
-        if not table.doubted:
-            self._tables[shard] = table = table._replace(doubted=time.time())
-            self._write(shard, table.dump(self._identity(shard)))
+        records = self._shards[shard]
+        if not records.doubted:
+            self._shards[shard] = records = records._replace(doubted=time.time())
+            self._write(shard, records.dump(self._identity(shard)))
 
-    def give(self, shard: int, table: Table) -> None:
-        """From an index file."""
-        self._tables[shard] = table
+    def add(self, shard: int, records: RecordOffsets) -> None:
+        """Take the records of a shard from its index file."""
+        self._shards[shard] = records
 
-    def learn(self, shard: int, table: Table) -> None:
-        """From reading the shard; kept for the other processes too, if there is a directory for it."""
-        if self._directory is not None and shard not in self._tables:
-            self._tables[shard] = table
-            self._write(shard, table.dump(self._identity(shard)))
+    def add_and_keep(self, shard: int, records: RecordOffsets) -> None:
+        """Take the records of a shard that was read, and write them for other processes; see `kept`."""
+        if self._directory is not None and shard not in self._shards:
+            self._shards[shard] = records
+            self._write(shard, records.dump(self._identity(shard)))
 
     def dump(self) -> dict[int, bytes]:
-        """All known tables."""
-        return {shard: table.dump(self._identity(shard)) for shard, table in self._tables.items()}
+        """The indexed shards, each in bytes."""
+        return {shard: records.dump(self._identity(shard)) for shard, records in self._shards.items()}
 
-    def load(self, tables: Mapping[int, bytes]) -> None:
-        """Take up tables that another rank has dumped. Those of other shards than ours are left out."""
-        for shard, data in tables.items():
-            if 0 <= shard < self._count and shard not in self._tables:
-                table = Table.load(data, self._identity(shard))
-                if table is not None:
-                    self._tables[shard] = table
+    def load(self, indexes: Mapping[int, bytes]) -> None:
+        """Take over what another rank has dumped. Shards that are not ours are left out."""
+        for shard, data in indexes.items():
+            if 0 <= shard < self._count and shard not in self._shards:
+                records = RecordOffsets.load(data, self._identity(shard))
+                if records is not None:
+                    self._shards[shard] = records
                     self._write(shard, data)
 
     def _path(self, shard: int) -> Path:
@@ -206,34 +208,36 @@ class ShardIndex:
         digest = hashlib.blake2b(self._identity(shard).encode("utf-8", "surrogatepass"), digest_size=16)
         return self._directory / f"{digest.hexdigest()}.places"
 
-    def _read(self, shard: int) -> Table | None:
+    def _read(self, shard: int) -> RecordOffsets | None:
         path = self._path(shard)
         try:
             with os.fdopen(open_kept(path), "rb") as file:
                 data = file.read()
         except CacheError as error:
-            _log.warning("a kept table is not read, and its shard is read again: %s", error.message)
+            _log.warning(
+                "the kept index of a shard is not used, and the shard is read again: %s", error.message
+            )
             return None
         except OSError:
             return None
         try:
-            table = Table.load(data, self._identity(shard))
+            records = RecordOffsets.load(data, self._identity(shard))
         except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-            table = None
-        if table is not None and 0 < table.doubted < self._begun:
-            return None  # until it is learned again
-        if table is None:
-            _log.warning("table %s is damaged: its shard will be read again", path)
+            records = None
+        if records is not None and 0 < records.doubted < self._begun:
+            return None  # until the shard was read again
+        if records is None:
+            _log.warning("the index file %s is damaged: its shard will be read again", path)
             with contextlib.suppress(OSError):
                 path.unlink()
-        return table
+        return records
 
     def _write(self, shard: int, data: bytes) -> None:
-        """Whole or not at all. Where it cannot be kept, the shard is read again by whoever needs it."""
+        """Keep the index of a shard. Where that fails, each process that needs it reads the shard again."""
         if self._directory is None:
             return
         path = self._path(shard)
         try:
             save_kept(path, data)
         except OSError as error:
-            _log.warning("the table of a shard cannot be kept in %s: %s", path.parent, error)
+            _log.warning("the index of a shard cannot be kept in %s: %s", path.parent, error)

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
-from fastload.shards.interleave import StreamedRecord
+from fastload.shards.stream import StreamedRecord
 
 __all__ = ["PendingRecords"]
 

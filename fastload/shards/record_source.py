@@ -1,4 +1,4 @@
-"""Records at random, by ranged reads: what the window asks where places are known."""
+"""Records at random, by ranged reads: the prefetcher's source of shards that are indexed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from fastload.formats.pieces import Record, Splitter
 from fastload.formats.shard_index import Places
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import ShardIndex
+from fastload.shards.record_id import RecordId
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
@@ -37,7 +38,7 @@ class ShardFormat(Protocol):
         """The payload of one whole record; DecodeError where it is not one."""
 
     def parse_index(self, body: bytes, shard_size: int) -> Places:
-        """The places in an index file; DecodeError where it is not one of this shard."""
+        """The offsets and sizes in an index file; DecodeError where it is not one of this shard."""
 
 
 class _Where(NamedTuple):
@@ -47,21 +48,21 @@ class _Where(NamedTuple):
 
 
 class RecordSource:
-    """A sample is a record, asked for as shard << 32 | ordinal.
+    """A sample is a record, asked for by its `RecordId`, packed.
 
     Args:
         shards: see `ShardList`.
-        book: knows the places of what is asked for.
+        index: of the shards whose records are asked for.
         form: of the shards.
         key: (shard, offset) -> cache key.
     """
 
     def __init__(
-        self, shards: ShardList, book: ShardIndex, form: ShardFormat, key: Callable[[int, int], bytes]
+        self, shards: ShardList, index: ShardIndex, form: ShardFormat, key: Callable[[int, int], bytes]
     ) -> None:
         self.store = shards.store
         self._shards = shards
-        self._book = book
+        self._index = index
         self._form = form
         self._key = key
 
@@ -80,7 +81,7 @@ class RecordSource:
         return []
 
     def read(self, index: int, wait: Wait) -> Buffer:
-        fault = self._book.fault(index)
+        fault = self._index.fault(index)
         try:
             if fault is None:
                 return self._form.unwrap(self._record(self._where(index), wait))
@@ -96,18 +97,18 @@ class RecordSource:
         raise NotImplementedError  # `ranges` offers none
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
-        raise error  # the places are those of the version that is gone
+        raise error  # the index is of the version that is gone
 
     def _where(self, index: int) -> _Where:
-        return _Where(index >> 32, *self._book.place(index))
+        return _Where(RecordId.unpack(index).shard, *self._index.locate(index))
 
     def _read_again(self, index: int, wait: Wait) -> memoryview | None:
         """A record that was damaged when its shard was read, maybe only on the way; None: it still is.
 
         Once per process: what it finds then holds for the run. So it does where the store gives nothing.
         """
-        where, shard = self._where(index), self._shards[index >> 32]
-        compressed = self._book.compressed(where.shard)
+        where, shard = self._where(index), self._shards[RecordId.unpack(index).shard]
+        compressed = self._index.compressed(where.shard)
         splitter = self._form.splitter(where.offset, None if compressed else shard.size)
         other = False  # whether the damage was in the bytes that say how to read the shard
         try:
@@ -116,22 +117,22 @@ class RecordSource:
                 other = is_compressed(head) != compressed
             record = None if other else _first(splitter, self._bytes_from(where, _LOOK, wait))
         except FastloadError as error:
-            self._book.settle(index, shard=not isinstance(error, DecodeError))
+            self._index.settle(index, shard=not isinstance(error, DecodeError))
             return None
         if record is not None and record.payload is not None and record.size == where.size:
             return record.payload
-        self._book.settle(index)
+        self._index.settle(index)
         if record is None or record.error is None:
             _log.warning(
                 "shard %r was damaged when it was read, and is not: the next run reads it anew", shard.key
             )
-            self._book.doubt(where.shard)
+            self._index.doubt(where.shard)
         return None
 
     def _bytes_from(self, where: _Where, piece: int, wait: Wait) -> Callable[[], Any]:
         """Gives the shard's bytes from a record on, inflated if need be: a piece a call, None at the end."""
         shard = self._shards[where.shard]
-        compressed = self._book.compressed(where.shard)
+        compressed = self._index.compressed(where.shard)
         start = 0 if compressed else where.offset
         ranges = iter(plan_ranges(shard.size - start, piece) if start < shard.size else [])
 
@@ -144,7 +145,7 @@ class RecordSource:
         return Inflater(more, skip=where.offset) if compressed else more
 
     def _record(self, where: _Where, wait: Wait) -> memoryview:
-        if not self._book.compressed(where.shard):
+        if not self._index.compressed(where.shard):
             shard, stop = self._shards[where.shard], where.offset + where.size
             body = self.store.read_range(shard.key, where.offset, stop, shard.version, wait=wait)
             return memoryview(body)

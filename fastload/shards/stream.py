@@ -1,201 +1,245 @@
-"""The streams of an epoch over shards: planned in the trainer, opened in the process that reads them."""
+"""Records of several shards in turn, shuffled in blocks. The same arguments give the same order.
+
+    spans ─▶ readers, `cycle_length` at once ─▶ `block_length` records from each in turn ─▶ shuffled blocks
+
+A sliding shuffle buffer can only be saved with all its contents. Shuffling in blocks (read so many records,
+permute them, hand them out while the next ones are on their way) needs a few integers: the position of the
+readers when the block began, and how many of its records were handed out. A stream that resumes reads one
+block again and goes on with the very next record.
+"""
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from fastload.cache import Cache
-from fastload.errors import ArgumentError
-from fastload.fetch.share import process_share
 from fastload.fetch.threads import ReadPool
-from fastload.metrics.counters import Counters
-from fastload.shards.assignment import StreamPlan
-from fastload.shards.catalog import ShardList
-from fastload.shards.index import ShardIndex
-from fastload.shards.interleave import AnyLane, Blocks, Interleave, Span, StreamedRecord
-from fastload.shards.reader import Lane, Reach
-from fastload.shards.readers import CachedLane, LearningLane
-from fastload.shards.record_source import ShardFormat
+from fastload.formats.pieces import Record
+from fastload.shards.reader import CachedReader, ShardReader
 
-__all__ = ["NO_NUMBERS", "ShardStream", "StreamOpener", "StreamOptions"]
+__all__ = ["BlockSize", "Interleave", "OpenReader", "Reader", "ShuffledStream", "Span", "StreamedRecord"]
 
-_log = logging.getLogger("fastload")
-
-_SHARD_BITS = 32
-_UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
-NO_NUMBERS = (
-    "its records have no numbers yet. Read it with fastload.DataLoader, which streams it; give index files "
-    "(index=); or give it a cache, which learns the places in the first epoch"
-)
+T = TypeVar("T")
+Reader = ShardReader | CachedReader
 
 
-class StreamOptions(NamedTuple):
-    """cycle_length, block_length: as of TFRecordDataset. most_records, most_bytes: of a shuffled block."""
+class Span(NamedTuple):
+    """Records [first, stop) of a shard; `stop` None: to its end."""
 
-    cycle_length: int
-    block_length: int
-    most_records: int
-    most_bytes: int
+    shard: int
+    first: int = 0
+    stop: int | None = None
 
 
-class ShardStream:
-    """See `SampleStream`.
+class StreamedRecord(NamedTuple):
+    """A record on its way to the batch.
 
-    Args:
-        plan: JSON that names the stream; goes into the state as it is.
-        blocks: opened where the state says.
-        pool: the lanes' threads, which end with the stream.
-        hold: keeps a record's payload until it is asked for; returns its id.
+    `ready`: the payload is as the cache keeps it. `compressed`: its shard has to be inflated up to it.
     """
 
-    def __init__(
-        self, plan: dict[str, Any], blocks: Blocks, pool: ReadPool, hold: Callable[[StreamedRecord], int]
-    ) -> None:
-        self._plan = plan
-        self._blocks = blocks
-        self._pool = pool
-        self._hold = hold
-        self.closed = False
-
-    def take(self, n: int) -> list[int]:
-        found = [] if self.closed else self._blocks.take(n)
-        return [self._hold(one) for one in found]
-
-    def state(self) -> dict[str, Any]:
-        return {"plan": self._plan, "at": self._blocks.state()}
-
-    def close(self) -> None:
-        if not self.closed:
-            self.closed = True
-            self._blocks.close()
-            self._pool.close()
+    shard: int
+    ordinal: int
+    record: Record
+    ready: bool
+    compressed: bool
 
 
-class StreamOpener:
-    """Plans and opens the streams of one dataset.
+# (span, ordinal of the first record, its offset or None where the reader has to find it) -> reader
+OpenReader = Callable[[Span, int, "int | None"], Reader]
+
+
+class Interleave:
+    """Takes records from open spans in turn. A span that ends makes room for the next one, in its place.
 
     Args:
-        shards, book, form: what to read, what is known of it, and how.
-        cache: whose shards are not read again, once it has all of their records; or None.
-        key: (shard, offset) -> cache key.
-        read_again: id -> payload, of a record that turns out to be damaged in the cache.
-        options: of all streams.
-        counters: get.* are added here.
+        spans: in order.
+        open_reader: starts reading a span.
+        cycle_length: spans open at once.
+        block_length: records from each in turn.
+        position: by `position`, where to go on; None: at the beginning.
     """
 
     def __init__(
         self,
-        shards: ShardList,
-        book: ShardIndex,
-        form: ShardFormat,
-        cache: Cache | None,
+        spans: Sequence[Span],
+        open_reader: OpenReader,
         *,
-        key: Callable[[int, int], bytes],
-        read_again: Callable[[int], Any],
-        options: StreamOptions,
-        counters: Counters,
+        cycle_length: int,
+        block_length: int,
+        position: dict[str, Any] | None = None,
     ) -> None:
-        self._shards = shards
-        self._book = book
-        self._form = form
-        self._cache = cache
-        self._key = key
-        self._read_again = read_again
-        self._options = options
-        self._counters = counters
+        self._spans = spans
+        self._open_reader = open_reader
+        self._block_length = block_length
+        self._spare: deque[tuple[int, Reader]] = deque()  # opened before their turn, while others end
+        self._turn, self._left = 0, block_length
+        if position is None:
+            self._next = min(cycle_length, len(spans))
+            self._open = [self._open_span(number) for number in range(self._next)]
+        else:
+            self._turn, self._left, self._next = position["turn"], position["left"], position["next"]
+            self._open = [self._open_span(*at) for at in position["lanes"]]
 
-    def plan(
-        self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
-    ) -> list[dict[str, Any]]:
-        """See `StreamDataset.plan_streams`."""
-        shards, streams = self._shards, count * ranks
-        compressed = self._book.compressed()
-        split = self._book.complete() and not compressed
-        if streams > len(shards) and not split and rank == 0:
-            _log.warning(
-                "%d shards for %d readers: %d of these have nothing to read, for %s",
-                len(shards),
-                streams,
-                streams - len(shards),
-                "a compressed shard cannot be shared" if compressed else NO_NUMBERS,
-            )
-        plans = [
-            StreamPlan(seed, epoch, shuffle, stream, streams, count, split, shards.digest)
-            for stream in range(rank * count, (rank + 1) * count)
-        ]
-        return [{"plan": plan.to_json(), "at": None} for plan in plans]
+    def position(self) -> dict[str, Any]:
+        """Where it is, as JSON. "lanes" are the open spans: number, ordinal and offset of the next record."""
+        return {
+            "turn": self._turn,
+            "left": self._left,
+            "next": self._next,
+            "lanes": [[number, reader.ordinal, reader.offset] for number, reader in self._open],
+        }
 
-    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShardStream:
-        """The stream from `state` on.
+    def next(self) -> StreamedRecord | None:
+        """The next record; None when all spans are over."""
+        while self._open:
+            number, reader = self._open[self._turn]
+            ordinal, record = reader.ordinal, reader.next()
+            if record is None:
+                self._replace(reader)
+                continue
+            self._left -= 1
+            if not self._left:
+                self._turn = (self._turn + 1) % len(self._open)
+                self._left = self._block_length
+                if reader.all_requested:
+                    self._open_ahead()
+            shard = self._spans[number].shard
+            return StreamedRecord(shard, ordinal, record, reader.ready, reader.compressed)
+        return None
 
-        Raises:
-            ArgumentError: the state is of other shards, or needs places that are not known here.
-        """
-        plan, at = StreamPlan(**state["plan"]), state["at"]
-        if plan.listing != self._shards.digest:
-            raise ArgumentError("the saved state is of other shards, or of other versions of these")
-        if plan.split and not self._book.complete():
-            raise ArgumentError(
-                "the saved state shares out records by their places, which are not known here: give the "
-                "index files or the cache that the run had"
-            )
-        options = self._options
-        lanes = max(1, options.cycle_length // plan.per_rank)
-        limit, most_bytes = process_share(self._shards.store)
-        reach = Reach.of(most_bytes, lanes)
-        pool = ReadPool(max(1, min(lanes * reach.ahead, limit.most)), self._counters)
-        interleave = Interleave(
-            plan.spans(self._book.counts() if plan.split else self._shards.weights()),
-            functools.partial(self._open_lane, pool, reach),
-            cycle_length=lanes,
-            block_length=options.block_length,
-            position=None if at is None else at["position"],
-        )
-        blocks = Blocks(
-            interleave,
-            seed=(plan.seed, plan.epoch, plan.stream) if plan.shuffle else None,
-            most_records=options.most_records if plan.shuffle else _UNORDERED_BLOCK,
-            most_bytes=options.most_bytes,
-            state=at,
-        )
-        return ShardStream(plan.to_json(), blocks, pool, hold)
+    def close(self) -> None:
+        """Close all readers."""
+        for _, reader in (*self._open, *self._spare):
+            reader.close()
+        self._open, self._next = [], len(self._spans)
+        self._spare.clear()
 
-    def _open_lane(
-        self, pool: ReadPool, reach: Reach, span: Span, ordinal: int, offset: int | None
-    ) -> AnyLane:
-        """A lane over a span from a record on: from the cache if that has all of it, else from the store."""
-        shard, table, stop = self._shards[span.shard], self._book.get(span.shard), None
-        if table is not None:
-            count = len(table.places)
-            if self._cache is not None:
-                cached = CachedLane(
-                    table,
-                    ordinal,
-                    count if span.stop is None else span.stop,
-                    self._cache,
-                    functools.partial(self._key, span.shard),
-                    lambda ordinal: self._read_again(span.shard << _SHARD_BITS | ordinal),
-                )
-                if cached.complete():
-                    return cached
-            shard = shard._replace(compressed=table.compressed)
-            if ordinal < count and offset is None:
-                offset = int(table.places[ordinal, 0])
-            if span.stop is not None:
-                stop = int(table.places[span.stop - 1].sum())
-        lane = Lane(
-            self._shards.store,
-            shard,
-            offset or 0,
-            stop,
-            self._form.splitter,
-            reach=reach,
-            pool=pool,
-            counters=self._counters,
-        )
-        if table is None and ordinal == 0 and self._book.learning:
-            return LearningLane(lane, span.shard, self._book)
-        return lane
+    def _open_span(
+        self, number: int, ordinal: int | None = None, offset: int | None = None
+    ) -> tuple[int, Reader]:
+        span = self._spans[number]
+        return number, self._open_reader(span, span.first if ordinal is None else ordinal, offset)
+
+    def _replace(self, reader: Reader) -> None:
+        """Put the next span in the place of the one that is over."""
+        reader.close()
+        self._left = self._block_length
+        if self._next < len(self._spans):
+            self._open[self._turn] = self._spare.popleft() if self._spare else self._open_span(self._next)
+            self._next += 1
+            return
+        del self._open[self._turn]
+        if self._turn == len(self._open):
+            self._turn = 0
+
+    def _open_ahead(self) -> None:
+        """Open the next spans while readers have nothing left to ask for, so that the line stays full."""
+        ending = sum(reader.all_requested for _, reader in self._open)
+        while len(self._spare) < ending and self._next + len(self._spare) < len(self._spans):
+            self._spare.append(self._open_span(self._next + len(self._spare)))
+
+
+class BlockSize(NamedTuple):
+    """Limits of a block: records, and their bytes. The first block has at most `first` records, each further
+    one twice as many as the one before: a small first block brings the first batch early."""
+
+    records: int
+    bytes: int
+    first: int = 64
+
+
+class ShuffledStream(Generic[T]):
+    """See `SampleStream`: records of an interleave, shuffled in blocks.
+
+    Args:
+        plan: JSON that names the stream; it goes into the state as it is.
+        interleave: opened at the position of `at`.
+        pool: the threads of the readers; they end with the stream.
+        hold: called with each record that is handed out; what it returns is handed out in its place.
+        size: of a block.
+        seed: anything with a `repr`; with the block's number it makes the order. None: nothing is shuffled.
+        at: `state()["at"]`, where to go on; None: at the beginning.
+    """
+
+    def __init__(
+        self,
+        plan: dict[str, Any],
+        interleave: Interleave,
+        pool: ReadPool,
+        hold: Callable[[StreamedRecord], T],
+        *,
+        size: BlockSize,
+        seed: Any,
+        at: dict[str, Any] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._interleave = interleave
+        self._pool = pool
+        self._hold = hold
+        self._size = size
+        self._seed = seed
+        self._number: int = 0 if at is None else at["block"]
+        self._given: int = 0 if at is None else at["given"]
+        self._begin = interleave.position()  # of the block
+        self._block: deque[StreamedRecord] = deque()  # what is left of it; empty as long as it was not read
+        self.closed = False
+
+    def take(self, n: int) -> list[T]:
+        """The next `n` records; fewer at the end."""
+        taken: list[StreamedRecord] = []
+        while len(taken) < n and not self.closed and (self._block or self._read_block()):
+            taken.append(self._block.popleft())
+            self._given += 1
+            if not self._block:
+                self._begin_block()
+        return [self._hold(record) for record in taken]
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, as JSON."""
+        return {
+            "plan": self._plan,
+            "at": {"block": self._number, "given": self._given, "position": self._begin},
+        }
+
+    def close(self) -> None:
+        """Stop reading ahead, and let go of what was read."""
+        if not self.closed:
+            self.closed = True
+            self._block.clear()
+            self._interleave.close()
+            self._pool.close()
+
+    def _begin_block(self) -> None:
+        self._begin = self._interleave.position()
+        self._number += 1
+        self._given = 0
+
+    def _read_block(self) -> bool:
+        """Read the block that has begun, less what was handed out of it; False at the end."""
+        while not self._block:
+            block = self._fill()
+            if not block:
+                return False
+            if self._seed is not None:
+                # blake2b and Mersenne Twister: the same in every version of Python, as the order must be.
+                digest = hashlib.blake2b(repr((self._seed, self._number)).encode(), digest_size=16)
+                random.Random(int.from_bytes(digest.digest(), "little")).shuffle(block)
+            self._block.extend(block[self._given :])
+            if not self._block:  # states of earlier versions may lie behind the last record of a block
+                self._begin_block()
+        return True
+
+    def _fill(self) -> list[StreamedRecord]:
+        most = min(self._size.records, self._size.first << min(self._number, 32))
+        block: list[StreamedRecord] = []
+        size = 0
+        while len(block) < most and size < self._size.bytes:
+            found = self._interleave.next()
+            if found is None:
+                break
+            block.append(found)
+            size += found.record.size
+        return block

@@ -23,12 +23,13 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
-from fastload.cli.convert import shardset as _shardset
+from fastload.cli.convert import shard_set
 from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.errors import DecodeError
 from fastload.formats.example import parse_example
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter
+from fastload.formats.write import TFRecordWriter
 from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]
@@ -308,7 +309,7 @@ def test_shards_go_on_in_the_middle_of_a_shard(
     more = [] if seed is None else ["--shuffle", seed]
     convert(photos, tmp_path / "in", "tfrecord")
     convert(tmp_path / "in", tmp_path / "unbroken", "tar", "--shard-size", "40KB", "--name", "x", *more)
-    send, sent = _shardset.ShardSet.send, Counter[str]()
+    send, sent = shard_set.ShardSet.send, Counter[str]()
 
     def failing(shards: Any, made: Any) -> None:
         sent["shards"] += 1
@@ -317,7 +318,7 @@ def test_shards_go_on_in_the_middle_of_a_shard(
             raise OSError(28, "No space left on device")
         send(shards, made)
 
-    monkeypatch.setattr(_shardset.ShardSet, "send", failing)
+    monkeypatch.setattr(shard_set.ShardSet, "send", failing)
     for _ in range(20):
         try:
             code, _ = convert(
@@ -329,6 +330,36 @@ def test_shards_go_on_in_the_middle_of_a_shard(
         break
     assert sent["shards"] > 8
     assert files(tmp_path / "out") == files(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_shards_begun_by_a_version_with_another_order_are_refused(
+    seed: int | None, photos: Path, tmp_path: Path
+) -> None:
+    more = [] if seed is None else ["--shuffle", seed]
+    convert(photos, tmp_path / "in", "tfrecord")
+    arguments = (tmp_path / "in", tmp_path / "out", "tar", *more, "--name")
+    assert convert(*arguments, "x")[0] == 0
+    path = tmp_path / "out" / "x.json"
+    document = json.loads(path.read_bytes())
+    del document["shards"][1:]
+    document["shards"][0]["next"] = {"next": 1, "lanes": [[0, 7]]}
+    path.write_text(json.dumps(document))
+    code, document = convert(*arguments, "x")
+    assert code == 2 and "another version of fastload" in document["error"]["message"]
+    assert convert(*arguments, "y")[0] == 0
+
+
+def test_no_empty_shard_follows_one_that_is_exactly_full(tmp_path: Path) -> None:
+    with (tmp_path / "in.tfrecord").open("wb") as file:
+        writer = TFRecordWriter(file)
+        for number in range(6):
+            writer.write(b"%d" % number * 984)  # 1,000 bytes with its framing
+        writer.close()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in.tfrecord").rename(tmp_path / "in" / "a.tfrecord")
+    code, document = convert(tmp_path / "in", tmp_path / "out", "tfrecord", "--shard-size", "3000")
+    assert (code, document["samples"], document["shards"]) == (0, 6, 2)
 
 
 # --- The destination ----------------------------------------------------------------------------------------
@@ -401,7 +432,7 @@ def test_a_read_only_store(photos: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_members_that_would_be_one_feature() -> None:
-    from fastload.cli.convert.record_files import Sample, as_features
+    from fastload.cli.convert.sample_forms import Sample, as_features
 
     def features(**members: bytes) -> dict[str, Any]:
         return as_features(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from fastload import RandomResizedCrop
 from fastload.cli.app import app
 from fastload.errors import ArgumentError, DecodeError
-from fastload.shards import reader as lane_module
+from fastload.shards import reader
 
 KINDS = ["tar", "tfrecord"]
 CROP = RandomResizedCrop(24)
@@ -46,8 +46,7 @@ def opened(no_leaks: None) -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a few kilobytes arrive in many ranges."""
-    for name, size in (("_FIRST_PIECE", 700), ("_LEAST_PIECE", 1500), ("_USUAL_PIECE", 3000)):
-        monkeypatch.setattr(lane_module, name, size)
+    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
 
 
 def misnamed(kind: str) -> dict[str, bytes]:

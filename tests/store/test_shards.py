@@ -44,8 +44,7 @@ from fastload.errors import (
     ObjectChangedError,
     StoreError,
 )
-from fastload.shards import reader as lane_module
-from fastload.shards import readers as lanes_module
+from fastload.shards import reader
 from fastload.shards.columns import copy_value, new_column, put_value
 from fastload.shards.urls import expand_braces, glob_pattern
 from tests.patience import PATIENCE
@@ -58,8 +57,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of a few kilobytes arrive in many ranges."""
-    for name, size in (("_FIRST_PIECE", 700), ("_LEAST_PIECE", 1500), ("_USUAL_PIECE", 3000)):
-        monkeypatch.setattr(lane_module, name, size)
+    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
 
 
 @pytest.fixture(params=KINDS)
@@ -154,7 +152,7 @@ def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path
         data = make()
         with pytest.raises(TypeError, match="no length yet"):
             len(data)
-        with pytest.raises(TypeError, match="no numbers yet"):
+        with pytest.raises(TypeError, match="not indexed yet"):
             data[3]
         found = read(data)
         data.flush_cache()
@@ -225,14 +223,14 @@ def test_places_from_other_ranks(kind: str, tmp_path: Path) -> None:
     url = write(tmp_path / "shards", shards(kind))
     ours = closing(dataset(kind, url, cache=str(tmp_path / "ours"), transform=CROP))
     read(ours)
-    tables = ours.known_places()
+    tables = ours.known_indexes()
     assert sorted(tables) == list(range(len(COUNTS)))
     theirs = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
     damaged = {shard_number: table[:-1] + b"?" for shard_number, table in tables.items()}
-    theirs.learn_places(damaged | {99: tables[0]})
+    theirs.learn_indexes(damaged | {99: tables[0]})
     with pytest.raises(TypeError):
         len(theirs)
-    theirs.learn_places(tables)
+    theirs.learn_indexes(tables)
     assert len(theirs) == TOTAL
     worker = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
     assert len(worker) == TOTAL, "kept where this node's processes find them"
@@ -893,7 +891,7 @@ def test_without_the_check_a_cached_lane_would_lose_nothing_but_ask_again(
         assert not any(
             request.method == "GET" and request.key in server.objects for request in server.requests
         )
-        monkeypatch.setattr(lanes_module.CachedLane, "complete", lambda lane: False)
+        monkeypatch.setattr(reader.CachedReader, "complete", lambda cached: False)
         read(data, epoch=2)
         assert any(request.method == "GET" and request.key in server.objects for request in server.requests)
 

@@ -83,11 +83,11 @@ def convert(
     """
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
-        from fastload.cli.convert.inputs import open_source
+        from fastload.cli.convert.inputs import open_input
         from fastload.metrics.units import parse_size
 
         size, called = parse_size(shard_size, "--shard-size"), _name(name, source)
-        opened = open_source(source, kind.value, options, size, shuffle)
+        opened = open_input(source, kind.value, options, size, shuffle)
         try:
             wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
             document = _run(opened, destination, storage_options(dst_option, None, False), wanted, output)
@@ -115,7 +115,7 @@ def _run(
     source: Any, destination: str, options: dict[str, Any], wanted: dict[str, Any], output: Output
 ) -> dict[str, Any]:
     """Write what is missing, then read all of it."""
-    from fastload.cli.convert.shardset import Form, ShardSet
+    from fastload.cli.convert.shard_set import Form, ShardSet
     from fastload.cli.convert.verify import verify
     from fastload.cli.machine import describe_machine
     from fastload.store import open_store

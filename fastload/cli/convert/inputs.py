@@ -1,7 +1,7 @@
-"""What `fastload convert` reads: objects in a known order, or shards from one end to the other.
+"""What `fastload convert` reads: objects in a known order, or the records of shards.
 
-Both hand out samples part by part, a part being a new shard, and say in JSON where the next part begins:
-there another run goes on.
+Both hand out samples part by part. A part becomes a new shard. The position says in JSON where the next part
+begins, so that another run can go on there.
 """
 
 from __future__ import annotations
@@ -15,27 +15,36 @@ from typing import Any, Protocol
 import numpy as np
 from xxhash import xxh3_64
 
-import fastload
-from fastload.cli.convert.pieces import PieceReader
-from fastload.cli.convert.record_files import Sample, split_name
+from fastload.cli.convert.records import SPLITTERS, sound_payload
+from fastload.cli.convert.sample_forms import Sample, split_name
 from fastload.errors import ArgumentError, NotFoundError
+from fastload.fetch.prefetcher import Prefetcher
+from fastload.fetch.source import ObjectSource
+from fastload.fetch.threads import ReadPool
 from fastload.formats.tar import read_sample
+from fastload.metrics.counters import Counters
+from fastload.shards.reader import ReadAhead, Shard, ShardReader
+from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
 from fastload.store import ObjectInfo, Store, open_store
 from fastload.store.listing import IMAGE_EXTENSIONS
 from fastload.store.manifest import Manifest
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Input", "open_input"]
 
 _TAR = (".tar", ".tar.gz", ".tgz")
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz", ".tfrec.gz")
 _BESIDE = (".idx", ".json", ".txt")
-_AHEAD = 512  # samples that the window knows of; it bounds requests and bytes by itself
+_AHEAD = 512  # samples that the prefetcher knows of; it bounds requests and bytes by itself
 _MOST_JSON = 64 << 20
-_LANES = 16  # shards that are mixed by a shuffle
 _OVERHEAD = 2048  # bytes of a sample in a shard beside its own: headers, label, padding
+_MIXED = 16  # shards that a shuffle reads at once
+_READ_AHEAD = 64 << 20  # bytes of shards that were read and not taken yet
+_SMALL_BLOCK = BlockSize(64, 4 << 20)
+_READS = 8  # of shards at once
+_PLAN = {"order": 2}  # raise it when the same shards and seed would give another order
 
 
-class Source(Protocol):
+class Input(Protocol):
     """Where samples come from.
 
     Attributes:
@@ -43,7 +52,7 @@ class Source(Protocol):
         url, identity: of the store.
         classes: class names, of a folder; or None.
         total_bytes: of all samples, as the store has them.
-        fingerprint: another one where any object was added, taken away or changed.
+        fingerprint: another one where any object was added, removed or changed.
         shards: how many parts there will be, where that is known; or None.
         position: where the next part begins (JSON); None at the end.
     """
@@ -60,11 +69,12 @@ class Source(Protocol):
     def part(self) -> Iterator[Sample]:
         """The samples of the next part; `position` moves when it is through."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the threads that read."""
 
 
-def open_source(url: str, kind: str, options: dict[str, Any], shard_size: int, seed: int | None) -> Source:
-    """The source at `url`; kind "auto" looks at the first keys.
+def open_input(url: str, kind: str, options: dict[str, Any], shard_size: int, seed: int | None) -> Input:
+    """What is at `url`; kind "auto" looks at the first keys.
 
     Raises:
         ArgumentError, NotFoundError, StoreError: as a dataset's.
@@ -72,11 +82,9 @@ def open_source(url: str, kind: str, options: dict[str, Any], shard_size: int, s
     store = open_store(url, **options)
     if kind == "auto":
         kind = _guess(store)
-    if kind == "folder":
-        return _Objects(kind, _FolderBytes(url, storage_options=options), shard_size, seed)
-    if kind == "objects":
-        return _Objects(kind, fastload.ObjectDataset(url, storage_options=options), shard_size, seed)
-    return _Shards(kind, store, shard_size, seed)
+    if kind in ("folder", "objects"):
+        return _ObjectsInput(kind, url, store, shard_size, seed)
+    return _ShardsInput(kind, store, shard_size, seed)
 
 
 def _guess(store: Store) -> str:
@@ -100,6 +108,155 @@ def _fingerprint(manifest: Manifest) -> str:
     return str(digest.hexdigest())
 
 
+class _ObjectsInput:
+    """See `Input`: a sample per object, hundreds of which are read at a time."""
+
+    def __init__(self, kind: str, url: str, store: Store, shard_size: int, seed: int | None) -> None:
+        folder = kind == "folder"
+        manifest = Manifest.open(store, images_only=folder, labels=folder)
+        self.kind, self.url, self.identity = kind, url, manifest.identity
+        self.classes = list(manifest.classes or []) if folder else None
+        self.total_bytes = manifest.total_bytes
+        self._manifest = manifest
+        # No cache: nothing asks for keys of one.
+        objects = ObjectSource(store, manifest, key=lambda index, version: b"")
+        self._prefetcher = Prefetcher(objects, None, prepare=None, counters=Counters())
+        rng = np.random.default_rng(seed)
+        self._order = np.arange(len(manifest)) if seed is None else rng.permutation(len(manifest))
+        # Of the order too: another release of numpy may draw another one.
+        self.fingerprint = f"{_fingerprint(manifest)}-{xxh3_64(self._order.tobytes()).hexdigest()}"
+        # Cut by the sizes listed, so that the number of shards is known before the first one is written.
+        full = np.array(list(accumulate(manifest.sizes[self._order].tolist(), initial=0)))
+        full += _OVERHEAD * np.arange(len(full))
+        numbers = full[:-1] // shard_size
+        self._ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(manifest)]
+        self.shards: int | None = len(self._ends)
+        self.position: Any = 0
+        self._requested = 0
+
+    def part(self) -> Iterator[Sample]:
+        start = int(self.position)
+        self._requested = max(self._requested, start)
+        stop = next(end for end in self._ends if end > start)
+        for at in range(start, stop):
+            if self._requested - at < _AHEAD // 2:
+                ahead = self._order[self._requested : at + _AHEAD]
+                self._prefetcher.request(ahead.tolist())
+                self._requested += len(ahead)
+            yield self._sample(int(self._order[at]))
+        self.position = stop if stop < len(self._order) else None
+
+    def _sample(self, index: int) -> Sample:
+        content = self._prefetcher.take(index)
+        stem, extension = split_name(self._manifest.key(index))
+        members: dict[str, Any] = {extension: memoryview(content)}
+        if self.classes is not None:
+            members["cls"] = str(self._manifest.label(index)).encode()
+        return Sample(stem, members, None, self._manifest.size(index))
+
+    def close(self) -> None:
+        self._prefetcher.close()
+
+
+class _ShardsInput:
+    """See `Input`: the records of shards, one shard after the other. To shuffle, shards are drawn at random,
+    some of them are read in turn, and the records of each part are permuted.
+    """
+
+    shards: int | None = None
+
+    def __init__(self, kind: str, store: Store, shard_size: int, seed: int | None) -> None:
+        manifest = Manifest.build(store)
+        infos = [
+            ObjectInfo(manifest.key(i), int(manifest.sizes[i]), manifest.version(i))
+            for i in range(len(manifest))
+        ]
+        self._shards = _choose(infos, kind)
+        if not self._shards:
+            raise NotFoundError(f"{store.url!r}: no {kind} shards there", stage="list")
+        self.classes = _classes(store, [info for info in infos if info.key.endswith(".json")])
+        self.kind, self.url, self.identity = kind, store.url, store.identity
+        self.total_bytes = sum(shard.size for shard in self._shards)
+        self.fingerprint = _fingerprint(manifest)
+        self.position: Any = {"plan": _PLAN, "at": None}
+        self._store, self._limit, self._seed = store, shard_size, seed
+        self._stream: ShuffledStream[StreamedRecord] | None = None
+        self._next: StreamedRecord | None = None  # of the part at `position`
+
+    def part(self) -> Iterator[Sample]:
+        stream = self._stream or self._open_stream()
+        found, size, state = self._next, 0, None
+        while found is not None and state is None:
+            size += found.record.size
+            yield self._sample(found)
+            if size >= self._limit:
+                state = stream.state()
+            found = next(iter(stream.take(1)), None)
+        self._next = found
+        self.position = None if found is None else state
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    def _open_stream(self) -> ShuffledStream[StreamedRecord]:
+        """The records from `position` on."""
+        if self.position.get("plan") != _PLAN:
+            raise ArgumentError(
+                "another version of fastload began these shards, and takes the samples in another order: "
+                "finish them with that version, or give another --name"
+            )
+        order = list(range(len(self._shards)))
+        if self._seed is not None:
+            random.Random(self._seed).shuffle(order)
+        at, readers = self.position["at"], 1 if self._seed is None else _MIXED
+        # One more than are read in turn: the next shard is begun while the last bytes of another are cut up.
+        ahead, pool = ReadAhead.of(_READ_AHEAD, readers + 1), ReadPool(_READS, Counters())
+
+        def open_reader(span: Span, ordinal: int, offset: int | None) -> ShardReader:
+            return ShardReader(
+                self._store,
+                self._shards[span.shard],
+                SPLITTERS[self.kind],
+                ahead=ahead,
+                pool=pool,
+                counters=Counters(),
+                ordinal=ordinal,
+                offset=offset or 0,
+            )
+
+        interleave = Interleave(
+            [Span(shard) for shard in order],
+            open_reader,
+            cycle_length=readers,
+            block_length=1,
+            position=None if at is None else at["position"],
+        )
+        # To shuffle, a block is a part. Else blocks are small, so that no part has to be in memory.
+        part = BlockSize(1 << 62, self._limit, first=1 << 62)
+        size = _SMALL_BLOCK if self._seed is None else part
+        self._stream = ShuffledStream(
+            _PLAN, interleave, pool, lambda found: found, size=size, seed=self._seed, at=at
+        )
+        self._next = next(iter(self._stream.take(1)), None)
+        return self._stream
+
+    def _sample(self, found: StreamedRecord) -> Sample:
+        payload = sound_payload(found.record, self._shards[found.shard].key)
+        if self.kind == "tfrecord":
+            return Sample("", {}, payload, found.record.size)
+        return Sample(*read_sample(payload), None, found.record.size)
+
+
+def _choose(infos: list[ObjectInfo], kind: str) -> list[Shard]:
+    """The shards among objects. Their first bytes say whether they are compressed."""
+    endings = _TAR if kind == "tar" else _TFRECORD
+    named = [info for info in infos if info.key.lower().endswith(endings)]
+    # Shards may be called anything (train-00000-of-01024); what else is there is known by its ending.
+    chosen = named or [info for info in infos if not info.key.lower().endswith(_BESIDE)]
+    return [Shard(info.key, info.size, info.version, None) for info in chosen]
+
+
 def _classes(store: Store, documents: list[ObjectInfo]) -> list[str] | None:
     """The class names, where this command made the shards."""
     for info in documents:
@@ -113,153 +270,3 @@ def _classes(store: Store, documents: list[ObjectInfo]) -> list[str] | None:
             names: list[str] | None = document["classes"]
             return names
     return None
-
-
-class _FolderBytes(fastload.ImageFolder):
-    """(encoded image, class index)"""
-
-    def _open(self, value: Any) -> Any:
-        return value
-
-
-class _Objects:
-    """See `Source`: a sample per object, read through the dataset's window, hundreds at a time."""
-
-    def __init__(self, kind: str, dataset: Any, shard_size: int, seed: int | None) -> None:
-        manifest = dataset._manifest
-        self.kind, self.url, self.identity = kind, dataset.url, manifest.identity
-        self.classes = dataset.classes if kind == "folder" else None
-        self.total_bytes = manifest.total_bytes
-        self._dataset, self._sizes = dataset, manifest.sizes
-        rng = np.random.default_rng(seed)
-        self._order = np.arange(len(dataset)) if seed is None else rng.permutation(len(dataset))
-        # Of the order too: another release of numpy may draw another one.
-        self.fingerprint = f"{_fingerprint(manifest)}-{xxh3_64(self._order.tobytes()).hexdigest()}"
-        # Cut by the sizes listed, so that the number of shards is known before the first one is written.
-        full = np.array(list(accumulate(self._sizes[self._order].tolist(), initial=0)))
-        full += _OVERHEAD * np.arange(len(full))
-        numbers = full[:-1] // shard_size
-        self._ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(dataset)]
-        self.shards: int | None = len(self._ends)
-        self.position: Any = 0
-        self._requested = 0
-
-    def part(self) -> Iterator[Sample]:
-        start = int(self.position)
-        self._requested = max(self._requested, start)
-        stop = next(end for end in self._ends if end > start)
-        for at in range(start, stop):
-            if self._requested - at < _AHEAD // 2:
-                ahead = self._order[self._requested : at + _AHEAD]
-                self._dataset.prefetch(ahead.tolist())
-                self._requested += len(ahead)
-            yield self._sample(int(self._order[at]))
-        self.position = stop if stop < len(self._order) else None
-
-    def _sample(self, index: int) -> Sample:
-        found = self._dataset[index]
-        content, label = found if self.kind == "folder" else (found, None)
-        name = self._dataset.key(index)
-        stem, extension = split_name(name)
-        size = int(self._sizes[index])
-        members: dict[str, Any] = {extension: memoryview(content)}
-        if label is not None:
-            members["cls"] = str(label).encode()
-        return Sample(stem, members, None, size)
-
-    def close(self) -> None:
-        self._dataset.close()
-
-
-class _Shards:
-    """See `Source`: the records of shards in their order; or, to shuffle, of some shards in turn, these drawn
-    at random, and each part once more in itself.
-    """
-
-    shards: int | None = None
-
-    def __init__(self, kind: str, store: Store, shard_size: int, seed: int | None) -> None:
-        manifest = Manifest.build(store)
-        endings = _TAR if kind == "tar" else _TFRECORD
-        found = range(len(manifest))
-        named = [index for index in found if manifest.key(index).lower().endswith(endings)]
-        # Shards may be called anything (train-00000-of-01024); what else is there is known by its ending.
-        chosen = named or [i for i in found if not manifest.key(i).lower().endswith(_BESIDE)]
-        if not chosen:
-            raise NotFoundError(f"{store.url!r}: no {kind} shards there", stage="list")
-        infos = [ObjectInfo(manifest.key(i), int(manifest.sizes[i]), manifest.version(i)) for i in found]
-        self._infos = [infos[index] for index in chosen]
-        self.classes = _classes(store, [info for info in infos if info.key.endswith(".json")])
-        self.kind, self.url, self.identity = kind, store.url, store.identity
-        self.total_bytes = sum(info.size for info in self._infos)
-        self.fingerprint = _fingerprint(manifest)
-        self._limit, self._seed = shard_size, seed
-        self._order = list(range(len(chosen)))
-        if seed is not None:
-            random.Random(seed).shuffle(self._order)
-        self._lanes: list[_Lane] = []
-        self._reader = PieceReader(store, ahead=8 if seed is None else 1)
-        self.position: Any = {"next": 0, "lanes": []}
-
-    def part(self) -> Iterator[Sample]:
-        self._open_lanes()
-        samples = self._until_full()
-        if self._seed is not None:
-            gathered = list(samples)
-            random.Random(f"{self._seed} {self.position}").shuffle(gathered)
-            samples = iter(gathered)
-        yield from samples
-        lanes = [[lane.shard, lane.taken] for lane in self._lanes]
-        self.position = {"next": self._next, "lanes": lanes}
-        if not lanes and self._next == len(self._order):
-            self.position = None
-
-    def _until_full(self) -> Iterator[Sample]:
-        """One sample of each lane in turn, until they fill a shard."""
-        most = 1 if self._seed is None else _LANES
-        size = 0
-        while size < self._limit:
-            while len(self._lanes) < most and self._next < len(self._order):
-                self._lanes.append(_Lane(self, self._order[self._next], 0))
-                self._next += 1
-            if not self._lanes:
-                return
-            lane = self._lanes.pop(0)
-            sample = lane.next()
-            if sample is not None:
-                size += sample.size
-                self._lanes.append(lane)
-                yield sample
-
-    def _open_lanes(self) -> None:
-        """As the position says, unless they stand there already."""
-        self._next = int(self.position["next"])
-        if [[lane.shard, lane.taken] for lane in self._lanes] != self.position["lanes"]:
-            self._lanes = [_Lane(self, shard, taken) for shard, taken in self.position["lanes"]]
-
-    def samples_of(self, shard: int) -> Iterator[Sample]:
-        for record in self._reader.records(self._infos[shard], self.kind):
-            assert record.payload is not None
-            if self.kind == "tfrecord":
-                yield Sample("", {}, record.payload, record.size)
-            else:
-                yield Sample(*read_sample(record.payload), None, record.size)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-class _Lane:
-    """A shard that is being read, and how many of its samples were taken."""
-
-    def __init__(self, source: _Shards, shard: int, taken: int) -> None:
-        self.shard, self.taken = shard, 0
-        self._samples = source.samples_of(shard)
-        while self.taken < taken:
-            if self.next() is None:
-                raise ArgumentError(f"shard {shard} of the source ends before sample {taken}: it changed")
-
-    def next(self) -> Sample | None:
-        sample = next(self._samples, None)
-        self.taken += sample is not None
-        return sample

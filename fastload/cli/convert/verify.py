@@ -1,4 +1,4 @@
-"""Whether a set of shards holds what was put into it: all of it is read again, as a reader sees it."""
+"""Reads a set of shards again, as a reader would, and compares it with what was written."""
 
 from __future__ import annotations
 
@@ -7,62 +7,89 @@ from typing import Any
 
 from xxhash import xxh3_64
 
-from fastload.cli.convert.pieces import PieceReader
-from fastload.cli.convert.record_files import Digest
-from fastload.cli.convert.shardset import Form, Shard, ShardSet, index_name
+from fastload.cli.convert.records import SPLITTERS, sound_payload
+from fastload.cli.convert.sample_forms import Digest
+from fastload.cli.convert.shard_set import Form, ShardSet, WrittenShard, index_name
 from fastload.errors import DecodeError, NotFoundError
+from fastload.fetch.threads import ReadPool
 from fastload.formats.example import read_example
 from fastload.formats.shard_index import parse_tfrecord_index, parse_wds_index
 from fastload.formats.tar import read_sample
+from fastload.metrics.counters import Counters
+from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
 from fastload.store import ObjectInfo
 
 __all__ = ["verify"]
 
+_READ_AHEAD = 64 << 20  # bytes
+_READS = 8  # at once
 
-def verify(shards: ShardSet, progress: Callable[[Shard], None]) -> list[tuple[str, str]]:
+
+def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
     """(name, what is wrong) of each shard that does not hold what was written.
 
-    The bytes are compared by their checksum, the samples by theirs (as they were before they were written),
-    the index with the places at which the samples were found.
+    The bytes are compared by their checksum, the samples by theirs (of before they were written), the index
+    with the offsets at which the samples were found.
     """
     present = shards.present()
-    reader = PieceReader(shards.store, ahead=8)
+    pool = ReadPool(_READS, Counters())
     wrong = []
     try:
         for shard in shards.shards:
-            why = _fault(shards, reader, present.get(shard.name), shard)
+            why = _fault(shards, pool, present.get(shard.name), shard)
             if why:
                 wrong.append((shard.name, why))
             progress(shard)
     finally:
-        reader.close()
+        pool.close()
     return wrong
 
 
-def _fault(shards: ShardSet, reader: PieceReader, info: ObjectInfo | None, shard: Shard) -> str:
+def _fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: WrittenShard) -> str:
     if info is None or info.size != shard.bytes:
         return f"has {0 if info is None else info.size:,} bytes instead of {shard.bytes:,}"
-    whole, content, places = xxh3_64(), Digest(), list[list[int]]()
+    whole, content, offsets = xxh3_64(), Digest(), list[list[int]]()
+    hashed = 0
+
+    def hash_piece(piece: Any) -> None:
+        nonlocal hashed
+        whole.update(piece)
+        hashed += len(piece)
+
+    reader = ShardReader(
+        shards.store,
+        Shard(info.key, info.size, info.version, compressed=False),
+        SPLITTERS[shards.form.kind],
+        ahead=ReadAhead.of(_READ_AHEAD, 1),
+        pool=pool,
+        counters=Counters(),
+        on_piece=hash_piece,
+    )
     try:
-        for record in reader.records(info, shards.form.kind, whole.update):
-            _add(content, shards.form, record.payload)
-            places.append([record.offset, record.size])
+        while (record := reader.next()) is not None:
+            _add(content, shards.form, sound_payload(record, info.key))
+            offsets.append([record.offset, record.size])
         index = bytes(shards.store.read(index_name(shard.name)))
         parse = parse_wds_index if shards.form.kind == "tar" else parse_tfrecord_index
         indexed = parse(index, shard.bytes).tolist()
     except (DecodeError, NotFoundError) as error:
         return str(error)
-    if len(places) != shard.samples:
-        return f"has {len(places):,} samples instead of {shard.samples:,}"
+    finally:
+        reader.close()
+    if len(offsets) != shard.samples:
+        return f"has {len(offsets):,} samples instead of {shard.samples:,}"
+    while hashed < info.size:  # behind a tar's end mark, where a reader stops
+        stop = min(hashed + PIECES.usual, info.size)
+        hash_piece(shards.store.read_range(info.key, hashed, stop, info.version))
     if (whole.hexdigest(), content.text()) != (shard.xxh3, shard.content):
         return "holds something else than was written"
-    if indexed != places or xxh3_64(index).hexdigest() != shard.places:
+    if indexed != offsets or xxh3_64(index).hexdigest() != shard.places:
         return "has another index than was written"
     return ""
 
 
 def _add(content: Digest, form: Form, payload: Any) -> None:
-    """As `ShardSet.make` did before the sample was written, from what is read."""
+    """What `ShardSet.make` did before the sample was written, with what is read."""
     if form.copied:
         content.add("", payload)
     elif form.kind == "tar":

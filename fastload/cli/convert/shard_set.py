@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
-from fastload.cli.convert.record_files import Digest, Sample, as_features, as_members, member_key
+from fastload.cli.convert.sample_forms import Digest, Sample, as_features, as_members, member_key
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.formats.example import encode_example
 from fastload.formats.write import TarWriter, TFRecordWriter
 from fastload.store import ObjectInfo, Store, retry
 from fastload.store.retry import Wait
 
-__all__ = ["Form", "Made", "Shard", "ShardSet", "index_name"]
+__all__ = ["Form", "ShardSet", "UnsentShard", "WrittenShard", "index_name"]
 
 FORMAT = 1
 _REST = 4  # times as long as it took to write NAME.json, it is left alone
@@ -54,7 +54,7 @@ class Form(NamedTuple):
         return f"{name}-{number:05d}{of}.tfrecord"
 
 
-class Shard(NamedTuple):
+class WrittenShard(NamedTuple):
     """A shard that is whole, as NAME.json has it."""
 
     name: str
@@ -66,10 +66,10 @@ class Shard(NamedTuple):
     next: Any
 
 
-class Made(NamedTuple):
+class UnsentShard(NamedTuple):
     """A shard that is still to be sent."""
 
-    shard: Shard
+    shard: WrittenShard
     file: Any
     places: bytes
 
@@ -103,7 +103,7 @@ class ShardSet:
     ) -> None:
         self.store, self.name, self.form = store, name, form
         self._settings, self._classes = settings, classes
-        self.shards: list[Shard] = []
+        self.shards: list[WrittenShard] = []
         self.complete = False
         self._saved = self._took = 0.0
         present = self.present()
@@ -141,7 +141,7 @@ class ShardSet:
                 f"{self.store.url!r} has shards {self.name!r} that were made otherwise ({', '.join(other)}): "
                 "they are not overwritten; give another --name or destination"
             )
-        for shard in (Shard(**shard) for shard in document["shards"]):
+        for shard in (WrittenShard(**shard) for shard in document["shards"]):
             found = present.get(shard.name)
             if found is None or found.size != shard.bytes or index_name(shard.name) not in present:
                 return
@@ -154,7 +154,7 @@ class ShardSet:
         samples: Iterator[Sample],
         position: Callable[[], Any],
         progress: Callable[[Sample], None],
-    ) -> Made:
+    ) -> UnsentShard:
         """Shard `number`, of `samples`, in a file. `position()` is asked when they are through."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it was sent
         whole, content, keys = xxh3_64(), Digest(), set[str]()
@@ -175,7 +175,7 @@ class ShardSet:
         name = self.form.file_name(self.name, number)
         places = writer.index()
         sums = (whole.hexdigest(), content.text(), xxh3_64(places).hexdigest())
-        return Made(Shard(name, writer.size, writer.samples, *sums, position()), file, places)
+        return UnsentShard(WrittenShard(name, writer.size, writer.samples, *sums, position()), file, places)
 
     def _write(self, writer: Any, content: Digest, keys: set[str], sample: Sample, serial: str) -> None:
         if sample.record is not None:
@@ -193,13 +193,13 @@ class ShardSet:
         content.add_members(key, sample.members)
         writer.write(key, sample.members)
 
-    def send(self, made: Made) -> None:
+    def send(self, made: UnsentShard) -> None:
         """Put a shard there. Its index is there first: no shard is ever seen without one."""
         with made.file:
             self.store.write(index_name(made.shard.name), made.places)
             self.store.write(made.shard.name, Path(f"/proc/self/fd/{made.file.fileno()}"))
 
-    def add(self, shard: Shard) -> None:
+    def add(self, shard: WrittenShard) -> None:
         """A shard was sent."""
         self.shards.append(shard)
         if time.monotonic() - self._saved > _REST * self._took:

@@ -1,0 +1,238 @@
+"""The streams of an epoch over shards: planned in the trainer, opened in the process that reads them.
+
+A plan is pure arithmetic, the same in every process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import heapq
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from fastload.cache import Cache
+from fastload.errors import ArgumentError
+from fastload.fetch.share import process_share
+from fastload.fetch.threads import ReadPool
+from fastload.metrics.counters import Counters
+from fastload.shards.catalog import ShardList
+from fastload.shards.index import ShardIndex
+from fastload.shards.reader import CachedReader, ReadAhead, ShardReader
+from fastload.shards.record_id import RecordId
+from fastload.shards.record_source import ShardFormat
+from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
+
+__all__ = ["NOT_INDEXED", "EpochStreams", "StreamOptions", "StreamPlan"]
+
+_log = logging.getLogger("fastload")
+
+_UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
+NOT_INDEXED = (
+    "its shards are not indexed yet. Read it with fastload.DataLoader, which streams it; give index files "
+    "(index=); or give it a cache, with which the first epoch builds the index"
+)
+
+
+class StreamPlan(NamedTuple):
+    """One of the `streams` of an epoch, over all ranks; those of a rank are `per_rank` in a row.
+
+    seed, epoch, shuffle: make the order of the shards, and within blocks that of the records.
+    split: whether ranges of records are dealt, which needs an index, or whole shards.
+    listing: names the shards and their versions, so that a state is not taken up with others.
+    """
+
+    seed: int
+    epoch: int
+    shuffle: bool
+    stream: int
+    streams: int
+    per_rank: int
+    split: bool
+    listing: str
+
+    def to_json(self) -> dict[str, Any]:
+        return self._asdict()
+
+    def spans(self, weights: Sequence[int]) -> list[Span]:
+        """What this stream reads, in order.
+
+        Args:
+            weights: of the shards: their numbers of records with `split`, else what they are balanced by.
+        """
+        order = list(range(len(weights)))
+        if self.shuffle:
+            digest = hashlib.blake2b(repr((self.seed, self.epoch)).encode(), digest_size=16).digest()
+            random.Random(int.from_bytes(digest, "little")).shuffle(order)
+        return self._ranges(order, weights) if self.split else self._whole(order, weights)
+
+    def _ranges(self, order: list[int], counts: Sequence[int]) -> list[Span]:
+        """Equal parts, within one, of all records laid end to end."""
+        total = sum(counts)
+        start, stop = (total * number // self.streams for number in (self.stream, self.stream + 1))
+        spans, at = [], 0
+        for shard in order:
+            first, last = max(start - at, 0), min(stop - at, counts[shard])
+            if first < last:
+                spans.append(Span(shard, first, None if last == counts[shard] else last))
+            at += counts[shard]
+        return spans
+
+    def _whole(self, order: list[int], weights: Sequence[int]) -> list[Span]:
+        """Each shard to the stream that has least so far: they end at about the same time."""
+        loads = [(0, stream) for stream in range(self.streams)]
+        spans = []
+        for shard in order:
+            load, stream = heapq.heappop(loads)
+            heapq.heappush(loads, (load + max(1, weights[shard]), stream))
+            if stream == self.stream:
+                spans.append(Span(shard))
+        return spans
+
+
+class StreamOptions(NamedTuple):
+    """cycle_length, block_length: as of TFRecordDataset. most_records, most_bytes: of a shuffled block."""
+
+    cycle_length: int
+    block_length: int
+    most_records: int
+    most_bytes: int
+
+
+class EpochStreams:
+    """Plans and opens the streams of one dataset.
+
+    Args:
+        shards, index, form: what to read, its index as far as there is one, and its format.
+        cache: a shard of which it has all records is not read again; or None.
+        key: (shard, offset) -> cache key.
+        read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
+        options: of all streams.
+        counters: get.* are added here.
+    """
+
+    def __init__(
+        self,
+        shards: ShardList,
+        index: ShardIndex,
+        form: ShardFormat,
+        cache: Cache | None,
+        *,
+        key: Callable[[int, int], bytes],
+        read_again: Callable[[int], Any],
+        options: StreamOptions,
+        counters: Counters,
+    ) -> None:
+        self._shards = shards
+        self._index = index
+        self._form = form
+        self._cache = cache
+        self._key = key
+        self._read_again = read_again
+        self._options = options
+        self._counters = counters
+
+    def plan(
+        self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
+    ) -> list[dict[str, Any]]:
+        """See `StreamDataset.plan_streams`."""
+        shards, streams = self._shards, count * ranks
+        compressed = self._index.compressed()
+        split = self._index.complete() and not compressed
+        if streams > len(shards) and not split and rank == 0:
+            _log.warning(
+                "%d shards for %d readers: %d readers have nothing to read, because %s",
+                len(shards),
+                streams,
+                streams - len(shards),
+                "compressed shards cannot be split" if compressed else NOT_INDEXED,
+            )
+        plans = [
+            StreamPlan(seed, epoch, shuffle, stream, streams, count, split, shards.digest)
+            for stream in range(rank * count, (rank + 1) * count)
+        ]
+        return [{"plan": plan.to_json(), "at": None} for plan in plans]
+
+    def open(self, state: dict[str, Any], hold: Callable[[StreamedRecord], int]) -> ShuffledStream[int]:
+        """The stream from `state` on.
+
+        Args:
+            hold: keeps a record's payload until it is asked for; returns its packed `RecordId`.
+
+        Raises:
+            ArgumentError: the state is of other shards, or needs an index that is not here.
+        """
+        plan, at = StreamPlan(**state["plan"]), state["at"]
+        if plan.listing != self._shards.digest:
+            raise ArgumentError("the saved state is of other shards, or of other versions of these shards")
+        if plan.split and not self._index.complete():
+            raise ArgumentError(
+                "the saved state splits shards by their index, and they are not indexed here: give the index "
+                "files or the cache that the run had"
+            )
+        options = self._options
+        readers = max(1, options.cycle_length // plan.per_rank)
+        limit, most_bytes = process_share(self._shards.store)
+        ahead = ReadAhead.of(most_bytes, readers)
+        pool = ReadPool(max(1, min(readers * ahead.pieces, limit.most)), self._counters)
+        interleave = Interleave(
+            plan.spans(self._index.counts() if plan.split else self._shards.weights()),
+            functools.partial(self._open_reader, pool, ahead),
+            cycle_length=readers,
+            block_length=options.block_length,
+            position=None if at is None else at["position"],
+        )
+        return ShuffledStream(
+            plan.to_json(),
+            interleave,
+            pool,
+            hold,
+            size=BlockSize(options.most_records if plan.shuffle else _UNORDERED_BLOCK, options.most_bytes),
+            seed=(plan.seed, plan.epoch, plan.stream) if plan.shuffle else None,
+            at=at,
+        )
+
+    def _open_reader(
+        self, pool: ReadPool, ahead: ReadAhead, span: Span, ordinal: int, offset: int | None
+    ) -> Reader:
+        """A reader of a span from a record on: of the cache if that has all of it, else of the store."""
+        shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
+        if records is not None:
+            if ordinal < len(records.offsets) and offset is None:
+                offset = int(records.offsets[ordinal, 0])
+            cached = self._cached(span, ordinal, offset or 0)
+            if cached is not None and cached.complete():
+                return cached
+            shard = shard._replace(compressed=records.compressed)
+            if span.stop is not None:
+                stop = span.stop, int(records.offsets[span.stop - 1].sum())
+        build = records is None and ordinal == 0 and self._index.kept
+        return ShardReader(
+            self._shards.store,
+            shard,
+            self._form.splitter,
+            ahead=ahead,
+            pool=pool,
+            counters=self._counters,
+            ordinal=ordinal,
+            offset=offset or 0,
+            stop=stop,
+            on_end=functools.partial(self._index.add_and_keep, span.shard) if build else None,
+        )
+
+    def _cached(self, span: Span, ordinal: int, offset: int) -> CachedReader | None:
+        """A reader of the cache, where there is one. The shard is indexed."""
+        records = self._index.get(span.shard)
+        if self._cache is None or records is None:
+            return None
+        return CachedReader(
+            records,
+            ordinal,
+            offset,
+            len(records.offsets) if span.stop is None else span.stop,
+            self._cache,
+            functools.partial(self._key, span.shard),
+            lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
+        )
