@@ -137,12 +137,12 @@ def _caption(document: Document) -> str:
         f"RandomResizedCrop {settings['size']} and flip to uint8, batches of {settings['batch']}."
     )
     manner = (
-        f"Medians of {settings['repeats']} turns (small: min–max). In each turn all contenders run, one after\n"
-        "the other, each written as its own documentation recommends, with its fastest number of workers.\n"
-        "Raised numbers refer to the differences below. The share of the limit is the median over the turns.\n"
-        "Objects are listed before the epoch; within it where fastload fills a cache, because that begins\n"
-        "empty. The epochs of slow contenders are cut short: their GETs and bytes include batches that came\n"
-        "too late to count."
+        f"Medians of {settings['repeats']} turns (small: min–max). In each turn all contenders run, one\n"
+        "after the other, each written as its own documentation recommends, with its fastest number of\n"
+        "workers. Raised numbers refer to the differences below. The share of the limit is the median over\n"
+        "the turns. Objects are listed before the epoch; within it where fastload fills a cache, because\n"
+        "that begins empty. The epochs of slow contenders are cut short: their GETs and bytes include\n"
+        "batches that came too late to count."
     )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "
