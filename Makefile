@@ -1,44 +1,50 @@
 # Each target does all that it needs on a fresh machine with Python >= 3.10, make, a C compiler and git.
-# The set-up itself is .ci/setup; PYTHON=python3.12 chooses the interpreter of .venv.
+# `.ci/setup SET` installs; each target asks for the smallest set that it can run with.
+# PYTHON=python3.12 chooses the interpreter of .venv.
 
 export PYTHON ?= python3
 bin := .venv/bin
-ready := .venv/.ready
+demo_set := .venv/.ready-demo
+bench_set := .venv/.ready-bench
+dev_set := .venv/.ready-dev
 
-.PHONY: demo train-demo bench test lint stress fuzz gpu-check clean
+.PHONY: demo train-demo bench check test lint stress fuzz gpu-check clean
 
-demo: $(ready)  ## make data, start an S3 server, measure, print the table, draw the chart
+demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
 
-train-demo: $(ready)  ## the reference trainer: 2 ranks learn eight shapes from an S3 bucket
+train-demo: $(demo_set)  ## the reference trainer: 2 ranks learn eight shapes from an S3 bucket
 	$(bin)/python examples/resnet50/demo.py $(ARGS)
 
-bench: $(ready)  ## us and the peers: the README's tables, in about an hour; ARGS=--quick: within minutes
+bench: $(bench_set)  ## fastload and the other loaders: the README's tables; ARGS=--quick: a short form
 	$(bin)/python -m bench compare $(ARGS)
 
-test: $(ready)  ## the test suite, without the long forms of random tests
+check: $(dev_set)  ## the tests that need no server and no other process, for the inner loop
+	$(bin)/python -m pytest -n 2 tests/unit -m "not stress" $(ARGS)
+
+test: $(dev_set)  ## all tests except the long forms and the guard-removed tests
 	$(bin)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not stress" $(ARGS)
 
-lint: $(ready)  ## style and types
+stress: $(dev_set)  ## the long forms, and the tests that remove a guard and show the harm
+	$(bin)/python -m pytest -m stress $(ARGS)
+
+lint: $(dev_set)  ## style and types
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 
-stress: $(ready)  ## the long forms
-	$(bin)/python -m pytest -m stress $(ARGS)
-
-fuzz: $(ready)  ## hostile bytes into the native kernel
+fuzz: $(dev_set)  ## hostile bytes into the native kernel
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
 
-# With the Python that torch for this GPU is installed in, and the sources as they are: PYTHON=python3.12
-gpu-check:  ## all that needs a GPU: its tests, its figures, bench/results/<gpu>-<date>.json
+# With the Python that has torch for this GPU, and the sources as they are: PYTHON=python3.12
+gpu-check:  ## what needs a GPU: its tests, its figures, bench/results/<gpu>-<date>.json
 	$(PYTHON) -m bench.gpu_check $(ARGS)
 
-clean:  ## what the targets above made, and nothing else
+clean:  ## remove what the targets above made, and nothing else
 	rm -rf .venv build fastload-demo train-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
 	find fastload -name '*.so' -delete
 
-# A stamp: set up once, and again when what is to be installed changes.
-$(ready): .ci/setup constraints.txt pyproject.toml $(wildcard setup.py)
-	.ci/setup
-	touch $@
+# Stamps: a set is installed once, and again when its contents change. A larger set also stamps the smaller
+# ones that it contains, so `make demo` after `make test` installs nothing.
+.venv/.ready-%: .ci/setup constraints.txt pyproject.toml $(wildcard setup.py)
+	.ci/setup $*

@@ -1,4 +1,4 @@
-"""`python -m bench NAME [options]`: one benchmark; each also runs as `python -m bench.NAME`."""
+"""`python -m bench NAME [options]`: one benchmark, or one view of a result."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import runpy
 import sys
 from pathlib import Path
 
+ROOMS = ("measure", "show")
+
+
+def commands() -> dict[str, str]:
+    """{NAME: module}: the modules that have a `main`."""
+    files = [path for room in ROOMS for path in (Path(__file__).parent / room).glob("*.py")]
+    return {
+        path.stem: f"bench.{path.parent.name}.{path.stem}"
+        for path in sorted(files, key=lambda path: path.stem)
+        if "\ndef main()" in path.read_text()
+    }
+
 
 def main() -> None:
-    names = sorted(
-        path.stem for path in Path(__file__).parent.glob("*.py") if "\ndef main()" in path.read_text()
-    )
-    names.remove("__main__")
-    if len(sys.argv) < 2 or sys.argv[1] not in names:
-        raise SystemExit(f"usage: python -m bench NAME [options], NAME one of: {', '.join(names)}")
-    name = sys.argv.pop(1)
-    runpy.run_module(f"bench.{name}", run_name="__main__", alter_sys=True)
+    known = commands()
+    if len(sys.argv) < 2 or sys.argv[1] not in known:
+        raise SystemExit(f"usage: python -m bench NAME [options], NAME one of: {', '.join(known)}")
+    runpy.run_module(known[sys.argv.pop(1)], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

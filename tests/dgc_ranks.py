@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "resnet50")]
 
 from comm import AllReduce, register  # noqa: E402
-from dgc import DeepGradientCompression, DgcSgd  # noqa: E402
+from dgc import SPARSITY_STRATEGY, DeepGradientCompression, DgcSgd  # noqa: E402
 
 SHAPES = {"conv": (8, 4, 3, 3), "matrix": (24, 16), "bias": (16,), "tiny": (3, 4)}
 STEPS = 6
@@ -205,13 +205,13 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
 
 
-def learn(kind: str, epochs: int) -> dict[str, Any]:
+def learn(kind: str, epochs: int, sparsity: Sequence[float] = SPARSITY_STRATEGY) -> dict[str, Any]:
     """Accuracy on other samples, and the traffic of the last epoch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     inputs, targets = gratings(SAMPLES, 0)
     module = network()
     if kind == "dgc":
-        communication: Any = DeepGradientCompression(module, SAMPLES)
+        communication: Any = DeepGradientCompression(module, SAMPLES, sparsity_strategy=sparsity)
         optimizer: Any = DgcSgd(module.parameters(), lr=0.1, weight_decay=1e-4)
     else:
         communication = AllReduce()
@@ -234,18 +234,28 @@ def learn(kind: str, epochs: int) -> dict[str, Any]:
     with torch.no_grad():
         inputs, targets = gratings(2000, 1)
         right = int((module(inputs).argmax(1) == targets).sum())
-    sparsity = getattr(communication, "sparsity", 0.0)
-    return {"accuracy": right / 2000, "sparsity": sparsity, "traffic": communication.traffic.take()}
+    reached = getattr(communication, "sparsity", 0.0)
+    return {"accuracy": right / 2000, "sparsity": reached, "traffic": communication.traffic.take()}
 
 
 def converge() -> dict[str, Any]:
     return {kind: learn(kind, EPOCHS) for kind in ("dense", "dgc")}
 
 
+def learns() -> dict[str, Any]:
+    return learn("dgc", 3, (0.99,))
+
+
 EPOCHS = 9  # the sparsity grows over the first four
 
 
-SCENARIOS = {"variants": variants, "all_reduces": all_reduces, "resume": resume, "converge": converge}
+SCENARIOS = {
+    "variants": variants,
+    "all_reduces": all_reduces,
+    "resume": resume,
+    "learns": learns,
+    "converge": converge,
+}
 
 
 def main() -> None:

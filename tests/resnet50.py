@@ -109,7 +109,7 @@ def rank_main(
     """One rank, as torchrun would start it."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a rank of torchrun
-    report.Report._draw = lambda *args: None  # a second a run; the demo's test draws
+    report.Report.draw = lambda *args: None  # a second a run; the demo's test draws
     if size > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
@@ -172,5 +172,5 @@ def updates_seen(directory: Path, size: int, passes: int) -> list[list[int]]:
 
 
 if __name__ == "__main__":  # a rank of a real torchrun; one is killed in the first start
-    report.Report._draw = lambda *args: None  # type: ignore[method-assign]
+    report.Report.draw = lambda *args: None  # type: ignore[method-assign]
     Watched(Path(sys.argv[1]), once(Path(sys.argv[1]), 1, 5)).run(sys.argv[1:])

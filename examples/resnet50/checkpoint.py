@@ -1,30 +1,36 @@
-"""The state of a run in one file: whole or the one before, whatever happens while it is written."""
+"""The state of a run in one file, which is whole at any moment: either the new state or the previous one."""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from ranks import Ranks
 
-__all__ = ["load", "save"]
+__all__ = ["load", "replace", "save"]
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` (tensors, numbers, strings, and lists and dicts of these) to `path`; by rank 0.
+    """Write `state` (tensors, numbers, strings, and lists and dicts of these) to `path`. For rank 0."""
+    replace(path, lambda file: torch.save(state, file))
 
-    A file beside it is written and forced to disk, then renamed: after a power failure too, `path` is either
-    the new state or the one before.
+
+def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace the file at `path` as a whole.
+
+    `write` fills a file beside it, which is forced to disk and then renamed. So `path` is either the new file
+    or the previous one, even after a power failure.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            torch.save(state, file)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -37,19 +43,19 @@ def save(path: Path, state: dict[str, Any]) -> None:
         os.fsync(directory)  # the rename too
     finally:
         os.close(directory)
-    for left in path.parent.glob(f"{path.name}.*.tmp"):  # of a run that was killed while it wrote
+    for left in path.parent.glob(f"{path.name}.*.tmp"):  # from a run that was killed during a write
         with suppress(OSError):
             left.unlink()
 
 
 def load(path: Path, ranks: Ranks) -> dict[str, Any] | None:
-    """The state in `path`, on every rank; None where there is none. Nothing is unpickled.
+    """The state in `path`, on every rank; None if there is no file. Nothing is unpickled.
 
-    Rank 0 reads and the others get its bytes: they need not see its disk, and no rank can see another version
-    of the file.
+    Rank 0 reads the file and sends its bytes to the others: they need no access to its disk, and all ranks
+    have the same version of the file.
 
     Raises:
-        RuntimeError: there is a file, and it is no checkpoint.
+        RuntimeError: the file is not a checkpoint.
     """
     data = None
     if ranks.first:
@@ -62,6 +68,6 @@ def load(path: Path, ranks: Ranks) -> dict[str, Any] | None:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         raise RuntimeError(
-            f"{path} is no checkpoint of this trainer ({error}): move it away to start anew"
+            f"{path} is not a checkpoint of this trainer ({error}): move it away to start a new run"
         ) from error
     return state

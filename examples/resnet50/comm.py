@@ -1,12 +1,12 @@
-"""How the gradients of all ranks become their average, and how many bytes that takes.
+"""The average of the gradients of all ranks, and its cost in bytes.
 
-    fp32    all-reduce, as DistributedDataParallel does it by itself
+    fp32    all-reduce, the default of DistributedDataParallel
     fp16    all-reduce of half the bytes; gradients below 6e-8 become 0
     bf16    all-reduce of half the bytes; eight bits of precision
-    dgc     Deep Gradient Compression: a thousandth of the values, and where they belong; see dgc.py
+    dgc     Deep Gradient Compression: a thousandth of the values, with their indices; see dgc.py
 
-Each is a communication hook of DistributedDataParallel: it gets a bucket of gradients while the backward pass
-goes on, and returns a future of their average.
+Each is a communication hook of DistributedDataParallel: it gets a bucket of gradients during the backward
+pass, and returns a future of their average.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["AllReduce", "Traffic", "register"]
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent, as a ring of ranks sends them.
+    """Bytes that this rank has sent, for ranks in a ring.
 
     In a ring, an all-reduce of S bytes makes each of N ranks send 2 (N - 1) / N * S, and an all-gather of S
     bytes from each makes it send (N - 1) * S: the former hardly grows with N, the latter grows with it. So
-    what a sparse exchange saves is not what its sparsity suggests, and shrinks as ranks are added.
+    a sparse exchange saves less than its sparsity suggests, and less the more ranks there are.
 
     Attributes:
         ranks: N.
@@ -43,19 +43,19 @@ class Traffic:
     dense: float = 0.0
 
     def all_reduced(self, size: int) -> None:
-        """`size` bytes were."""
+        """`size` bytes were all-reduced."""
         self.sent += 2 * (self.ranks - 1) / self.ranks * size
 
     def all_gathered(self, size: int) -> None:
-        """`size` bytes of each rank were."""
+        """`size` bytes of each rank were all-gathered."""
         self.sent += (self.ranks - 1) * size
 
     def averaged(self, elements: int) -> None:
-        """The gradients of so many weights were, in whatever way."""
+        """The gradients of `elements` weights were averaged, in any way."""
         self.dense += 2 * (self.ranks - 1) / self.ranks * 4 * elements
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call, by step and in all, for a line of a report."""
+        """The counts since the last call, per step and in total, for a line of a report."""
         report = {
             "communication MB per step": self.sent / max(1, self.steps) / 1e6,
             "communication MB": self.sent / 1e6,
@@ -83,7 +83,7 @@ class AllReduce:
         }[dtype]
 
     def begin(self, samples: int) -> None:
-        """An update begins, after so many samples of all ranks since training began."""
+        """An update begins, after `samples` samples of all ranks since the start of training."""
         self.traffic.steps += 1
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -94,27 +94,26 @@ class AllReduce:
         return self._hook(dist.group.WORLD, bucket)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank."""
+        """The state of this rank."""
         return {"traffic": asdict(self.traffic)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What state_dict returned on this rank of this run."""
+        """Restore a state of this rank of this run."""
         self.traffic = Traffic(**state["traffic"])
 
     def gather_state(self, group: Any = None) -> list[dict[str, Any]]:
-        """For a checkpoint: there is nothing to keep."""
+        """The states of all ranks for a checkpoint: none."""
         return []
 
     def load_gathered(self, states: list[dict[str, Any]]) -> None:
-        """What gather_state returned, on another number of ranks perhaps."""
+        """Restore the result of gather_state, on any number of ranks."""
 
 
 def register(network: DistributedDataParallel, communication: Any) -> None:
     """Let `network` average its gradients by `communication` (AllReduce, DeepGradientCompression)."""
 
-    def average(
-        communication, bucket
-    ):  # no annotations: DDP compares them with types, and here they are strings
+    # Without annotations: DDP compares them with types, and in this module they are strings.
+    def average(communication, bucket):
         return communication.average(bucket)
 
     network.register_comm_hook(communication, average)

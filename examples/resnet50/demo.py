@@ -2,8 +2,8 @@
 
     python examples/resnet50/demo.py [--images 2000] [--epochs 8] [--ranks 2] [--target 0.95] [--dir DIR]
 
-Makes the pictures, serves them by the S3 server of `fastload demo`, runs train.py under torchrun, and fails
-if the accuracy on pictures it has not seen is below the target. Other options are handed on to train.py.
+It makes the pictures, serves them with the S3 server of `fastload demo`, and runs train.py under torchrun. It
+fails if the accuracy on new pictures is below the target. Other options go to train.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 SIDE = 96  # pixels
 
 Plane = np.ndarray[Any, Any]
-# Each says of coordinates in units of the shape's radius what is inside; all look the same when flipped.
+# Each maps coordinates, in units of the shape's radius, to a mask of its inside. All are symmetric.
 SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
     "bars": lambda x, y: (abs(x) < 1) & (abs(y) < 1) & (np.floor(y * 2.5) % 2 == 0),
     "checks": lambda x, y: (abs(x) < 1) & (abs(y) < 1) & ((np.floor(x * 2) + np.floor(y * 2)) % 2 == 0),
@@ -42,7 +42,7 @@ SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
 
 
 def picture(shape: str, seed: int) -> bytes:
-    """A JPEG of `shape`, bright on dark noise, of random size, place and colours; fixed by the seed."""
+    """A JPEG of `shape`, bright on dark noise; the seed determines its size, place and colours."""
     rng = np.random.default_rng([seed, sorted(SHAPES).index(shape)])
     radius = rng.uniform(0.28, 0.4) * SIDE
     x0, y0 = rng.uniform(0.42, 0.58, 2) * SIDE
@@ -93,8 +93,8 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--target", type=float, default=0.95, help="accuracy that has to be reached")
-    parser.add_argument("--dir", type=Path, default=Path("train-demo"), help="where all of it goes")
+    parser.add_argument("--target", type=float, default=0.95, help="the accuracy to reach")
+    parser.add_argument("--dir", type=Path, default=Path("train-demo"), help="for pictures, cache and run")
     args, others = parser.parse_known_args()
 
     shutil.rmtree(args.dir / "run", ignore_errors=True)
@@ -111,7 +111,7 @@ def main() -> None:
     if summary["accuracy"] < args.target:
         raise SystemExit(f"accuracy {summary['accuracy']:.1%}: below the target of {args.target:.0%}")
     chart = args.dir / "run" / "chart.png"
-    print(f"accuracy {summary['accuracy']:.1%}, wanted {args.target:.0%}; chart: {chart}")
+    print(f"accuracy {summary['accuracy']:.1%}, target {args.target:.0%}; chart: {chart}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, ICLR 2018, arXiv 1712.01887.
 
-Of each layer's gradients only the largest 0.1 % are sent; the others stay here and add up until they are
-among the largest. For rank k of N, with its gradient g (the mean over its batch), per layer:
+Of each layer's gradients only the largest 0.1 % are sent; the others stay on the rank and add up until they
+are among the largest. For rank k of N, with its gradient g (the mean over its batch), per layer:
 
     g = clip(g / N)       local gradient clipping, at N**-0.5 of the limit for the sum of all ranks
-    u = m u + g           momentum correction: what adds up is the velocity,
-    v = v + u                 not the gradient
-    send v where |v| is among the largest, as values and indices; every rank adds up those of all ranks
-    v = 0 there           and what was not sent stays
-    u = 0 there           momentum factor masking: what was sent leaves no stale momentum behind
+    u = m u + g           momentum correction: velocities add up,
+    v = v + u                 not gradients
+    send v where |v| is among the largest, as values and indices; every rank adds those of all ranks
+    v = 0 there           the rest of v stays
+    u = 0 there           momentum factor masking: sent values leave no stale momentum
 
-What comes back is the sum over the ranks, a velocity already, so the optimizer must not add a momentum of its
-own: `DgcSgd` does the rest of SGD's work. Biases, norms and small layers are all-reduced as they are, with
+The result is the sum over the ranks. It is a velocity already, so the optimizer must not add momentum:
+`DgcSgd` does the rest of SGD's work. Biases, norms and small layers are all-reduced uncompressed, with
 ordinary momentum. Sparsity grows from 75 % to 99.9 % over the first epochs, counted in samples.
 
-Not with a loss scaler (fp16): a step that it skips loses what was sent in it. A NaN among the gradients is
-among the largest, so it is sent at once, as in a dense exchange.
+It does not work with a loss scaler (fp16): a skipped step would lose the values sent in it. A NaN counts as
+the largest gradient, so it is sent at once, as in a dense exchange.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["SPARSITY_STRATEGY", "DeepGradientCompression", "DgcSgd", "largest"]
 SPARSITY_STRATEGY = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 MOMENTUM_TYPES = ("vanilla", "nesterov")
 _STRIDE = 100  # a sample of 1 %, as in the paper
-_EXPECTED = 64  # values of a sample that are above the threshold: with fewer of them it is a matter of luck
-_MARGIN = 1.3  # enough for 49 samples of 50
+_EXPECTED = 64  # values of a sample above the threshold; with fewer, the threshold is unreliable
+_MARGIN = 1.3  # enough for 49 of 50 samples
 
 
 class _Bucket(NamedTuple):
-    """What DDP handed to the hook: flat gradients, and whose they are."""
+    """DDP's arguments to the hook: flat gradients, and their parameters."""
 
     buffer: torch.Tensor
     gradients: list[torch.Tensor]
@@ -53,21 +53,21 @@ class DeepGradientCompression:
     """The hook: `register(network, DeepGradientCompression(module, ...))`.
 
     Args:
-        module: whose gradients are exchanged; float32.
-        total_samples: of an epoch. The first entry of `sparsity_strategy` holds for the first epoch, and so
-            on; the last one for all that follow.
+        module: its gradients are exchanged; float32.
+        total_samples: of an epoch. Each entry of `sparsity_strategy` holds for one epoch, the last one for
+            all later epochs.
         sparsity_strategy: shares of a layer's gradients that are not sent.
         momentum: m.
-        momentum_type: "vanilla", or "nesterov", which is as torch's SGD has it.
+        momentum_type: "vanilla", or "nesterov" as in torch's SGD.
         momentum_factor_masking: see above.
-        clip_norm: limit of the norm of the whole averaged gradient. The norm is known only when the last
-            bucket is there, so with it nothing is sent before.
-        dense_below: layers of fewer weights are not compressed.
+        clip_norm: limit of the norm of the whole averaged gradient. The norm is known only with the last
+            bucket, so nothing is sent before that.
+        dense_below: layers with fewer weights are not compressed.
 
     Attributes:
         traffic: bytes sent, see comm.Traffic.
         velocity, residual: u and v by the parameter's name, in its shape. Small layers have a velocity only,
-            which is the same on all ranks.
+            equal on all ranks.
     """
 
     def __init__(
@@ -93,10 +93,9 @@ class DeepGradientCompression:
         self.clip_norm = clip_norm
         for name, weight in module.named_parameters():
             if weight.dtype != torch.float32:
-                raise TypeError(f"Deep Gradient Compression sends float32, and {name} is {weight.dtype}")
+                raise TypeError(f"Deep Gradient Compression needs float32, but {name} is {weight.dtype}")
         self._names = {weight: name for name, weight in module.named_parameters() if weight.requires_grad}
-        # In the layout of the weights, for their memory is gone through in its own order: channels_last or
-        # not.
+        # In the layout of the weights (channels_last or not), because their memory is read in its own order.
         self.velocity = {name: torch.zeros_like(weight) for weight, name in self._names.items()}
         self.residual = {
             name: torch.zeros_like(weight)
@@ -108,28 +107,28 @@ class DeepGradientCompression:
 
     @property
     def sparsity(self) -> float:
-        """The share of a layer's gradients that is not sent in this update."""
+        """The share of a layer's gradients that this update does not send."""
         return self.sparsity_strategy[
             min(self._samples // self.total_samples, len(self.sparsity_strategy) - 1)
         ]
 
     def begin(self, samples: int) -> None:
-        """An update begins, after so many samples of all ranks since training began."""
+        """An update begins, after `samples` samples of all ranks since the start of training."""
         self._samples = samples
         self._number += 1
         self.traffic.steps += 1
-        self._waiting.clear()  # of a backward pass that failed
+        self._waiting.clear()  # from a failed backward pass
 
     def average(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """The hook: a future of the velocity that all ranks add to the weights, in the bucket's memory."""
+        """The hook: a future of the velocity for the weights of all ranks, in the bucket's memory."""
         last = bucket.is_last()
-        held = _Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters())
-        self.traffic.averaged(held.buffer.numel())
-        held.buffer.div_(self.ranks)
+        own = _Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters())
+        self.traffic.averaged(own.buffer.numel())
+        own.buffer.div_(self.ranks)
         if self.clip_norm is None:
-            return self._exchange(held)
-        future: Future[torch.Tensor] = Future(devices=[held.buffer.device] if held.buffer.is_cuda else None)
-        self._waiting.append((held, future))
+            return self._exchange(own)
+        future: Future[torch.Tensor] = Future(devices=[own.buffer.device] if own.buffer.is_cuda else None)
+        self._waiting.append((own, future))
         if last:
             self._clip()
             for waiting, promised in self._waiting:
@@ -138,22 +137,22 @@ class DeepGradientCompression:
         return future
 
     def _clip(self) -> None:
-        """Scale this rank's whole gradient down to its part of the limit.
+        """Scale this rank's whole gradient down to its share of the limit.
 
         N independent gradients of norm c have a sum of norm N**0.5 c, so each gets N**-0.5 of the limit of
         the sum.
         """
         assert self.clip_norm is not None
-        buffers = [held.buffer for held, _ in self._waiting]
+        buffers = [own.buffer for own, _ in self._waiting]
         norm = torch.stack(torch._foreach_norm(buffers)).norm()
         scale = (self.clip_norm * self.ranks**-0.5 / norm).clamp(max=1.0)
         torch._foreach_mul_(buffers, scale)
 
-    def _exchange(self, held: _Bucket) -> Future[torch.Tensor]:
-        """Send the largest of large layers and all of small ones; a future of the sums over the ranks."""
-        buffer = held.buffer
+    def _exchange(self, own: _Bucket) -> Future[torch.Tensor]:
+        """Send the largest values of large layers, and all of small ones; a future of the sums."""
+        buffer = own.buffer
         values, indices, small = [], [], []
-        for weight, gradient in zip(held.parameters, held.gradients, strict=True):
+        for weight, gradient in zip(own.parameters, own.gradients, strict=True):
             name = self._names[weight]
             begin = gradient.storage_offset() - buffer.storage_offset()
             part = buffer[begin : begin + gradient.numel()]
@@ -176,9 +175,9 @@ class DeepGradientCompression:
             self.traffic.all_gathered(message.nbytes)
 
         def finish(done: Any) -> torch.Tensor:
-            done.value()  # raises what a rank's death has raised
+            done.value()  # raises the error of a rank that died
             buffer.zero_()
-            for message in messages:  # rank by rank: all ranks add up in the same order, to the same bits
+            for message in messages:  # all ranks add in the same order, to the same bits
                 found, places = message.chunk(2)
                 buffer.index_add_(0, places, found.view(torch.float32))
             if small:
@@ -191,7 +190,7 @@ class DeepGradientCompression:
         return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
 
     def _select(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a gradient to what has not been sent; take out what now is, as values and indices."""
+        """Add a gradient to the residual, and remove the values to send; returns values and indices."""
         velocity, residual = _flat(self.velocity[name]), _flat(self.residual[name])
         self._accelerate(name, gradient)
         residual.add_(gradient)
@@ -212,7 +211,7 @@ class DeepGradientCompression:
             gradient.copy_(velocity)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this rank: its own residuals. Tensors are not copied."""
+        """The state of this rank, with its own residuals. Tensors are not copied."""
         return {
             "velocity": dict(self.velocity),
             "residual": dict(self.residual),
@@ -223,7 +222,7 @@ class DeepGradientCompression:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What state_dict returned on this rank of this run."""
+        """Restore a state of this rank of this run."""
         for kind in ("velocity", "residual"):
             own, saved = getattr(self, kind), state[kind]
             if own.keys() != saved.keys():
@@ -237,11 +236,11 @@ class DeepGradientCompression:
         self.traffic = Traffic(**state["traffic"])
 
     def gather_state(self, group: Any = None) -> list[dict[str, Any]]:
-        """For a checkpoint: the states of all ranks, on rank 0; an empty list on the others. All ranks call
+        """The states of all ranks on rank 0, for a checkpoint; an empty list on the others. All ranks call
         it.
 
-        Each rank's has twice the size of the module, so 8 ranks of a ResNet-50 make 1.6 GB. What was gathered
-        but not sent is a part of the training: without it a resumed run is another run.
+        The state of a rank has twice the size of the module, so 8 ranks of a ResNet-50 make 1.6 GB. Unsent
+        gradients are part of the training: without them a resumed run would be a different run.
 
         Args:
             group: a process group for CPU tensors.
@@ -255,12 +254,11 @@ class DeepGradientCompression:
         return states or []
 
     def load_gathered(self, states: list[dict[str, Any]]) -> None:
-        """Take up a checkpoint of any number of ranks.
+        """Restore a checkpoint of any number of ranks.
 
-        The same number: each rank goes on with its own, and the run is the one that was broken off. Another
-        one: all ranks get equal parts of the sum. No gradient is lost, since what all ranks together have not
-        sent is what it was; only which of it is among the largest of a rank, and so goes first, is another
-        choice.
+        With the same number, each rank continues with its own state, and the run is the interrupted one. With
+        another number, all ranks get equal parts of the sum. No gradient is lost, because the sum over all
+        ranks is unchanged; only the order in which gradients are sent differs.
         """
         if not states:
             return
@@ -281,13 +279,13 @@ class DeepGradientCompression:
 def largest(magnitudes: torch.Tensor, count: int, number: int = 0) -> torch.Tensor:
     """Indices (int64) of the `count` largest of `magnitudes` (flat), without sorting them all.
 
-    A threshold is estimated from a sample, a little lower than it should be. What lies above it is a little
-    more than is wanted, and the largest are chosen among these alone: the paper's hierarchical selection.
-    Where the sample has misled, or would be most of the whole, all are looked at. So the choice is exact, NaN
-    being the largest.
+    A threshold is estimated from a sample, a little too low. A few more values than necessary lie above it,
+    and the largest are chosen among these alone: the paper's hierarchical selection. Where too few lie above
+    it, or the sample would be most of the whole, all values are compared. So the choice is exact; NaN is the
+    largest.
 
     Args:
-        number: of the update; the sample is another one each time, and the same on a resume.
+        number: of the update; it determines the sample, which is the same after a resume.
     """
     size = magnitudes.numel()
     stride = min(_STRIDE, count // _EXPECTED)
@@ -313,7 +311,7 @@ def _pass_on(source: Future[torch.Tensor], target: Future[torch.Tensor]) -> None
     def finish(done: Future[torch.Tensor]) -> None:
         try:
             target.set_result(done.value())
-        except Exception as error:  # else DDP would wait for ever
+        except Exception as error:  # else DDP would never return
             target.set_exception(error)
 
     source.then(finish)
@@ -339,10 +337,10 @@ def _check(
 
 
 class DgcSgd(ForeachOptimizer):
-    """SGD for gradients that are velocities already: it adds the learning rate and the weight decay.
+    """SGD for gradients that are already velocities: it applies the learning rate and the weight decay.
 
-    Weight decay is the same on all ranks and is not sent. It has a velocity of its own, so that with nothing
-    compressed this is torch.optim.SGD with momentum: the velocity of a sum is the sum of the velocities.
+    Weight decay is equal on all ranks and is not sent. It has its own velocity, so without compression this
+    is torch.optim.SGD with momentum: the velocity of a sum is the sum of the velocities.
 
         d = m d + decay w;  w = w - lr (g + d)
 

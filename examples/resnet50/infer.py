@@ -1,15 +1,15 @@
-"""A trained network made smaller, by int8 and by fewer channels: what it costs, and what it gains.
+"""Make a trained network smaller, by int8 and by fewer channels: its accuracy and its rate.
 
     python examples/resnet50/infer.py runs/a/checkpoint.pt s3://bucket/imagenet --cache /ssd/cache --prune 0.3
 
     fp32           as trained
-    fp32 folded    batch norms folded into the convolutions, channels last: what int8 has to be held against
-    int8           weights and activations quantised after training (torchao); --calibrate batches give ranges
+    fp32 folded    batch norms folded into the convolutions, channels last: the baseline for int8
+    int8           weights and activations quantised after training (torchao); ranges from --calibrate batches
     pruned         --prune of the channels inside each block removed, then --finetune steps; folded
     pruned int8    both
 
-Every row is evaluated on the images of val/ by the DataLoader that training has; "alone" is the network with
-a batch that is there already. For CPUs: torchao's int8 convolutions are those of oneDNN.
+Every row is evaluated on the images of val/, through the same DataLoader as in training; "alone" is the rate
+of the network on one batch in memory. For CPUs: torchao's int8 convolutions are those of oneDNN.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+import batch_norm
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize, RandomResizedCrop
-from model import MODELS, BlurPool, ResNet
+from model import IMAGENET, MODELS, BlurPool, ResNet
 from ranks import Ranks
-from step import recompute_batch_norm
 
 __all__ = ["prune", "quantize", "run"]
 
-FLOATS = Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+FLOATS = Normalize(*IMAGENET)
 ALONE_SECONDS = 1.0
-MULTIPLE = 8  # of channels that are kept: int8 kernels work on so many at once, at least
+MULTIPLE = 8  # the number of kept channels is a multiple: int8 kernels work on at least so many at once
 
 Network = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,11 +49,11 @@ Network = Callable[[torch.Tensor], torch.Tensor]
 def prune(network: ResNet, share: float, by: str = "l1") -> ResNet:
     """A copy without `share` of the channels between the convolutions of each block, and of the stem.
 
-    They are gone, not masked. Channels that blocks hand on to each other stay: every block adds to them.
+    They are removed, not masked. Channels between blocks stay: every block adds to them.
 
     Args:
-        share: from 0 to below 1; at least 8 channels stay, and a multiple of 8.
-        by: which go first: "l1", those whose filter has the smallest sum of magnitudes (Li et al. 2017, arXiv
+        share: from 0 to below 1; the number of channels that stay is a multiple of 8, and at least 8.
+        by: the first to go: "l1", filters with the smallest sum of magnitudes (Li et al. 2017, arXiv
             1608.08710); "gamma", those with the smallest scale in the following batch norm (network slimming,
             Liu et al. 2017, arXiv 1708.06519).
     """
@@ -75,7 +75,7 @@ def prune(network: ResNet, share: float, by: str = "l1") -> ResNet:
 
 
 def _convolution(layer: nn.Conv2d, weight: torch.Tensor) -> nn.Conv2d:
-    """As `layer`, with other weights."""
+    """A convolution like `layer`, with other weights."""
     assert layer.groups == 1 and layer.bias is None
     new = nn.Conv2d(
         weight.shape[1], weight.shape[0], layer.kernel_size, layer.stride, layer.padding, bias=False
@@ -85,7 +85,7 @@ def _convolution(layer: nn.Conv2d, weight: torch.Tensor) -> nn.Conv2d:
 
 
 def _with_channels(layer: nn.Module, channels: torch.Tensor) -> nn.Module:
-    """What stands between two convolutions, for some of its channels."""
+    """A layer between two convolutions, with these channels only."""
     if isinstance(layer, BlurPool):
         return BlurPool(len(channels))
     if isinstance(layer, nn.BatchNorm2d):
@@ -98,7 +98,7 @@ def _with_channels(layer: nn.Module, channels: torch.Tensor) -> nn.Module:
 
 
 def finetune(network: nn.Module, loader: Any, steps: int, rate: float) -> None:
-    """Train what is left for some steps, at a rate that falls to 0."""
+    """Train for `steps` steps, at a rate that falls to 0."""
     optimizer = torch.optim.SGD(network.parameters(), rate, momentum=0.9, weight_decay=5e-5)
     network.train()
     for step, (inputs, targets) in enumerate(endless(loader, steps)):
@@ -116,7 +116,7 @@ def quantize(network: nn.Module, batches: list[torch.Tensor]) -> Network:
     """int8 weights (by channel) and activations (by tensor), for this CPU and the shape of these batches.
 
     Args:
-        batches: float images, all of one shape; the ranges of all activations are those that these have.
+        batches: float images, all of one shape; they determine the ranges of all activations.
     """
     from torchao.quantization.pt2e.lowering import lower_pt2e_quantized_to_x86
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -126,7 +126,7 @@ def quantize(network: nn.Module, batches: list[torch.Tensor]) -> Network:
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchao and torch's exporter, about each other
+        warnings.simplefilter("ignore")  # torchao and torch's exporter warn about each other
         prepared = prepare_pt2e(torch.export.export(network.eval(), example).module(), quantizer)
         for batch in batches:
             prepared(batch)
@@ -148,7 +148,7 @@ def folded(network: nn.Module) -> Network:
 
 
 def evaluate(network: Network, loader: Any, size: int) -> dict[str, float]:
-    """Accuracy, and images/s with what the loader takes. A first batch, not counted, warms both up."""
+    """Accuracy, and images/s with the loader. A first batch, not counted, warms both up."""
     right = seen = 0
     with torch.no_grad():
         first, _ = next(iter(loader))
@@ -166,7 +166,7 @@ def evaluate(network: Network, loader: Any, size: int) -> dict[str, float]:
 
 
 def padded(network: Network, inputs: torch.Tensor, size: int) -> torch.Tensor:
-    """The outputs for a batch of at most `size`: an exported network knows one shape."""
+    """The outputs for a batch of at most `size` samples: an exported network accepts one shape only."""
     if len(inputs) == size:
         return network(inputs)
     filled = torch.zeros((size, *inputs.shape[1:]), dtype=inputs.dtype)
@@ -175,7 +175,7 @@ def padded(network: Network, inputs: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def alone(network: Network, inputs: torch.Tensor, size: int) -> float:
-    """Images/s of one batch, again and again."""
+    """Images/s on one batch in memory."""
     start, count = time.perf_counter(), 0
     while (seconds := time.perf_counter() - start) < ALONE_SECONDS:
         padded(network, inputs, size)
@@ -184,7 +184,7 @@ def alone(network: Network, inputs: torch.Tensor, size: int) -> float:
 
 
 def endless(loader: Any, count: int) -> Iterator[Any]:
-    """`count` batches, of as many epochs as it takes."""
+    """`count` batches, of as many epochs as necessary."""
     return islice((batch for _ in cycle([0]) for batch in loader), count)
 
 
@@ -192,9 +192,12 @@ def endless(loader: Any, count: int) -> Iterator[Any]:
 
 
 def run(arguments: list[str] | None = None) -> dict[str, Any]:
-    """What the command line says; returns the JSON document."""
+    """Run the command line; returns the JSON document."""
     args = parse(arguments)
-    for name in ("torchao", "torch.utils._pytree"):  # of CUDA kernels that are not for here, of each other
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # they warn about missing CUDA kernels, and about each other
         logging.getLogger(name).setLevel(logging.ERROR)
     evaluation = make_loader(args, "val", CenterCrop(args.size, resize=round(args.size * 256 / 224)), False)
     training = make_loader(args, "train", RandomResizedCrop(args.size, flip=0.5), True)
@@ -203,7 +206,9 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         inputs for inputs, _ in endless(training, args.calibrate) if len(inputs) == args.batch_size
     ]
     if not calibration:
-        raise SystemExit(f"train/ has less than a batch of {args.batch_size}: make --batch-size smaller")
+        raise SystemExit(
+            f"train/ has fewer images than a batch of {args.batch_size}: give a smaller --batch-size"
+        )
 
     rows: list[dict[str, Any]] = []
 
@@ -220,7 +225,7 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
     if args.prune:
         smaller = prune(network, args.prune, args.prune_by)
         finetune(smaller, training, args.finetune, args.finetune_rate)
-        recompute_batch_norm(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
+        batch_norm.recompute(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
         row("pruned", folded(smaller), smaller, 4)
         row("pruned int8", quantize(smaller, calibration), smaller, 1)
     document = {
@@ -253,7 +258,7 @@ def make_loader(args: argparse.Namespace, part: str, transform: Any, shuffle: bo
 
 
 def load(args: argparse.Namespace, classes: int) -> ResNet:
-    """The network of a checkpoint of train.py; with its averaged weights, if it has them."""
+    """The network of a checkpoint of train.py, with averaged weights where it has them."""
     network = MODELS[args.model](classes=classes, variant=args.variant, blur=args.blur)
     saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     network.load_state_dict(saved["model"])

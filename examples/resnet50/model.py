@@ -1,10 +1,10 @@
 """ResNets (He et al. 2015), with the variants that train better at low resolution.
 
 `resnet50` and `resnet18` are torchvision's "v1.5" networks (the stride is in the 3x3 convolution); `small` is
-one for images of 32 to 96 pixels on a CPU. Options: `variant="d"` is ResNet-D (He et al. 2018, arXiv
+a network for images of 32 to 96 pixels on a CPU. Options: `variant="d"` is ResNet-D (He et al. 2018, arXiv
 1812.01187: three 3x3 convolutions as the stem, average pooling in the shortcuts); `blur` puts a fixed
-low-pass filter before every subsampling (BlurPool, Zhang 2019, arXiv 1904.11486), so that what was learnt at
-one resolution holds at another.
+low-pass filter before every subsampling (BlurPool, Zhang 2019, arXiv 1904.11486), so that features learnt at
+one resolution are valid at another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from functools import partial
 import torch
 from torch import nn
 
-__all__ = ["MODELS", "ResNet", "resnet18", "resnet50", "small"]
+__all__ = ["IMAGENET", "MODELS", "ResNet", "resnet18", "resnet50", "small"]
+
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of each channel
 
 
 class ResNet(nn.Module):
@@ -29,7 +31,7 @@ class ResNet(nn.Module):
         width: channels of the first stage.
         variant: "b" (v1.5) or "d".
         blur: BlurPool.
-        small_images: a stem for images below about 100 pixels: a 3x3 convolution in the place of the 7x7.
+        small_images: a stem for images below about 100 pixels: a 3x3 convolution instead of the 7x7.
         bn_momentum: the weight of a new batch in the running statistics of batch normalisation.
     """
 
@@ -98,7 +100,7 @@ class BlurPool(nn.Module):
         super().__init__()
         row = torch.tensor([0.25, 0.5, 0.25])
         kernel = row[:, None] * row[None, :]
-        # Made from nothing but the class, so it belongs into no checkpoint.
+        # A constant, so it is not part of a checkpoint.
         self.register_buffer("kernel", kernel.expand(channels, 1, 3, 3).contiguous(), persistent=False)
         self.pad = nn.ReflectionPad2d(1)
 
@@ -133,7 +135,7 @@ def _shortcut(channels: int, out: int, stride: int, variant: str, blur: bool) ->
         return nn.Sequential(*_convolution(channels, out, 1))
     if blur:
         return nn.Sequential(BlurPool(channels), *_convolution(channels, out, 1))
-    if variant == "d":  # a strided 1x1 convolution looks at a quarter of the pixels only
+    if variant == "d":  # a strided 1x1 convolution would read only a quarter of the pixels
         return nn.Sequential(nn.AvgPool2d(2, ceil_mode=True), *_convolution(channels, out, 1))
     return nn.Sequential(*_convolution(channels, out, 1, stride))
 
@@ -156,8 +158,7 @@ def _stem(width: int, variant: str, blur: bool, small_images: bool) -> nn.Sequen
 def _initialise(network: ResNet, bn_momentum: float) -> None:
     """He's initialisation; the last norm of each branch starts at 0, so that each block is the identity.
 
-    With large batches the latter is what lets the first epochs converge (Goyal et al. 2017, arXiv
-    1706.02677).
+    With large batches, the first epochs converge because of the latter (Goyal et al. 2017, arXiv 1706.02677).
     """
     for module in network.modules():
         if isinstance(module, nn.Conv2d):

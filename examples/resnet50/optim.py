@@ -1,4 +1,4 @@
-"""What turns gradients into weights: parameter groups, SGD or LARS, and an average of the weights."""
+"""The optimizer: parameter groups, SGD or LARS, and an average of the weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Ema", "ForeachOptimizer", "Lars", "make_optimizer", "parameter_group
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weights with decay, and norms and biases (everything with one dimension) without decay or adaption."""
+    """Weights with decay; norms and biases (all parameters of one dimension) without decay or adaption."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay, "adapt": True},
@@ -31,7 +31,7 @@ def make_optimizer(module: nn.Module, args: Any) -> torch.optim.Optimizer:
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
-    """What `Lars` and `DgcSgd` share: a group's weights are updated together, each with a momentum buffer."""
+    """The base of `Lars` and `DgcSgd`: a group is updated at once; each weight has a momentum buffer."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         for name, value in defaults.items():
@@ -68,9 +68,9 @@ class Lars(ForeachOptimizer):
         v = m * v + lr * local * (g + b * w)
         w = w - v
 
-    As in the paper, the rate is inside of the momentum buffer: its changes do not act on what that holds.
-    `local` is 1 where |w| or |g| is 0 (the paper is silent there), and in groups with `adapt=False`.
-    All norms are taken at once, and nothing waits for the device.
+    As in the paper, the rate is inside the momentum buffer: a change of the rate does not affect the contents
+    of the buffer. `local` is 1 where |w| or |g| is 0 (the paper does not define it there), and in groups with
+    `adapt=False`. All norms are taken at once, and nothing waits for the device.
 
     Args:
         params: parameters, or groups of them; each group may have weight_decay and adapt of its own.
@@ -125,11 +125,11 @@ class Lars(ForeachOptimizer):
 
 
 class Ema:
-    """An exponential moving average of a module's weights, to be evaluated in their place.
+    """An exponential moving average of a module's weights, for evaluation.
 
     Args:
         module: whose parameters are averaged; its buffers are not.
-        decay: of what was before, per step.
+        decay: of the previous average, per step.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -145,7 +145,7 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The module has the averaged weights until the block ends."""
+        """A block in which the module has the averaged weights."""
         self._exchange()
         try:
             yield

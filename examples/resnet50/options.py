@@ -1,4 +1,4 @@
-"""The options of train.py, in the order of the story."""
+"""The options of train.py, in the order in which a run uses them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _data(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--eval-size", type=int, help="pixels; default: the largest of --resolution")
     group.add_argument("--eval-batch", type=int, help="per rank; default: --batch-size")
     group.add_argument(
-        "--min-area", type=float, default=0.08, help="smallest share of an image that is cut out"
+        "--min-area", type=float, default=0.08, help="smallest area of a crop, as a share of the image"
     )
     group.add_argument("--no-eval", action="store_true", help="train only")
 
@@ -55,14 +55,19 @@ def _model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--blur", action="store_true", help="BlurPool before every subsampling")
     group.add_argument("--bn-momentum", type=float, default=0.1)
     group.add_argument(
-        "--bn-batches", type=int, default=0, help="for batch norm's statistics before evaluation"
+        "--bn-batches",
+        type=int,
+        default=0,
+        help="batches for batch norm's statistics before evaluation; 0: running averages",
     )
 
 
 def _optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer")
     group.add_argument("--optimizer", default="sgd", choices=["sgd", "lars"])
-    group.add_argument("--batch-size", type=int, default=256, help="samples of one pass of a rank, at most")
+    group.add_argument(
+        "--batch-size", type=int, default=256, help="largest number of samples in one pass of a rank"
+    )
     group.add_argument("--global-batch", type=int, help="of all ranks; default: --batch-size x ranks")
     group.add_argument("--base-lr", type=float, default=0.1, help="per 256 samples of the global batch")
     group.add_argument("--warmup", type=float, default=5, help="epochs")
@@ -73,7 +78,9 @@ def _optimizer(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weight-decay", type=float, default=5e-5, help="not of norms and biases")
     group.add_argument("--trust", type=float, default=0.001, help="the trust coefficient of LARS")
     group.add_argument("--label-smoothing", type=float, default=0.1)
-    group.add_argument("--clip-norm", type=float, default=0, help="of all gradients together; 0: not")
+    group.add_argument(
+        "--clip-norm", type=float, default=0, help="limit of the norm of all gradients together; 0: none"
+    )
     group.add_argument(
         "--ema", type=float, default=0, help="decay of averaged weights, for evaluation; 0: none"
     )
@@ -103,7 +110,9 @@ def _device(parser: argparse.ArgumentParser) -> None:
         "--dgc-total-samples", type=int, help="that such an epoch has; default: those of the dataset"
     )
     group.add_argument("--dgc-momentum-factor-masking", action=argparse.BooleanOptionalAction, default=True)
-    group.add_argument("--bucket-mb", type=int, default=25, help="of gradients that are sent together")
+    group.add_argument(
+        "--bucket-mb", type=int, default=25, help="size of a bucket of gradients, which are sent together"
+    )
     group.add_argument("--first-bucket-mb", type=int, default=1)
 
 
@@ -114,12 +123,14 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", type=Path, help="directory of the run: checkpoint, epochs.jsonl, chart")
     group.add_argument("--checkpoint-steps", type=int, default=500, help="updates between two checkpoints")
     group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--synthetic", action="store_true", help="one batch, again and again: the ceiling")
     group.add_argument(
-        "--simulate-gpu-rate", type=float, help="images/s of a device that only takes its time"
+        "--synthetic", action="store_true", help="one batch that stays on the device: the ceiling"
     )
     group.add_argument(
-        "--ceiling-steps", type=int, default=20, help="updates by which the ceiling is measured"
+        "--simulate-gpu-rate", type=float, help="train on a simulated device of that many images/s"
+    )
+    group.add_argument(
+        "--ceiling-steps", type=int, default=20, help="updates in the measurement of the ceiling"
     )
     group.add_argument("--tensorboard", action="store_true")
 

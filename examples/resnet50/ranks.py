@@ -1,4 +1,4 @@
-"""This process among the others: joining them, agreeing with them, and proof that all start alike."""
+"""The ranks of a run: joining, agreeing to stop, and a proof that all start with the same weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Ranks", "StopVote", "check_identical"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank, and how many there are.
+    """This rank, and the number of ranks.
 
     Attributes:
-        rank, size: of all ranks; 0 and 1 without torchrun.
+        rank, size: this rank and the number of all; 0 and 1 without torchrun.
         nodes: machines, or torchrun agents.
-        device: this rank's.
-        control: a group on the CPU for small things, so that they never wait for a device's queue.
+        device: of this rank.
+        control: a CPU group for small messages, so that they never wait for a device's queue.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600) -> Ranks:
-        """Join the other ranks, if torchrun (or SLURM or Ray with torchrun's variables) started us."""
+        """Join the other ranks, if torchrun (or SLURM or Ray with its variables) started this process."""
         local = int(os.environ.get("LOCAL_RANK", 0))
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         chosen = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -46,9 +46,9 @@ class Ranks:
             torch.cuda.set_device(chosen)
         if "RANK" not in os.environ and not dist.is_initialized():
             return cls(0, 1, 1, chosen)
-        if not dist.is_initialized():  # Ray Train has done it
+        if not dist.is_initialized():  # else Ray Train has initialised it
             backend = "nccl" if cuda else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **_meeting_point(timeout))
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **_store(timeout))
         size = dist.get_world_size()
         control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
         nodes = max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
@@ -56,7 +56,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Is this the rank that prints and writes?"""
+        """Whether this rank prints and writes."""
         return self.rank == 0
 
     def sums(self, *values: float) -> list[float]:
@@ -74,7 +74,7 @@ class Ranks:
         return tensor.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value (bytes, or what JSON knows), on every rank."""
+        """Rank 0's value (bytes, or anything of JSON), on every rank."""
         if self.size == 1:
             return value
         values = [value]
@@ -90,45 +90,45 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _meeting_point(timeout: float) -> dict[str, Any]:
-    """Where ranks find each other, for init_process_group.
+def _store(timeout: float) -> dict[str, Any]:
+    """The store of init_process_group, in which ranks find each other.
 
-    torchrun's agents keep one store for all its restarts (seen in torch 2.13), and ranks that start again may
-    find the addresses of those that died. So each start has a corner of its own in it. With several agents,
-    whose counts of restarts differ, the store has to be a new one too: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    torchrun's agents keep one store for all restarts (seen in torch 2.13), so restarted ranks may find the
+    addresses of dead ones. Therefore each start has its own prefix in it. Several agents count restarts
+    differently, so they also need a new store each time: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout))
-    corner = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-of-{size}"
-    return {"store": dist.PrefixStore(corner, store), "rank": rank, "world_size": size}
+    prefix = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-of-{size}"
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": size}
 
 
 class StopVote:
-    """SIGTERM (or Ctrl-C) on any rank lets all ranks end after the same step.
+    """After SIGTERM or Ctrl-C on any rank, all ranks end after the same step.
 
-    A signal reaches the ranks at different moments, and a rank that stops alone leaves the others waiting in
-    an all-reduce. So every step each rank casts a vote, and reads what came of the vote of the step before:
-    the same on all ranks, without waiting for it.
+    A signal reaches the ranks at different moments, and a rank that stops alone would leave the others in an
+    all-reduce. So each rank votes in every step, and reads the result of the previous vote: it is the same on
+    all ranks, and nobody waits for it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._asked = False
         self._pending: tuple[Any, torch.Tensor] | None = None
-        # Only the main thread may; Ray runs a training function in another one, and ends it in its own way.
+        # Only the main thread may set handlers; Ray calls the training function in another thread.
         numbers = (signal.SIGTERM, signal.SIGINT) if _in_main_thread() else ()
         self._before = {number: signal.signal(number, self._ask) for number in numbers}
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self._asked and number == signal.SIGINT:  # the second Ctrl-C means it
+        if self._asked and number == signal.SIGINT:  # the second Ctrl-C ends this rank at once
             raise KeyboardInterrupt
         self._asked = True
 
     def agreed(self) -> bool:
-        """Once a step, on all ranks alike."""
+        """Whether to stop now. All ranks call it once a step, and get the same answer."""
         if self._ranks.size == 1:
             return self._asked
         stop = self._result()
@@ -138,7 +138,7 @@ class StopVote:
         return stop
 
     def close(self) -> None:
-        """Wait for the last vote, so that no rank leaves while another one counts on it."""
+        """Wait for the last vote, so that no rank leaves before the others have its vote."""
         self._result()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -157,10 +157,10 @@ def _in_main_thread() -> bool:
 
 
 def check_identical(module: nn.Module, ranks: Ranks) -> str:
-    """Prove that all ranks have made the same module; returns its checksum.
+    """Prove that all ranks have the same module; returns its checksum.
 
-    Every rank makes its weights from the same seed, so nothing has to be broadcast: eight bytes of checksum
-    go around instead of the weights.
+    Every rank makes its weights from the same seed, so a checksum of eight bytes is exchanged instead of
+    them.
 
     Raises:
         RuntimeError: two ranks differ.
@@ -173,8 +173,8 @@ def check_identical(module: nn.Module, ranks: Ranks) -> str:
     highest, lowest = ranks.maxima(number, -number)
     if highest != -lowest:
         raise RuntimeError(
-            f"rank {ranks.rank} on {socket.gethostname()} has other initial weights (checksum "
-            f"{digest.hexdigest()}) than another rank: model_fn has to draw from torch's generator only, and "
-            "needs the same arguments, library versions and data on every rank"
+            f"the initial weights of rank {ranks.rank} on {socket.gethostname()} (checksum "
+            f"{digest.hexdigest()}) differ from those of another rank: model_fn must draw only from torch's "
+            "generator, and needs the same arguments, library versions and data on every rank"
         )
     return digest.hexdigest()

@@ -1,11 +1,11 @@
-"""The same trainer under Ray Train, which starts the ranks on a cluster and restarts them when one fails.
+"""The trainer under Ray Train, which starts the ranks on a cluster and restarts them after a failure.
 
     pip install 'ray[train]'
     python examples/resnet50/ray_train.py --ranks 16 --cpus 8 -- s3://bucket/imagenet --cache /ssd/cache \\
         --partition node --out /shared/runs/a
 
-What stands after `--` are train.py's options. --out has to be on storage that all nodes share. The tests have
-no Ray: this file is only compiled there.
+The options after `--` are those of train.py. --out must be on storage that all nodes share. The tests only
+compile this file: they have no Ray.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def train_rank(config: dict[str, list[str]]) -> None:
-    """One rank, on one node. Ray has set torchrun's variables and joined the process group."""
-    sys.path.insert(0, str(HERE))  # the example has to be at this path on every node
+    """One rank. Ray has set torchrun's variables and joined the process group."""
+    sys.path.insert(0, str(HERE))  # the example must be at this path on every node
     import train
 
     train.run(train.images, train.resnet, config["arguments"])

@@ -1,25 +1,25 @@
-"""What a run tells: a line per epoch in MoXing's columns, utilisation, MLPerf's clock, a chart.
+"""The report of a run: a line per epoch in MoXing's columns, utilisation, MLPerf's clock, a chart.
 
-The files in the run's directory: `epochs.jsonl`, one JSON object per epoch; `summary.json` and `chart.png` at
-the end; TensorBoard's, where that is asked for.
+Files in the run's directory: `epochs.jsonl`, one JSON object per epoch; `summary.json` and `chart.png` at the
+end; TensorBoard's files with --tensorboard.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoint import replace
 from ranks import Ranks
 from step import Ceiling
 
 __all__ = ["Clock", "Meter", "Report", "limit", "utilisation"]
 
-ENOUGH = 0.99  # of utilisation: from here on it is the device that sets the pace
+ENOUGH = 0.99  # utilisation from which on the device is the limit
 
 
 def utilisation(samples: float, rate: float, seconds: float) -> float:
@@ -27,7 +27,7 @@ def utilisation(samples: float, rate: float, seconds: float) -> float:
 
     Args:
         samples: of one accelerator, without its first step.
-        rate: samples/s that it computes with data that is there already.
+        rate: its samples/s on data that is already on the device.
         seconds: from the end of the first step to the end of the last one.
     """
     return min(1.0, samples / rate / seconds) if seconds > 0 else 0.0
@@ -37,10 +37,10 @@ class Meter:
     """Times one epoch of one rank.
 
     Args:
-        synchronize: waits for the device, and returns when it was done.
+        synchronize: waits for the device, and returns the time at which it was done.
 
     Attributes:
-        waited: seconds in which there was no batch, of all steps; the first apart in `first_wait`.
+        waited: seconds without a batch, of all steps but the first, which is in `first_wait`.
     """
 
     def __init__(self, synchronize: Any) -> None:
@@ -53,7 +53,7 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the call that fetches a batch."""
+        """A block that fetches a batch."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
@@ -64,7 +64,7 @@ class Meter:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Around what is no training: a checkpoint."""
+        """A block that is not training, such as a checkpoint."""
         self._synchronize()
         start = time.perf_counter()
         yield
@@ -82,7 +82,7 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """Of training, from the first request for data."""
+        """Seconds of training, from the first request for data."""
         return self._last_end - self._begun - self._outside
 
     @property
@@ -92,9 +92,9 @@ class Meter:
 
 
 class Clock:
-    """MLPerf's: from run_start, when data is first touched, to run_final, when the target is reached.
+    """MLPerf's clock: from run_start, the first access to data, to run_final, when the target is reached.
 
-    Wall time, kept by the checkpoint, so that it goes on while a run is down.
+    It is wall time, and part of the checkpoint, so it also counts the time in which a run is down.
     """
 
     def __init__(self, target: float | None) -> None:
@@ -106,7 +106,7 @@ class Clock:
         self.run_start = time.time() if self.run_start is None else self.run_start
 
     def evaluated(self, accuracy: float) -> bool:
-        """Is the target reached?"""
+        """Whether the target is reached."""
         reached = self.target is not None and accuracy >= self.target
         if reached and self.run_final is None:
             self.run_final = time.time()
@@ -127,12 +127,12 @@ class Clock:
 
 
 class Report:
-    """Rank 0 prints and writes; the other ranks only take part in the sums.
+    """The output of a run: rank 0 prints and writes; the other ranks only take part in the sums.
 
     Args:
         directory: of the run, or None.
         ranks: this rank and the others.
-        tensorboard: write its files too; needs the package tensorboard.
+        tensorboard: write TensorBoard's files too; needs the package tensorboard.
     """
 
     def __init__(self, directory: Path | None, ranks: Ranks, tensorboard: bool = False) -> None:
@@ -150,15 +150,15 @@ class Report:
     def epoch(
         self, number: int, meter: Meter, ceiling: Ceiling, batch: int, stats: dict[str, Any], **more: Any
     ) -> None:
-        """Put one epoch together over all ranks, and show it.
+        """Combine one epoch over all ranks, and show it.
 
         Args:
             number: counted from 1.
             meter: of this rank.
             ceiling: measured with this epoch's resolution, on this rank.
             batch: samples of one update, all ranks together.
-            stats: of the loader, for what held it up.
-            more: further entries: loss, accuracy, ...
+            stats: of the loader, for the limit.
+            more: further entries, such as the loss.
         """
         ranks = self._ranks
         samples, seconds = meter.after_first
@@ -216,14 +216,13 @@ class Report:
             self._board.flush()
 
     def write(self) -> None:
-        """All epochs so far, as one file that is always whole: an epoch that is done again is in it once."""
+        """Write all epochs so far to one file; an epoch that is repeated after a resume is in it once."""
         if self._ranks.first and self._directory is not None:
-            _replace(
-                self._directory / "epochs.jsonl", "".join(json.dumps(line) + "\n" for line in self.epochs)
-            )
+            text = "".join(json.dumps(line) + "\n" for line in self.epochs)
+            replace(self._directory / "epochs.jsonl", lambda file: file.write(text.encode()))
 
     def finish(self, clock: Clock) -> dict[str, Any]:
-        """The whole run in a few numbers; epoch 1, in which the cache is filled, apart from the others."""
+        """The run in a few numbers; epoch 1, which fills the cache, apart from the others."""
         later = self.epochs[1:]
         summary = {
             "epochs": len(self.epochs),
@@ -237,37 +236,39 @@ class Report:
             "limit": self.epochs[-1]["limit"] if self.epochs else None,
         }
         if self._ranks.first and self._directory is not None:
-            _replace(self._directory / "summary.json", json.dumps(summary, indent=2) + "\n")
-            self._draw(self._directory / "chart.png")
+            text = json.dumps(summary, indent=2) + "\n"
+            replace(self._directory / "summary.json", lambda file: file.write(text.encode()))
+            self.draw(self._directory / "chart.png")
         self.say(json.dumps(summary))
         return summary
 
-    def _draw(self, path: Path) -> None:
+    def draw(self, path: Path) -> None:
+        """Write the chart, where the package that draws it is installed."""
         try:
             import vl_convert
         except ImportError:
-            self.say("no chart: pip install 'fastload[demo]' has what draws it")
+            self.say("no chart: it needs vl-convert-python; type: pip install 'fastload[demo]'")
             return
         path.write_bytes(vl_convert.vegalite_to_png(chart(self.epochs), scale=2))
 
 
 def limit(used: float, waited: float, stats: dict[str, Any]) -> str:
-    """Who sets the pace.
+    """The limit of the run.
 
     Args:
         used: utilisation.
-        waited: the share of the time in which there was no batch.
-        stats: of the loader, with what it says of itself.
+        waited: the share of time without a batch.
+        stats: of the loader, with its own limit.
     """
     if used >= ENOUGH:
         return "the device"
     if waited >= (1 - used) / 2:
         return f"the loader: {stats['verdict']}"
-    return f"this process and its cores: data was waited for in {waited:.1%} of the time only"
+    return f"this process and its cores: it waited for data in only {waited:.1%} of the time"
 
 
 def _communication(ceiling: Ceiling) -> dict[str, Any]:
-    """Of one update: what the all-reduce adds to it, what it takes alone, and how much of that is hidden."""
+    """The all-reduce of one update: the time that it adds, its time alone, and the hidden share of that."""
     return {
         "exposed ms": round(ceiling.exposed * 1000, 3),
         "alone ms": round(ceiling.bare * 1000, 3),
@@ -279,24 +280,18 @@ def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 4) if values else None
 
 
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _summary_writer(directory: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise SystemExit(
-            "--tensorboard needs it: pip install tensorboard, or leave the option out"
+            "--tensorboard needs the package tensorboard: pip install tensorboard, or omit the option"
         ) from error
     return SummaryWriter(str(directory / "tensorboard"))
 
 
 def chart(epochs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run in Vega-Lite: images/s under their ceiling, and the accuracy."""
+    """The chart in Vega-Lite: images/s under their ceiling, and the accuracy."""
     x = {"field": "epoch", "type": "ordinal", "axis": {"labelAngle": 0, "title": "epoch"}}
     ceiling = [{"epoch": line["epoch"], "rate": line["ceiling per GPU"] * line["GPUs"]} for line in epochs]
     rates = {

@@ -1,4 +1,4 @@
-"""What changes during a run: the learning rate, the resolution; and how a global batch is dealt out."""
+"""The schedules of a run: learning rate and resolution; and the division of a global batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 __all__ = ["DECAYS", "Batches", "LearningRate", "resolutions"]
 
-# Each maps the share of the run that is over, after the warm-up (0 to 1), to a factor of the peak.
+# Each maps the finished share of the run after the warm-up (0 to 1) to a factor of the peak.
 DECAYS = {
     "polynomial": lambda t, power: (1 - t) ** power,
     "cosine": lambda t, power: 0.5 * (1 + math.cos(math.pi * t)),
-    # A cosine under a falling line: longer at small rates than the cosine alone (Bello et al. 2017).
+    # A cosine times a falling line: it spends longer at small rates than the cosine (Bello et al. 2017).
     "linear-cosine": lambda t, power: (1 - t) * 0.5 * (1 + math.cos(math.pi * t)) + 0.001,
     "constant": lambda t, power: 1.0,
 }
@@ -45,11 +45,11 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class Batches:
-    """How a global batch is dealt out over ranks and over backward passes.
+    """The division of a global batch among ranks and backward passes.
 
     Attributes:
         of_all: samples of one update of the weights, all ranks together.
-        ranks: how many.
+        ranks: the number of ranks.
         micro: samples of one forward and backward pass of a rank.
     """
 
@@ -69,17 +69,17 @@ class Batches:
 
     @classmethod
     def split(cls, of_all: int, ranks: int, limit: int) -> Batches:
-        """The fewest passes whose parts are of one size, and of at most `limit` samples.
+        """The fewest passes of equal size, and of at most `limit` samples.
 
-        The same global batch over another number of ranks is of the same samples: a resumed run sees no
-        difference, as long as the number of ranks divides the batch.
+        A global batch has the same samples on any number of ranks that divides it, so a resumed run sees no
+        difference.
 
         Raises:
-            SystemExit: it does not.
+            SystemExit: the number of ranks does not divide the batch.
         """
         if of_all % ranks:
             raise SystemExit(
-                f"a global batch of {of_all} cannot be dealt out evenly to {ranks} ranks: "
+                f"{ranks} ranks cannot share a global batch of {of_all} evenly: "
                 f"use a number of ranks that divides it or, for a new run, "
                 f"--global-batch {of_all - of_all % ranks or ranks}"
             )
@@ -92,12 +92,12 @@ def resolutions(text: str) -> dict[int, int]:
     """ "0:128,18:224,30:288" -> {0: 128, 18: 224, 30: 288}, first epoch -> pixels; "224" -> {0: 224}.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text has neither form.
     """
     if ":" not in text:
         return {0: int(text)}
     pairs = [part.split(":") for part in text.split(",")]
     sizes = {int(epoch): int(size) for epoch, size in pairs}
     if 0 not in sizes or min(sizes) < 0:
-        raise ValueError(f"resolutions have to begin with epoch 0, found {text!r}")
+        raise ValueError(f"resolutions must begin with epoch 0, found {text!r}")
     return sizes

@@ -1,4 +1,4 @@
-"""One update of the weights: forward, backward, the gradients of all ranks averaged, the optimizer's step."""
+"""One update of the weights: forward, backward, average of the gradients over the ranks, optimizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +19,27 @@ from comm import AllReduce, register
 from dgc import DeepGradientCompression, DgcSgd
 from optim import Ema, make_optimizer, parameter_groups
 from ranks import Ranks, check_identical
-from simulate import SimulatedDevice
 
-__all__ = ["AMP", "COMMUNICATION", "Ceiling", "SimulatedStep", "Step", "Task", "recompute_batch_norm"]
+__all__ = ["AMP", "COMMUNICATION", "Ceiling", "Step", "Task"]
 
 COMMUNICATION = ["fp32", "fp16", "bf16", "dgc"]
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def top1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many of a batch have their target as the highest output."""
+    """The number of samples whose highest output is their target."""
     return (outputs.argmax(1) == targets).sum()
 
 
 @dataclass
 class Task:
-    """What is trained: what `model_fn` returns.
+    """The network and its loss: the result of `model_fn`.
 
     Attributes:
         module: inputs -> outputs.
         loss: (outputs, targets) -> the mean over the batch.
-        correct: (outputs, targets) -> how many of the batch are right.
-        batch_transform: for the DataLoader: runs on the device that the batch was copied to.
+        correct: (outputs, targets) -> the number of correct samples.
+        batch_transform: for the DataLoader; runs on the device, after the copy.
     """
 
     module: nn.Module
@@ -51,13 +50,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What this rank computes without a loader: one batch that stays on the device, again and again.
+    """The rates of this rank without a loader, on one batch that stays on the device.
 
     Attributes:
         rate: samples/s of one rank, with all ranks in step.
-        alone: samples/s of one rank that talks to nobody.
-        exposed: seconds per update that the all-reduce adds to it.
-        bare: seconds that an all-reduce of the same bytes takes with nothing beside it.
+        alone: samples/s of one rank without communication.
+        exposed: seconds per update that the all-reduce adds.
+        bare: seconds of an all-reduce of the same bytes alone.
     """
 
     rate: float
@@ -67,7 +66,7 @@ class Ceiling:
 
     @property
     def overlap(self) -> float | None:
-        """The share of the communication that is hidden behind the backward pass."""
+        """The share of the communication that overlaps with the backward pass."""
         return max(0.0, 1 - self.exposed / self.bare) if self.bare else None
 
 
@@ -107,7 +106,7 @@ class Step:
 
     def begin(self, number: int, samples: int, rate: float) -> None:
         """Before the first pass of update `number`, after `samples` samples of all ranks, at this rate."""
-        # Random layers draw the same after a resume.
+        # So random layers draw the same numbers after a resume.
         torch.manual_seed(self._seed * 1_000_003 + number * self.ranks.size + self.ranks.rank)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -117,7 +116,7 @@ class Step:
     def add(self, inputs: Any, targets: Any, share: float, last: bool) -> None:
         """Forward and backward of one batch, which is `share` of this rank's part of the update.
 
-        The gradients are summed up; only with the last batch do they go around the ranks, while the backward
+        The gradients add up. Only those of the last batch are exchanged between the ranks, while the backward
         pass still runs.
         """
         if self._mark:
@@ -140,16 +139,16 @@ class Step:
             self.ema.update()
 
     def predict(self, inputs: Any) -> Any:
-        """Outputs, without the other ranks."""
+        """The outputs; no communication."""
         with torch.no_grad(), self._precision():
             return self.module(self._placed(inputs))
 
     def averaged(self) -> Any:
-        """A block in which the module has its averaged weights, where an average is kept."""
+        """A block in which the module has its averaged weights, if an average is kept."""
         return self.ema.in_place() if self.ema is not None else contextlib.nullcontext()
 
     def synchronize(self) -> float:
-        """Wait until the device has done what it was given; the time then, in perf_counter's seconds."""
+        """Wait until the device has finished its work; returns the time, in perf_counter's seconds."""
         if self._type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -170,11 +169,11 @@ class Step:
             self.ema.load_state_dict(state["ema"])
 
     def traffic(self) -> dict[str, float]:
-        """What the gradients have cost since the last call."""
+        """The bytes of the gradients since the last call."""
         return self.communication.traffic.take() if self.communication is not None else {}
 
     def gather_communication(self) -> list[Any]:
-        """What compression keeps on each rank, on rank 0, for a checkpoint; all ranks call it."""
+        """The compression's state of all ranks, on rank 0, for a checkpoint; all ranks call it."""
         if self.communication is None:
             return []
         return self.communication.gather_state(self.ranks.control)
@@ -184,7 +183,7 @@ class Step:
             self.communication.load_gathered(states)
 
     def measure(self, inputs: Any, targets: Any, passes: int, updates: int) -> Ceiling:
-        """The ceiling of this rank with this batch. The state is afterwards what it was before."""
+        """The ceiling of this rank with this batch. It leaves the state unchanged."""
         talk = self.communication
         kept = copy.deepcopy((self.state_dict(), talk.state_dict() if talk is not None else None))
         loss_sum = self.loss_sum.clone()
@@ -234,7 +233,7 @@ class Step:
 
 
 def _communication(module: nn.Module, args: Any, ranks: Ranks, samples: int) -> Any:
-    """How the ranks exchange gradients; None for a rank alone."""
+    """The exchange of gradients between ranks; None for a single rank."""
     if args.communication == "dgc":
         if ranks.size == 1 or args.amp == "fp16" or args.optimizer != "sgd":
             raise SystemExit(
@@ -262,14 +261,14 @@ def _dgc_sgd(module: nn.Module, args: Any) -> DgcSgd:
 
 
 def _distributed(network: nn.Module, args: Any, ranks: Ranks) -> DistributedDataParallel:
-    """The gradients averaged over the ranks in buckets, each sent once the backward pass has filled it."""
+    """The network with gradients averaged in buckets, each sent once the backward pass has filled it."""
     known = inspect.signature(DistributedDataParallel).parameters
     options: dict[str, Any] = {"bucket_cap_mb": args.bucket_mb}
-    if "bucket_cap_mb_list" in known:  # a small first bucket lets the sending begin early
+    if "bucket_cap_mb_list" in known:  # a small first bucket is sent early
         options = {"bucket_cap_mb_list": [args.first_bucket_mb, args.bucket_mb]}
-    if "init_sync" in known:  # the checksum has proved that all are alike
+    if "init_sync" in known:  # the checksum has proved that all weights are equal
         options["init_sync"] = False
-    # Running statistics are averaged before they are used, and not every step.
+    # Running statistics are averaged before each use, not in each step.
     options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
     return DistributedDataParallel(
         network,
@@ -277,80 +276,3 @@ def _distributed(network: nn.Module, args: Any, ranks: Ranks) -> DistributedData
         gradient_as_bucket_view=True,
         **options,
     )
-
-
-class SimulatedStep:
-    """In the place of Step: a device that only takes its time, one for each rank."""
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self.device = SimulatedDevice(rate)
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
-        self.checksum = ""
-
-    def begin(self, number: int, samples: int, rate: float) -> None:
-        pass
-
-    def add(self, inputs: Any, targets: Any, share: float, last: bool) -> None:
-        self.device.run(len(targets))
-
-    def update(self) -> None:
-        pass
-
-    def synchronize(self) -> float:
-        return self.device.synchronize()
-
-    def traffic(self) -> dict[str, float]:
-        return {}
-
-    def gather_communication(self) -> list[Any]:
-        return []
-
-    def load_communication(self, states: list[Any]) -> None:
-        pass
-
-    def measure(self, inputs: Any, targets: Any, passes: int, updates: int) -> Ceiling:
-        return Ceiling(self.rate, self.rate)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-@torch.no_grad()
-def recompute_batch_norm(
-    module: nn.Module, batches: list[Any], predict: Callable[[Any], Any], ranks: Ranks
-) -> None:
-    """Make the running statistics of batch normalisation those of the weights as they are now.
-
-    Each rank has seen other samples, and its running averages lag behind the weights. The statistics of
-    `batches` are averaged with equal weight, then over the ranks. Without batches, only the latter.
-    """
-    norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    norms = [norm for norm in norms if norm.track_running_stats]
-    if batches:
-        with _cumulative(norms):
-            module.train()
-            for inputs in batches:
-                predict(inputs)
-    if ranks.size > 1:
-        for norm in norms:
-            for statistics in (norm.running_mean, norm.running_var):
-                dist.all_reduce(statistics)
-                statistics /= ranks.size
-
-
-@contextlib.contextmanager
-def _cumulative(norms: list[Any]) -> Iterator[None]:
-    """Running statistics begin anew, and are plain averages, until the block ends."""
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    try:
-        yield
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum

@@ -1,4 +1,4 @@
-"""Train a ResNet-50 on the images of a bucket, on any number of ranks, and see whether it waits for data.
+"""Train a ResNet-50 on the images of a bucket, on any number of ranks, and measure its wait for data.
 
     python examples/resnet50/train.py s3://bucket/imagenet --cache /ssd/cache --out runs/a
     torchrun --nproc-per-node 8 examples/resnet50/train.py s3://bucket/imagenet --cache /ssd/cache \\
@@ -7,10 +7,11 @@
         --global-batch 32768 --base-lr 0.2 --warmup 5 --decay polynomial
     python examples/resnet50/train.py s3://bucket/imagenet --cache /ssd/cache --simulate-gpu-rate 1785.7
 
-The URL holds the folders train/ and val/, each with one folder of images per class. Stop it in whatever way
-and start it again with the same --out, on another number of ranks too: it goes on with the very next sample.
-This file is the run, read from top to bottom; beside it: step.py (one update of the weights), model.py,
-optim.py, schedule.py, checkpoint.py, report.py, ranks.py, simulate.py. For something else, see your_own.py.
+The URL holds the folders train/ and val/, each with one folder of images per class. A run that stopped for
+any reason continues with the next sample when it starts again with the same --out, on any number of ranks.
+
+This file is the run, from top to bottom; each other file is one part of it (see README.md). your_own.py
+trains another network on other data.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import argparse
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+import batch_norm
 import checkpoint
 from fastload import (
     ByEpoch,
@@ -36,19 +39,17 @@ from fastload import (
     Normalize,
     RandomResizedCrop,
 )
-from model import MODELS
+from model import IMAGENET, MODELS
 from options import parse
 from ranks import Ranks, StopVote
 from report import Clock, Meter, Report
 from schedule import Batches, LearningRate, resolutions
-from step import AMP, SimulatedStep, Step, Task, recompute_batch_norm
+from simulate import SimulatedStep, SyntheticLoader
+from step import AMP, Step, Task
 
 __all__ = ["Task", "run"]
 
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of each channel
-
-
-# --- the two functions that say what is trained on what
+# --- the two functions that define the data and the network
 
 
 def images(args: argparse.Namespace, mode: str) -> ImageFolder:
@@ -86,12 +87,12 @@ def run(
     model_fn: Callable[[argparse.Namespace, Any], Task],
     arguments: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Train what `model_fn` makes on what `input_fn` reads; returns the summary that Report.finish makes.
+    """Train the network of `model_fn` on the samples of `input_fn`; returns the summary of `Report.finish`.
 
     Args:
         input_fn: (args, "train" or "eval") -> a map-style dataset of (input, target).
-        model_fn: (args, training dataset) -> a Task; torch's generator is seeded, alike on all ranks.
-        arguments: of the command line; default: sys.argv's.
+        model_fn: (args, training dataset) -> a Task; torch's generator has the same seed on all ranks.
+        arguments: the command line; default: sys.argv.
     """
     args = parse(arguments, __doc__)
     ranks = Ranks.join(args.device)
@@ -114,16 +115,17 @@ def run(
     run = Run(args, ranks, batches, step, loader, stop)
     if saved is not None:
         run.load_state_dict(saved)
+    now = run.progress
     run.report.say(
         f"{ranks.size} ranks on {ranks.nodes} nodes, {len(dataset):,} samples, batch {batches.of_all:,} = "
         f"{ranks.size} x {batches.passes} x {batches.micro}, initial weights {step.checksum}"
-        + (f"; going on in epoch {run.epoch + 1} after {run.consumed:,} samples" if saved else "")
+        + (f"; resumed in epoch {now.epoch + 1} after {now.consumed:,} samples" if saved else "")
     )
     evaluation = (
         None if args.simulate_gpu_rate or args.no_eval else make_evaluation(input_fn, task, args, ranks)
     )
     run.clock.start()
-    while run.epoch < args.epochs and not (run.done or run.stopped):
+    while run.progress.epoch < args.epochs and not (run.progress.done or run.stopped):
         meter = run.train_epoch()
         if not run.stopped:
             run.finish_epoch(meter, evaluation)
@@ -133,8 +135,194 @@ def run(
     return summary
 
 
+@dataclass
+class Progress:
+    """The position of a run, part of its checkpoint.
+
+    Attributes:
+        epoch: finished epochs.
+        number: updates of the weights.
+        consumed: samples of the current epoch, of all ranks.
+        trained: the same with the padding that gives all ranks equally many.
+        done: the target accuracy is reached.
+    """
+
+    epoch: int = 0
+    number: int = 0
+    consumed: int = 0
+    trained: int = 0
+    done: bool = False
+
+
+class RecentBatches:
+    """The last batches of an epoch: for the statistics of batch norms, and to measure the ceiling."""
+
+    def __init__(self, count: int) -> None:
+        self.inputs: deque[Any] = deque(maxlen=count)
+        self.full: Any = None  # (inputs, targets): the last batch of full size
+
+    def keep(self, inputs: Any, targets: Any) -> None:
+        if self.inputs.maxlen:
+            self.inputs.append(inputs)
+        if self.full is None or len(targets) >= len(self.full[1]):
+            self.full = (inputs, targets)
+
+
+class Run:
+    """The parts of a run, and its progress."""
+
+    def __init__(
+        self, args: argparse.Namespace, ranks: Ranks, batches: Batches, step: Any, loader: Any, stop: StopVote
+    ) -> None:
+        self.args, self.ranks, self.batches, self.step, self.loader = args, ranks, batches, step, loader
+        self.stop = stop
+        self.samples = len(loader.sampler.dataset)  # of an epoch
+        updates = -(-self.samples // batches.of_all)
+        self.rate = LearningRate(
+            args.base_lr * batches.of_all / 256,
+            round(args.warmup * updates),
+            args.epochs * updates,
+            args.decay,
+            args.power,
+        )
+        self.report = Report(args.out, ranks, args.tensorboard)
+        self.clock = Clock(args.target)
+        self.progress = Progress()
+        self.recent = RecentBatches(args.bn_batches)
+        self.stopped = False
+        self._ceilings: dict[tuple[int, ...], Any] = {}  # by the shape of a batch
+
+    def train_epoch(self) -> Meter:
+        """Train on the rest of the epoch, or until all ranks have agreed to stop."""
+        meter = Meter(self.step.synchronize)
+        self.recent.full = None
+        iterator = iter(self.loader)
+        # Samples of this rank; the sampler pads, so all ranks have equally many.
+        left = -(-(self.samples - self.progress.consumed) // self.ranks.size)
+        while left > 0:
+            left -= self._train_update(iterator, min(self.batches.per_rank, left), meter)
+            self.stopped = self.stop.agreed() and left > 0
+            if self.stopped or (left > 0 and self.progress.number % self.args.checkpoint_steps == 0):
+                with meter.outside():
+                    self.save()
+            if self.stopped:
+                now = self.progress
+                self.report.say(f"asked to stop: update {now.number}, in epoch {now.epoch + 1}, was the last")
+                return meter
+        meter.end()
+        for _ in iterator:  # the loader's epoch ends with this call
+            raise RuntimeError("the loader has more samples than the sampler promised")
+        return meter
+
+    def _train_update(self, iterator: Iterator[Any], planned: int, meter: Meter) -> int:
+        """One update of the weights by `planned` samples of this rank; the number of samples it took."""
+        now = self.progress
+        self.step.begin(now.number, now.number * self.batches.of_all, self.rate.at(now.number))
+        taken = 0
+        while taken < planned:
+            with meter.waiting():
+                inputs, targets = next(iterator)
+            taken += len(targets)
+            self.step.add(inputs, targets, len(targets) / planned, last=taken >= planned)
+            self.recent.keep(inputs, targets)
+        self.step.update()
+        now.number += 1
+        now.trained += taken * self.ranks.size
+        now.consumed = min(self.samples, now.consumed + taken * self.ranks.size)
+        meter.step(taken)
+        return taken
+
+    def finish_epoch(self, meter: Meter, evaluation: Any) -> None:
+        """Accuracy, report and checkpoint."""
+        now = self.progress
+        ceiling = self._ceiling()
+        loss = sum(self._loss_sums()) / now.trained
+        more: dict[str, Any] = {"loss": loss, "learning rate": self.rate.at(now.number - 1)}
+        if evaluation is not None:
+            more["accuracy"] = self.evaluate(evaluation)
+            now.done = self.clock.evaluated(more["accuracy"])
+            more["time to accuracy"] = self.clock.time_to_accuracy
+        stats = self.loader.stats()
+        more["bad samples"] = len(stats["bad"])
+        more |= self.step.traffic()
+        self.report.epoch(now.epoch + 1, meter, ceiling, self.batches.of_all, stats, **more)
+        now.epoch, now.consumed, now.trained = now.epoch + 1, 0, 0
+        self.step.loss_sum.zero_()
+        self.save()
+
+    def evaluate(self, evaluation: Any) -> float:
+        """Accuracy on the evaluation's samples; of the averaged weights, where an average is kept."""
+        step = self.step
+        right, seen = torch.zeros((), dtype=torch.int64, device=self.ranks.device), 0
+        with step.averaged():
+            batch_norm.recompute(step.module, list(self.recent.inputs), step.predict, self.ranks)
+            step.module.eval()
+            for inputs, targets in evaluation:
+                right += step.task.correct(step.predict(inputs), targets)
+                seen += len(targets)
+            step.module.train()
+        right_of_all, seen_by_all = self.ranks.sums(int(right), seen)
+        return right_of_all / seen_by_all
+
+    def save(self) -> None:
+        """Write a checkpoint, by rank 0; the other ranks wait, so that none is ahead of the file."""
+        if self.args.out is not None and not self.args.synthetic:
+            state = self.state_dict()
+            if self.ranks.first:
+                checkpoint.save(self.args.out / "checkpoint.pt", state)
+            self.ranks.barrier()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the run; all ranks call it together."""
+        return {
+            **asdict(self.progress),
+            "loss_sums": self._loss_sums(),
+            "global_batch": self.batches.of_all,
+            "epochs": self.report.epochs,
+            "clock": self.clock.state_dict(),
+            "loader": self.loader.state_dict(),
+            "communication": self.step.gather_communication(),
+            **self.step.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["global_batch"] != self.batches.of_all:
+            raise SystemExit(
+                f"the checkpoint is of a run with a global batch of {state['global_batch']:,}, "
+                f"and --global-batch is {self.batches.of_all:,}: omit the option, or give another --out"
+            )
+        self.progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
+        self.report.epochs = state["epochs"]
+        self.clock.load_state_dict(state["clock"])
+        self.loader.load_state_dict(state["loader"])
+        self.step.load_state_dict(state)
+        self.step.load_communication(state["communication"])
+        sums = state["loss_sums"]
+        if len(sums) != self.ranks.size:  # one rank carries the sum of all of them
+            sums = [sum(sums)] + [0.0] * (self.ranks.size - 1)
+        self.step.loss_sum.fill_(sums[self.ranks.rank])
+
+    def _loss_sums(self) -> list[float]:
+        """The sum of the losses of each rank, so that a resumed run adds them up in the same order."""
+        own = float(self.step.loss_sum)
+        return self.ranks.sums(*[own if rank == self.ranks.rank else 0.0 for rank in range(self.ranks.size)])
+
+    def _ceiling(self) -> Any:
+        """The rate without a loader, measured once for each resolution with the last full batch."""
+        inputs, targets = self.recent.full
+        shape = tuple(inputs.shape)
+        if shape not in self._ceilings:
+            self._ceilings[shape] = self.step.measure(
+                inputs, targets, self.batches.passes, self.args.ceiling_steps
+            )
+        return self._ceilings[shape]
+
+
+# --- the loaders
+
+
 def make_loader(dataset: Any, micro: int, args: argparse.Namespace, ranks: Ranks, task: Task) -> Any:
-    """The training samples of this rank, on its device, for ever new epochs."""
+    """The training samples of this rank, on its device."""
     loader = DataLoader(
         dataset,
         micro,
@@ -147,7 +335,7 @@ def make_loader(dataset: Any, micro: int, args: argparse.Namespace, ranks: Ranks
         device=None if args.simulate_gpu_rate else ranks.device,
         batch_transform=None if args.simulate_gpu_rate else task.batch_transform,
     )
-    return Resident(loader) if args.synthetic else loader
+    return SyntheticLoader(loader) if args.synthetic else loader
 
 
 def make_evaluation(
@@ -168,193 +356,8 @@ def make_evaluation(
 
 
 def leave_signals_to_the_trainer(worker: int) -> None:
-    """torchrun and SLURM send SIGTERM to every process of a job, and the last steps still need data."""
+    """A worker ignores SIGTERM: torchrun and SLURM send it to all processes, and the last steps need data."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-class Resident:
-    """--synthetic: the first batch stays on the device, and is every batch. What no loader can beat."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self._batch: Any = None
-        self.sampler = loader.sampler
-        self.batch_size = loader.batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._batch is None:
-            self._batch = next(iter(self._loader))
-        left = len(self.sampler)
-        while left > 0:
-            yield [part[:left] for part in self._batch]
-            left -= self.batch_size
-
-    def stats(self) -> dict[str, Any]:
-        return {"verdict": "no loader: one batch stays on the device", "bad": []}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise SystemExit("--synthetic is a measurement: start it without a checkpoint, in another --out")
-
-
-class Run:
-    """Where the run is, and what it takes to go on."""
-
-    def __init__(
-        self, args: argparse.Namespace, ranks: Ranks, batches: Batches, step: Any, loader: Any, stop: StopVote
-    ) -> None:
-        self.args, self.ranks, self.batches, self.step, self.loader = args, ranks, batches, step, loader
-        self.stop = stop
-        self.samples = len(loader.sampler.dataset)  # of an epoch
-        updates = -(-self.samples // batches.of_all)
-        self.rate = LearningRate(
-            args.base_lr * batches.of_all / 256,
-            round(args.warmup * updates),
-            args.epochs * updates,
-            args.decay,
-            args.power,
-        )
-        self.report = Report(args.out, ranks, args.tensorboard)
-        self.clock = Clock(args.target)
-        self.epoch = self.number = 0  # epochs that are over; updates
-        self.consumed = self.trained = 0  # samples of this epoch, of all ranks; the latter with padding
-        self.done = self.stopped = False
-        self._ceilings: dict[tuple[int, ...], Any] = {}  # by the shape of a batch
-        self._kept: deque[Any] = deque(maxlen=args.bn_batches)
-        self._full: Any = None
-
-    def train_epoch(self) -> Meter:
-        """Train on what is left of the epoch, or until all ranks have agreed to stop."""
-        meter = Meter(self.step.synchronize)
-        self._full = None
-        iterator = iter(self.loader)
-        left = -(-(self.samples - self.consumed) // self.ranks.size)  # of this rank; ranks are padded alike
-        while left > 0:
-            planned = min(self.batches.per_rank, left)
-            self.step.begin(self.number, self.number * self.batches.of_all, self.rate.at(self.number))
-            taken = 0
-            while taken < planned:
-                with meter.waiting():
-                    inputs, targets = next(iterator)
-                taken += len(targets)
-                self.step.add(inputs, targets, len(targets) / planned, last=taken >= planned)
-                self._keep(inputs, targets)
-            self.step.update()
-            left -= taken
-            self.number += 1
-            self.trained += taken * self.ranks.size
-            self.consumed = min(self.samples, self.consumed + taken * self.ranks.size)
-            meter.step(taken)
-            self.stopped = self.stop.agreed() and left > 0
-            if self.stopped or (left > 0 and self.number % self.args.checkpoint_steps == 0):
-                with meter.outside():
-                    self.save()
-            if self.stopped:
-                self.report.say(
-                    f"asked to stop: update {self.number}, in epoch {self.epoch + 1}, was the last"
-                )
-                return meter
-        meter.end()
-        for _ in iterator:  # lets the loader end its epoch
-            raise RuntimeError("the loader has more samples than the sampler promised")
-        return meter
-
-    def finish_epoch(self, meter: Meter, evaluation: Any) -> None:
-        """Accuracy, report and checkpoint."""
-        ceiling = self._ceiling()
-        loss = sum(self._loss_sums()) / self.trained
-        more: dict[str, Any] = {"loss": loss, "learning rate": self.rate.at(self.number - 1)}
-        if evaluation is not None:
-            more["accuracy"] = self.evaluate(evaluation)
-            self.done = self.clock.evaluated(more["accuracy"])
-            more["time to accuracy"] = self.clock.time_to_accuracy
-        stats = self.loader.stats()
-        more["bad samples"] = len(stats["bad"])
-        more |= self.step.traffic()
-        self.report.epoch(self.epoch + 1, meter, ceiling, self.batches.of_all, stats, **more)
-        self.epoch, self.consumed, self.trained = self.epoch + 1, 0, 0
-        self.step.loss_sum.zero_()
-        self.save()
-
-    def evaluate(self, evaluation: Any) -> float:
-        """The share of the evaluation's samples that are right; of the averaged weights, if there are any."""
-        step = self.step
-        right, seen = torch.zeros((), dtype=torch.int64, device=self.ranks.device), 0
-        with step.averaged():
-            recompute_batch_norm(step.module, list(self._kept), step.predict, self.ranks)
-            step.module.eval()
-            for inputs, targets in evaluation:
-                right += step.task.correct(step.predict(inputs), targets)
-                seen += len(targets)
-            step.module.train()
-        right_of_all, seen_by_all = self.ranks.sums(int(right), seen)
-        return right_of_all / seen_by_all
-
-    def save(self) -> None:
-        """By rank 0; the other ranks wait, so that none is ahead of the file."""
-        if self.args.out is not None and not self.args.synthetic:
-            state = self.state_dict()
-            if self.ranks.first:
-                checkpoint.save(self.args.out / "checkpoint.pt", state)
-            self.ranks.barrier()
-
-    def state_dict(self) -> dict[str, Any]:
-        """On all ranks together."""
-        return {
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-            "trained": self.trained,
-            "number": self.number,
-            "done": self.done,
-            "loss_sums": self._loss_sums(),
-            "global_batch": self.batches.of_all,
-            "epochs": self.report.epochs,
-            "clock": self.clock.state_dict(),
-            "loader": self.loader.state_dict(),
-            "communication": self.step.gather_communication(),
-            **self.step.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["global_batch"] != self.batches.of_all:
-            raise SystemExit(
-                f"the checkpoint is of a run with a global batch of {state['global_batch']:,}, "
-                f"and --global-batch is {self.batches.of_all:,}: leave the option out, or use another --out"
-            )
-        for name in ("epoch", "consumed", "trained", "number", "done"):
-            setattr(self, name, state[name])
-        self.report.epochs = state["epochs"]
-        self.clock.load_state_dict(state["clock"])
-        self.loader.load_state_dict(state["loader"])
-        self.step.load_state_dict(state)
-        self.step.load_communication(state["communication"])
-        sums = state["loss_sums"]
-        if len(sums) != self.ranks.size:  # one rank carries on what all of them had summed up
-            sums = [sum(sums)] + [0.0] * (self.ranks.size - 1)
-        self.step.loss_sum.fill_(sums[self.ranks.rank])
-
-    def _loss_sums(self) -> list[float]:
-        """Of each rank, so that a resumed run adds them up in the same order."""
-        own = float(self.step.loss_sum)
-        return self.ranks.sums(*[own if rank == self.ranks.rank else 0.0 for rank in range(self.ranks.size)])
-
-    def _keep(self, inputs: Any, targets: Any) -> None:
-        if self._kept.maxlen:
-            self._kept.append(inputs)
-        if self._full is None or len(targets) >= len(self._full[1]):
-            self._full = (inputs, targets)
-
-    def _ceiling(self) -> Any:
-        """The rate without a loader, measured once for each resolution with the batch that was here last."""
-        inputs, targets = self._full
-        shape = tuple(inputs.shape)
-        if shape not in self._ceilings:
-            self._ceilings[shape] = self.step.measure(
-                inputs, targets, self.batches.passes, self.args.ceiling_steps
-            )
-        return self._ceilings[shape]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Train something else: two functions, and all of train.py's options. Here: spectra of ten classes.
+"""Train another network on other data: two functions, and all options of train.py. Here: spectra.
 
     torchrun --nproc-per-node 2 examples/resnet50/your_own.py s3://bucket/spectra --cache /ssd --epochs 5
 
-The URL holds train/ and eval/, one object per sample: the class, then 256 values, as little-endian floats.
+The URL holds train/ and eval/, one object per sample: the class, of ten, then 256 values, all as
+little-endian floats.
 """
 
 import numpy as np

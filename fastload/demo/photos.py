@@ -6,7 +6,7 @@ whose amplitudes fall as 1/f, with chroma that follows luma, has those of a phot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache
 from pathlib import Path
@@ -83,20 +83,35 @@ def _plane(values: Real, spread: float, mean: float) -> Plane:
 
 
 def make_dataset(
-    directory: Path, count: int, classes: int = 20, progress: Callable[[int, int], None] | None = None
+    directory: Path,
+    count: int,
+    classes: int = 20,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    quality: int = QUALITY,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> int:
     """Write photo 0 to `count` - 1 to `directory`/class_XX/img_XXXXX.jpg, photo i in class i % `classes`.
 
-    Photos that exist already are kept, so an interrupted call can be repeated. `progress` is called with the
-    numbers of photos done and wanted. Returns the bytes of all photos together.
+    Photos that exist already are kept, so an interrupted call can be repeated.
+
+    Args:
+        progress: called with the numbers of photos done and wanted.
+        shapes: (width, height) in turn.
+
+    Returns:
+        The bytes of all photos together.
     """
     for label in range(min(classes, count)):
         (directory / f"class_{label:02d}").mkdir(parents=True, exist_ok=True)
-    # Threads do: numpy's transforms and generators and the JPEG encoder work without the GIL.
+    # Threads suffice: numpy's transforms and generators and the JPEG encoder work without the GIL.
     pool = ThreadPoolExecutor(usable_cores())
     total = 0
     try:
-        pending = [pool.submit(_write_photo, _photo_path(directory, i, classes), i) for i in range(count)]
+        pending = []
+        for i in range(count):
+            path, shape = _photo_path(directory, i, classes), shapes[i * 7 % len(shapes)]
+            pending.append(pool.submit(_write_photo, path, i, shape, quality))
         for done, future in enumerate(as_completed(pending), 1):
             total += future.result()
             if progress is not None:
@@ -110,12 +125,11 @@ def _photo_path(directory: Path, index: int, classes: int) -> Path:
     return directory / f"class_{index % classes:02d}" / f"img_{index:05d}.jpg"
 
 
-def _write_photo(path: Path, seed: int) -> int:
+def _write_photo(path: Path, seed: int, shape: tuple[int, int], quality: int) -> int:
     """Make the photo of `seed` at `path` unless it is there; return its size in bytes."""
     if path.exists():
         return path.stat().st_size
-    width, height = SHAPES[seed * 7 % len(SHAPES)]
-    photo = make_photo(seed, width, height)
+    photo = make_photo(seed, *shape, quality)
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(photo)
     unfinished.replace(path)  # a killed run leaves no half photo under the final name

@@ -13,18 +13,19 @@ from typing import Any
 import psutil
 import pytest
 
-from bench import contenders, environment, peer, record, sections
-from bench.contenders import Contender
-from bench.environment import Unavailable
-from bench.peer import Peer, Run
-from bench.peers import _serve
-from bench.sections import Case
+from bench.measure import record, sections
+from bench.measure.sections import Case
+from bench.peers import contenders, environment, peer
+from bench.peers.contenders import Contender
+from bench.peers.environment import Unavailable
+from bench.peers.peer import Peer, Run
+from bench.peers.scripts import peer_side
 from tests.patience import runs, wait_until
 
 SCRIPT = """
 import os, subprocess, sys, time
 sys.path.insert(0, {peers!r})
-from _serve import serve
+from peer_side import serve
 
 def start(job):
     if job.mode == "broken":
@@ -51,9 +52,9 @@ serve(start, "torch", prepare=prepare)
 
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "scripted.py").write_text(SCRIPT.format(peers=str(environment.PEERS)))
-    monkeypatch.setattr(environment, "PEERS", tmp_path)
-    monkeypatch.setattr(peer, "PEERS", tmp_path)
+    (tmp_path / "scripted.py").write_text(SCRIPT.format(peers=str(environment.SCRIPTS)))
+    monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(peer, "SCRIPTS", tmp_path)
     yield
 
 
@@ -85,7 +86,8 @@ def test_its_memory_is_seen(scripted: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "said"), [("broken", "no such bucket"), ("ends", "without a word"), ("empty", "had no images")]
+    ("mode", "said"),
+    [("broken", "no such bucket"), ("ends", "without an error message"), ("empty", "had no images")],
 )
 def test_a_peer_that_fails_says_why(scripted: None, mode: str, said: str) -> None:
     with pytest.raises(Unavailable, match=said), Peer("scripted", job(mode)) as running:
@@ -116,7 +118,7 @@ def test_a_long_epoch_is_left_at_the_end_of_a_round() -> None:
             yield 64
 
     for workers in (1, 3, 8):
-        assert _serve.run(epoch, 0.001, workers)["images"] % (64 * workers) == 0
+        assert peer_side.run(epoch, 0.001, workers)["images"] % (64 * workers) == 0
 
 
 def test_own_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -125,17 +127,21 @@ def test_own_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
         (Path(target) / "half").write_bytes(b"1")
         raise OSError("disk full")
 
+    def writes_two_bytes(target: str) -> None:
+        Path(target).mkdir()
+        (Path(target) / "a").write_bytes(b"12")
+
     target = tmp_path / "shards"
     with pytest.raises(OSError, match="disk full"):
-        _serve.made(str(target), fails)
+        peer_side.made(str(target), fails)
     assert not target.exists()
-    assert _serve.made(str(target), lambda at: (Path(at).mkdir(), (Path(at) / "a").write_bytes(b"12"))) == 2
+    assert peer_side.made(str(target), writes_two_bytes) == 2
 
 
 def test_the_peers_crop_is_the_usual_one() -> None:
     for width, height in ((500, 375), (10, 400), (1, 1)):
         for _ in range(50):
-            left, top, right, bottom = _serve.crop_box(width, height)
+            left, top, right, bottom = peer_side.crop_box(width, height)
             assert 0 <= left < right <= width and 0 <= top < bottom <= height
 
 
@@ -145,7 +151,7 @@ def test_the_peers_crop_is_the_usual_one() -> None:
 def test_the_first_lines_of_a_script_say_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "PEERS", tmp_path)
+    monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     steps = ["apt install ffmpeg", "pip install a==1 b==2", "    c==3", "pip install --no-deps d==4"]
     (tmp_path / "one.py").write_text("".join(f"# {step}\n" for step in steps) + "\n# not this\n")
     found = environment.needs("one")
@@ -156,7 +162,7 @@ def test_the_first_lines_of_a_script_say_what_it_needs(
 
 
 def test_a_changed_pin_is_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "PEERS", tmp_path)
+    monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     monkeypatch.setattr(environment, "WORKPLACE", tmp_path)
     (tmp_path / "one.py").write_text("# pip install a==1\n\n")
     (tmp_path / "env-one").mkdir()
@@ -167,7 +173,7 @@ def test_a_changed_pin_is_another_environment(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "PEERS", tmp_path)
+    monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     monkeypatch.setattr(environment, "WORKPLACE", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "one.py").write_text("# pip install no-such-package-at-all==1\n\n")

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from faultserver import LIST, FaultServer
-from realtorchvision import torchvision
 from torch.utils.data import Subset
 
+from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
 from fastload.gpu.dali import why_no_dali

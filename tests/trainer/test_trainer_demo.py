@@ -14,23 +14,29 @@ from tests.patience import PATIENCE
 from tests.resnet50 import RESNET50
 
 
-def test_two_ranks_learn_shapes_from_a_bucket(tmp_path: Path) -> None:
-    """Eight classes, so guessing is right in an eighth of all cases; the full demo reaches 99 %."""
+@pytest.mark.parametrize(
+    ("images", "epochs", "target"), [(320, 3, 0.2), pytest.param(640, 5, 0.5, marks=pytest.mark.stress)]
+)
+def test_two_ranks_learn_shapes_from_a_bucket(
+    tmp_path: Path, images: int, epochs: int, target: float
+) -> None:
+    """Guessing is right in an eighth of all cases: there are eight classes. The full demo reaches 99 %."""
     command = [sys.executable, str(RESNET50 / "demo.py"), "--dir", str(tmp_path)]
-    command += ["--images", "640", "--epochs", "5", "--target", "0.5", "--batch-size", "16"]
+    command += ["--images", str(images), "--epochs", str(epochs), "--target", str(target)]
+    command += ["--batch-size", "16"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
     lines = [json.loads(line) for line in (tmp_path / "run" / "epochs.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == list(range(1, 6))
+    assert [line["epoch"] for line in lines] == list(range(1, epochs + 1))
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert [line["bad samples"] for line in lines] == [0] * 5
+    assert [line["bad samples"] for line in lines] == [0] * epochs
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["accuracy"] >= 0.5
+    assert summary["accuracy"] >= target
     with Image.open(tmp_path / "run" / "chart.png") as image:
         assert image.size[0] > 1000
 
 
 @pytest.mark.stress
-def test_a_target_that_is_not_reached_is_a_failure(tmp_path: Path) -> None:
+def test_demo_fails_below_its_target(tmp_path: Path) -> None:
     command = [sys.executable, str(RESNET50 / "demo.py"), "--dir", str(tmp_path), "--ranks", "1"]
     command += ["--images", "64", "--epochs", "1", "--target", "1.01"]
     done = subprocess.run(

@@ -23,7 +23,7 @@ UPDATES = SAMPLES // BATCH  # of an epoch
 
 
 class Finished:
-    """A run of QUICK that nothing disturbed."""
+    """An undisturbed run of QUICK."""
 
     def __init__(self, directory: Path, size: int) -> None:
         arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
@@ -67,7 +67,7 @@ def test_the_report_of_each_epoch(unbroken: Finished) -> None:
 
 
 def resume(directory: Path, size: int) -> list[dict[str, Any]]:
-    """Start again what is in `directory`, and let it end; what it reports of its epochs."""
+    """Start the run in `directory` again, up to its end; its report of each epoch."""
     arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
     assert Ranks(size, directory, arguments).wait() == [0] * size
     return epochs_of(directory)
@@ -86,7 +86,7 @@ def resume(directory: Path, size: int) -> list[dict[str, Any]]:
 def test_killed_and_resumed(
     unbroken: Finished, tmp_path: Path, killed: tuple[int, int], ranks_after: int
 ) -> None:
-    """It goes on with the very next sample after the checkpoint; on as many ranks, with the same numbers."""
+    """It continues with the sample after the checkpoint; on as many ranks, with equal numbers."""
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--checkpoint-steps", "3"]
     assert -signal.SIGKILL in Ranks(2, tmp_path, arguments, killed).wait()
     reached = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["number"]
@@ -105,7 +105,7 @@ def test_killed_and_resumed(
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Bit by bit, apart from batch norm's running statistics: they are averaged whenever they are kept."""
+    """Bit by bit, except batch norm's running statistics, which are averaged with every checkpoint."""
     if isinstance(one, dict):
         assert one.keys() == other.keys()
         for key in one:
@@ -139,8 +139,8 @@ def test_another_global_batch_is_refused(unbroken: Finished, tmp_path: Path) -> 
     assert Ranks(1, tmp_path, arguments).wait() == [1]
 
 
-def test_torchrun_restarts_and_ends(unbroken: Finished, tmp_path: Path) -> None:
-    """A rank dies: torchrun starts all anew, and they go on. SIGTERM to torchrun: they keep all, and end."""
+def test_torchrun_restarts_a_dead_rank_and_ends_at_sigterm(unbroken: Finished, tmp_path: Path) -> None:
+    """After the death of a rank torchrun restarts all, and they continue. At SIGTERM they save, and end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [
         "--max-restarts=1",
@@ -169,13 +169,13 @@ def test_torchrun_restarts_and_ends(unbroken: Finished, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", ["400", "1e9"])
 def test_simulated_devices(tmp_path: Path, rate: str) -> None:
-    """A device takes no more than its rate, and its rate is the ceiling; for an endless one the loader is."""
+    """The rate of a device is the ceiling; the limit of an infinitely fast one is the loader."""
     arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--simulate-gpu-rate", rate]
     assert Ranks(1, tmp_path, arguments).wait() == [0]
     epochs = epochs_of(tmp_path)
     assert epochs[-1]["FPS after the first step"] <= float(rate) * 1.01
     assert epochs[-1]["ceiling per GPU"] == float(rate)
-    # Of epochs this short, one or another may be blamed on whatever else the machine did.
+    # In epochs this short, other work on the machine may be the limit of some.
     assert rate != "1e9" or any(line["limit"].startswith("the loader: ") for line in epochs)
 
 
@@ -196,7 +196,7 @@ def test_synthetic_data_is_one_batch(tmp_path: Path) -> None:
     ids=["dgc", "fp16"],
 )
 def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
-    """What compression keeps on each rank is in the checkpoint."""
+    """The checkpoint has the compression's state of each rank."""
     states = []
     for name, killed in (("whole", None), ("killed", (1, UPDATES + 4))):
         directory = tmp_path / name
@@ -220,8 +220,8 @@ def test_resumed_with_compression(tmp_path: Path, options: list[str]) -> None:
         assert [len(state["communication"]) for state in states] == [2, 2]
 
 
-def test_something_else_in_ten_lines(tmp_path: Path) -> None:
-    """your_own.py: other data, another network, all else is the trainer's."""
+def test_your_own_network_and_data(tmp_path: Path) -> None:
+    """your_own.py: other data and another network, with the rest of the trainer."""
     generator = np.random.default_rng(0)
     for mode, count in (("train", 200), ("eval", 50)):
         for number in range(count):

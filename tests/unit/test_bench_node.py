@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from bench import node
-from bench.listing import Keys, list_page
+from bench.measure.listing_server import Keys, list_page
+from bench.show import node
 
 
 def row(section: str, case: str, contender: str, rate: float, cpu: float) -> dict[str, Any]:

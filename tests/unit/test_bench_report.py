@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import charts, figures, losses, report, tables
+from bench.show import charts, figures, losses, report, tables
 
 ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]

@@ -11,10 +11,10 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize
 from fastload.errors import ArgumentError
 from tests.photos import pillow_jpeg, scene
-from tests.realtorchvision import torchvision
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 IMAGES = torch.randint(0, 256, (5, 3, 7, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import DataLoader, ObjectDataset
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.gpu.decoding import Decoding
@@ -19,7 +20,6 @@ from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 from tests.encodedimages import CpuEngine, encode, psnr, undecodable
 from tests.photos import pillow_jpeg, scene, variants
-from tests.realtorchvision import torchvision
 
 CPU = torch.device("cpu")
 GOOD = pillow_jpeg(scene(96, 72))

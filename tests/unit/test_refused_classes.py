@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import fastload
+from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import ByEpoch, DataLoader, ImageFolder, ObjectDataset, TarDataset, TFRecordDataset
 from fastload.errors import ArgumentError, refuse_class
 from tests.photos import pillow_jpeg, scene
-from tests.realtorchvision import torchvision
 
 transforms: Any = torchvision.transforms
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import ArgumentError
 from fastload.images import SampleRng, decode_image, sample_seed
@@ -19,7 +20,6 @@ from fastload.images import fallback as twin
 from fastload.images import kernel as native
 from fastload.images.transforms import TorchRng
 from tests.photos import pillow_jpeg, psnr, scene
-from tests.realtorchvision import torchvision
 
 transforms: Any = torchvision.transforms
 Pixels = np.ndarray[Any, Any]

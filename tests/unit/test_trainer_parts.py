@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests import resnet50  # noqa: F401  (puts examples/resnet50 on sys.path)
+from tests import resnet50  # noqa: F401  (it puts examples/resnet50 on sys.path)
 
+import batch_norm  # isort: skip
 import checkpoint  # isort: skip
 import model  # isort: skip
 import optim  # isort: skip
@@ -238,12 +239,12 @@ def test_batch_norm_is_recomputed() -> None:
     batches = [torch.randn(8, 3) * k + k for k in (1, 2, 3)]
     for _ in range(5):
         norm(torch.randn(8, 3) * 100)
-    step.recompute_batch_norm(norm, batches, norm, ALONE)
+    batch_norm.recompute(norm, batches, norm, ALONE)
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
     assert norm.momentum == 0.3
     kept = norm.running_mean.clone()
-    step.recompute_batch_norm(norm, [], norm, ALONE)
+    batch_norm.recompute(norm, [], norm, ALONE)
     assert torch.equal(norm.running_mean, kept)
 
 
@@ -308,10 +309,10 @@ def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: py
 def test_a_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"harm": Path("/")}, path)  # not of weights_only's kinds
-    with pytest.raises(RuntimeError, match="no checkpoint of this trainer"):
+    with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
         checkpoint.load(path, ALONE)
     path.write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(RuntimeError, match="no checkpoint of this trainer"):
+    with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
         checkpoint.load(path, ALONE)
 
 
@@ -386,12 +387,12 @@ def test_utilisation_is_mlperf_storages() -> None:
     assert report.utilisation(100, 10, 9.99) == 1
 
 
-def test_who_is_the_limit() -> None:
+def test_limit_is_the_device_the_loader_or_this_process() -> None:
     stats = {"verdict": "the slowest stage is decode"}
     assert report.limit(0.991, 0.009, stats) == "the device"
     assert report.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
     assert report.limit(0.6, 0.01, stats).startswith(
-        "this process and its cores: data was waited for in 1.0%"
+        "this process and its cores: it waited for data in only 1.0%"
     )
 
 
@@ -403,6 +404,6 @@ def test_mlperfs_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not clock.evaluated(0.74) and clock.time_to_accuracy is None
     resumed = report.Clock(0.75)
     resumed.load_state_dict(clock.state_dict())
-    resumed.start()  # goes on, does not start anew
+    resumed.start()  # continues, and does not restart
     assert resumed.evaluated(0.75) and resumed.time_to_accuracy == 60
     assert resumed.evaluated(0.8) and resumed.time_to_accuracy == 60

@@ -1,0 +1,73 @@
+"""The data that every contender reads, its settings, and the folders for data and results.
+
+Photos and shards are made once, and stay in `.bench/` beside the sources (git ignores it).
+"""
+
+# Only light imports here: processes whose start is measured import this module for its numbers.
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "BATCH",
+    "KEPT_QUALITY",
+    "KEPT_SIDE",
+    "QUALITY",
+    "RESULTS",
+    "ROOT",
+    "ROUND_TRIP",
+    "SIZE",
+    "WORKERS",
+    "WORKPLACE",
+    "make_shards",
+    "photo_folder",
+    "write_result",
+]
+
+ROOT = Path(__file__).parents[1]
+WORKPLACE = ROOT / ".bench"
+RESULTS = ROOT / "bench" / "results"
+SIZE, BATCH = 224, 64  # pixels of a crop's side, crops of a batch
+WORKERS = 2
+ROUND_TRIP = 0.02  # seconds
+QUALITY = 97  # of the photos: 138 KB each
+KEPT_SIDE, KEPT_QUALITY = 300, 90  # shrunk and decoded images in a cache: 400 x 300
+PHOTOS_A_SHARD = 250
+
+
+def photo_folder(count: int, quality: int = QUALITY) -> Path:
+    """A folder of `count` JPEGs of 500 x 375 pixels in 20 class folders; at quality 97 of 138 KB each."""
+    folder = WORKPLACE / f"photos-{count}-q{quality}"
+    if not folder.exists():
+        from fastload.demo.photos import make_dataset
+
+        unfinished = folder.with_suffix(".part")
+        make_dataset(unfinished, count, quality=quality, shapes=((500, 375),))
+        unfinished.rename(folder)
+    return folder
+
+
+def make_shards(photos: Path, count: int, form: str) -> Path:
+    """A folder with the photos in shards, "tar" or "tfrecord", of 250 each; made once."""
+    folder = photos.parent / f"{photos.name}-{form}"
+    if (folder / "photos.json").exists() and json.loads((folder / "photos.json").read_bytes())["complete"]:
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    total = sum(path.stat().st_size + 2048 for path in photos.glob("*/*.jpg"))
+    command = [sys.executable, "-m", "fastload.cli", "convert", str(photos), str(folder), "--to", form]
+    options = ["--shard-size", str(total * PHOTOS_A_SHARD // count + 1), "--shuffle", "1", "--name", "photos"]
+    subprocess.run([*command, *options], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    return folder
+
+
+def write_result(document: dict[str, Any], suffix: str = "") -> Path:
+    """Write bench/results/BENCH-DATE.json, by the document's own "bench" and "date"; its path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{document['bench']}-{document['date'][:10]}{suffix}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path

@@ -1,0 +1,130 @@
+"""The cost of decoding on one core, by the kernel, its fallback and Pillow: `python -m bench decode`.
+
+RandomResizedCrop(224) with flips to uint8, on photos of 500 x 375 pixels and 138 KB that the demo's generator
+makes. Contenders take turns in each round, so that other work of the machine slows all of them; figures are
+medians, and shares are medians of the shares of each round. The limit is a bare C loop of libjpeg-turbo that
+decodes the same crops and does not resize (roi_decode.c). Whole loaders: `python -m bench compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.data import KEPT_QUALITY, KEPT_SIDE, QUALITY, SIZE, photo_folder, write_result
+from bench.measure.kernels import Contender, Fill, Pillow, RoiDecode, kernel_quality
+from fastload import RandomResizedCrop
+from fastload.cli.machine import describe_machine
+from fastload.images import backend, decode_resized, shrink
+from fastload.images import kernel as native
+
+RAW, SHRUNK = "raw: bare ROI decode in C", "shrunk: bare ROI decode in C"
+Rates = dict[str, list[float]]
+
+
+def take_turns(contenders: dict[str, Callable[[], float]], rounds: int) -> Rates:
+    """The rates of each contender, after a round that warms up."""
+    rates: Rates = {name: [] for name in contenders}
+    for round_ in range(rounds + 1):
+        for name, contender in contenders.items():
+            rate = contender()
+            if round_:
+                rates[name].append(rate)
+    return rates
+
+
+def rate_of(contender: Contender, count: int) -> Callable[[], float]:
+    """Images per second of a contender, each call with new crops."""
+    rng = random.Random(0)
+    return lambda: count / contender([rng.getrandbits(64) for _ in range(count)])
+
+
+def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]:
+    """One thread, images in memory. Also the mean bytes per image."""
+    small = [shrink(photo, KEPT_SIDE, KEPT_QUALITY) for photo in photos]
+    pixels = [decode_resized(photo, KEPT_SIDE) for photo in photos]
+    crop, kernel = RandomResizedCrop(SIZE, flip=0.5), native.kernel
+    contenders: dict[str, Contender] = {
+        RAW: RoiDecode(photos, crop),
+        "raw: kernel": Fill(photos, crop, kernel),
+        "raw: fallback (simplejpeg, Pillow)": Fill(photos, crop, None),
+        "raw: Pillow": Pillow(photos, crop),
+        SHRUNK: RoiDecode(small, crop),
+        "shrunk: kernel": Fill(small, crop, kernel),
+        "shrunk: fallback": Fill(small, crop, None),
+        "decoded: kernel": Fill(pixels, crop, kernel),
+        "decoded: fallback": Fill(pixels, crop, None),
+    }
+    sizes = {"raw": photos, "shrunk": small, "decoded": [image.data for image in pixels]}
+    rates = take_turns({name: rate_of(c, len(photos)) for name, c in contenders.items()}, rounds)
+    return rates, {name: statistics.mean(memoryview(i).nbytes for i in kind) for name, kind in sizes.items()}
+
+
+def share(rates: Rates, name: str, limit: str) -> float:
+    return statistics.median(a / b for a, b in zip(rates[name], rates[limit], strict=True))
+
+
+def limit_of(rates: Rates, name: str) -> str | None:
+    mode = name.split(":")[0]
+    return next((limit for limit in (RAW, SHRUNK) if limit.startswith(mode)), None)
+
+
+def show(console: Console, rates: Rates) -> None:
+    table = Table(title=f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8")
+    for column in ("", "img/s", "of the limit"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in rates.items():
+        limit = limit_of(rates, name)
+        part = f"{share(rates, name, limit):.0%}" if limit else ""
+        table.add_row(name, f"{statistics.median(values):,.0f}", part)
+    console.print(table)
+
+
+def medians(rates: Rates) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=256, help="photos in memory (default 256)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
+    parser.add_argument("--quality", type=int, default=QUALITY, help="of the photos (97: about 138 KB each)")
+    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if native.kernel is None:
+        raise SystemExit(f"the kernel is not built: {backend()['advice'][0]}")
+    console = Console(stderr=options.json, width=110)
+    result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
+    folder = photo_folder(2000, options.quality)
+    photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[: options.images]]
+    core, sizes = per_core(photos, options.rounds)
+    show(console, core)
+    psnr = {f"1/{denominator}": kernel_quality(denominator) for denominator in (1, 2, 4, 8)}
+    console.print("bytes per image: " + ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items()))
+    console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
+    result |= {"per_core": medians(core), "bytes": sizes, "psnr_db": psnr, "backend": backend()}
+    result["load_after"] = os.getloadavg()
+    console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
+    if options.save:
+        write_result(result)
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

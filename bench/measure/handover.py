@@ -1,0 +1,121 @@
+"""The cost of handing a batch from a worker to the training process, and of start-up: torch and fastload.
+
+    python -m bench handover [--repeats 5] [--batches 100] [--json]
+
+The samples are ready (the same tensor each time), so only collating, passing on and taking a batch are
+measured. Both sides take turns in the same run. Start-up is the time from a loader's constructor to its first
+batch, in a process of its own, after the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import Dataset
+
+import fastload
+from bench.data import BATCH, ROOT, WORKERS
+
+LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
+
+
+class Ready(Dataset[torch.Tensor]):
+    """The same 3x224x224 sample, as often as wanted."""
+
+    def __init__(self, dtype: torch.dtype, length: int) -> None:
+        self.sample = torch.ones(3, 224, 224).to(dtype)
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.sample
+
+
+def rate(loader_class: Any, dtype: torch.dtype, batches: int) -> float:
+    """Samples per second from the tenth batch on, each batch touched once."""
+    loader = loader_class(Ready(dtype, BATCH * (batches + 10)), batch_size=BATCH, num_workers=WORKERS)
+    begin, total = 0.0, 0.0
+    for i, batch in enumerate(loader):
+        if i == 10:
+            begin = time.perf_counter()
+        total += float(batch[:, 0, 0, 0].sum())
+    elapsed = time.perf_counter() - begin
+    assert total == BATCH * (batches + 10)
+    return BATCH * batches / elapsed
+
+
+def start_up(name: str, context: str) -> float:
+    """Seconds from the constructor to the first batch, in this process."""
+    begin = time.perf_counter()
+    dataset = Ready(torch.uint8, BATCH * 4)
+    loader = LOADERS[name](dataset, batch_size=BATCH, num_workers=WORKERS, multiprocessing_context=context)
+    next(iter(loader))
+    return time.perf_counter() - begin
+
+
+def start_up_elsewhere(name: str, context: str) -> float:
+    command = [sys.executable, "-m", "bench.measure.handover", "--start-up", name, context]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+
+
+def measure(repeats: int, batches: int) -> list[dict[str, Any]]:
+    """One row per measurement: every value of both sides, medians, and how much better fastload is."""
+    jobs: list[tuple[str, str, Any]] = [
+        ("float32", "img/s", lambda name: rate(LOADERS[name], torch.float32, batches)),
+        ("uint8", "img/s", lambda name: rate(LOADERS[name], torch.uint8, batches)),
+        ("start, fork", "s", lambda name: start_up_elsewhere(name, "fork")),
+        ("start, forkserver", "s", lambda name: start_up_elsewhere(name, "forkserver")),
+    ]
+    rows = []
+    for what, unit, job in jobs:
+        values: dict[str, list[float]] = {name: [] for name in LOADERS}
+        for _ in range(repeats):
+            for name in LOADERS:
+                values[name].append(job(name))
+        theirs, ours = (statistics.median(values[name]) for name in LOADERS)
+        better = ours / theirs if unit == "img/s" else theirs / ours
+        rows.append(
+            {"what": what, "unit": unit, "torch": theirs, "fastload": ours, "ratio": better, "all": values}
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batches", type=int, default=100)
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
+    parser.add_argument("--start-up", nargs=2, metavar=("LOADER", "CONTEXT"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.start_up:
+        print(start_up(*arguments.start_up))
+        return
+    rows = measure(arguments.repeats, arguments.batches)
+    table = Table(title=f"Handing over ready 3x224x224 samples: batch {BATCH}, {WORKERS} workers, medians")
+    for heading in ("", "unit", "torch", "fastload", "times better"):
+        table.add_column(heading, justify="left" if heading in ("", "unit") else "right")
+    for row in rows:
+        digits = 0 if row["unit"] == "img/s" else 2
+        sides = [f"{row[name]:,.{digits}f}" for name in LOADERS]
+        table.add_row(row["what"], row["unit"], *sides, f"{row['ratio']:.1f}")
+    Console().print(table)
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "cores": os.cpu_count(), "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

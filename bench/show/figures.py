@@ -1,0 +1,120 @@
+"""Figures from the document of `python -m bench compare`: medians, spreads, shares of a limit; as text too.
+
+A row is a row of the document. Its `rates` have one number for each turn, and a turn has the same index in
+all rows of a section.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastload.plan.model import MODES
+
+__all__ = [
+    "MAIN",
+    "cases",
+    "find",
+    "is_ours",
+    "limits_of",
+    "median",
+    "number",
+    "ours_of",
+    "percent",
+    "rows_of",
+    "share",
+    "short_size",
+    "spread",
+    "table",
+]
+
+MAIN = "20 ms"  # the round trip by which first epochs are sorted
+ORDER = ("0 ms", "20 ms", "50 ms", "100 ms", *MODES, "float32", "uint8")
+
+Document = dict[str, Any]
+Row = dict[str, Any]
+
+
+def is_ours(contender: str) -> bool:
+    return contender.startswith("fastload")
+
+
+def rows_of(document: Document, section: str, case: str | None = None) -> list[Row]:
+    """The rows of a section, or of one case of it, the fastest first."""
+    found = [row for row in document["rows"] if row["section"] == section and case in (None, row["case"])]
+    return sorted(found, key=lambda row: -median(row["rates"]))
+
+
+def cases(document: Document, section: str) -> list[str]:
+    """The cases of a section, in their own order."""
+    return sorted({row["case"] for row in rows_of(document, section)}, key=ORDER.index)
+
+
+def find(rows: Iterable[Row], contender: str) -> Row | None:
+    return next((row for row in rows if row["contender"] == contender), None)
+
+
+def ours_of(rows: Sequence[Row]) -> Row | None:
+    """The row to compare others with: fastload itself, or the first of its other forms."""
+    return find(rows, "fastload") or next((row for row in rows if is_ours(row["contender"])), None)
+
+
+def limit_of(document: Document, row: Row) -> Row | None:
+    """The entry of `limits` for the row."""
+    place = (row["section"], row["case"], row["limit"])
+    return next((x for x in document["limits"] if (x["section"], x["case"], x["name"]) == place), None)
+
+
+def limits_of(document: Document, rows: Iterable[Row]) -> list[Row]:
+    """The limits of the rows, each once."""
+    found = [limit for row in rows if (limit := limit_of(document, row)) is not None]
+    return [limit for i, limit in enumerate(found) if limit not in found[:i]]
+
+
+def median(values: Sequence[float] | float | None) -> float | None:
+    """The median over the turns; a single value is its own median."""
+    if values is None or isinstance(values, int | float):
+        return values
+    return statistics.median(values)
+
+
+def share(document: Document, row: Row) -> float | None:
+    """The median, over the turns, of the rate divided by the limit's rate of the same turn."""
+    limit = limit_of(document, row)
+    if limit is None:
+        return None
+    return statistics.median(a / b for a, b in zip(row["rates"], limit["rates"], strict=True))
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, with commas between thousands; a dash for None."""
+    if value is None:
+        return "–"
+    value = float(f"{value:.3g}")
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits)}f}"
+
+
+def short_size(count: int) -> str:
+    """A size in bytes as text: 10 KiB, 1 MiB, and KB for other sizes."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count % size == 0:
+            return f"{count // size} {unit}"
+    return f"{number(count / 1000)} KB"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def spread(values: Sequence[float]) -> str:
+    """The smallest and the largest."""
+    return f"{number(min(values))}–{number(max(values))}"
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A table in Markdown; the first `texts` columns are left-aligned, the others, numbers, right-aligned."""
+    rule = ["---"] * texts + ["---:"] * (len(headings) - texts)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *lines))

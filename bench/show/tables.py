@@ -1,0 +1,292 @@
+"""The tables of `python -m bench report`, in Markdown, from the document of `python -m bench compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.show.figures import (
+    MAIN,
+    cases,
+    find,
+    is_ours,
+    limits_of,
+    median,
+    number,
+    percent,
+    rows_of,
+    share,
+    short_size,
+    spread,
+    table,
+)
+from fastload.plan.model import MODES
+
+__all__ = [
+    "decode_only",
+    "differences",
+    "first_epoch",
+    "growth",
+    "hand_over",
+    "later_epochs",
+    "machine",
+    "node",
+]
+
+Document = dict[str, Any]
+Row = dict[str, Any]
+
+
+def differences(document: Document) -> list[str]:
+    """In what the work of others is not that of ours, each phrase once; footnotes are numbered by it."""
+    phrases = [phrase for contender in document["contenders"] for phrase in _phrases(contender)]
+    return list(dict.fromkeys(phrases))
+
+
+def _phrases(contender: Document) -> list[str]:
+    return [phrase.strip() for phrase in contender["differs"].split(";") if phrase.strip()]
+
+
+def _name(document: Document, contender: str) -> str:
+    """The name with its footnotes; ours in bold."""
+    known = differences(document)
+    entries = [entry for entry in document["contenders"] if entry["name"] == contender]
+    marks = sorted({known.index(phrase) + 1 for entry in entries for phrase in _phrases(entry)})
+    shown = f"**{contender}**" if is_ours(contender) else contender
+    return shown + (f" <sup>{','.join(map(str, marks))}</sup>" if marks else "")
+
+
+def _bold(contender: str, text: str) -> str:
+    return f"**{text}**" if is_ours(contender) and text != "–" else text
+
+
+def _with_spread(contender: str, row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return f"{_bold(contender, number(median(row['rates'])))} <sub>{spread(row['rates'])}</sub>"
+
+
+def _scaled(value: float | None, divisor: float) -> float | None:
+    return None if value is None else value / divisor
+
+
+def _workers(row: Row) -> str:
+    return "–" if row["workers"] is None else str(row["workers"])
+
+
+def first_epoch(document: Document) -> str:
+    """One line a contender, the fastest at 20 ms first; the limits last."""
+    latencies = cases(document, "cold")
+    main = rows_of(document, "cold", MAIN)
+    names = [row["contender"] for row in main]
+    names += [n for n in dict.fromkeys(r["contender"] for r in rows_of(document, "cold")) if n not in names]
+    headings = [
+        *(
+            "images/s, from S3",
+            *latencies,
+            "of the limit",
+            "first batch, s",
+            "CPU, s per 1,000",
+            "GETs / image",
+        ),
+        *("bytes / file size", "memory, MB", "workers"),
+    ]
+    lines = [_first_epoch_line(document, latencies, name) for name in names]
+    return table(headings, lines + _limit_lines(document, latencies, len(headings)))
+
+
+def _first_epoch_line(document: Document, latencies: Sequence[str], name: str) -> list[str]:
+    found = {case: find(rows_of(document, "cold", case), name) for case in latencies}
+    rates = [
+        _with_spread(name, row) if case == MAIN else number(median(row["rates"]) if row else None)
+        for case, row in found.items()
+    ]
+    row = found.get(MAIN)
+    return [_name(document, name), *rates, *(["–"] * 7 if row is None else _first_epoch_costs(document, row))]
+
+
+def _first_epoch_costs(document: Document, row: Row) -> list[str]:
+    size = document["settings"]["image_bytes"]
+    return [
+        percent(share(document, row)),
+        number(median(row["first_batch_seconds"])),
+        number(median(row["cpu_seconds_per_1000"])),
+        number(row["store_requests_per_image"]),
+        number(_scaled(row["store_bytes_per_image"], size))
+        + ("" if row["store_bytes_per_image"] is None else "x"),
+        number(_scaled(row["pss_bytes"], 1e6)),
+        _workers(row),
+    ]
+
+
+def _limit_lines(document: Document, latencies: Sequence[str], width: int) -> list[list[str]]:
+    """A limit a line. Its name may end with the latency: the column says it."""
+    found: dict[str, dict[str, str]] = {}
+    for case in latencies:
+        for limit in limits_of(document, rows_of(document, "cold", case)):
+            name = limit["name"].removesuffix(f", {case}")
+            found.setdefault(name, {})[case] = f"*{number(median(limit['rates']))}*"
+    lines = [[f"*limit: {name}*", *(by.get(case, "") for case in latencies)] for name, by in found.items()]
+    return [line + [""] * (width - len(line)) for line in lines]
+
+
+def later_epochs(document: Document) -> str:
+    """The fastest first in each mode, and the mode's limits below."""
+    headings = ["", "images/s", "min–max", "of the limit", "CPU, s per 1,000", "memory, MB", "workers"]
+    return table(["mode", *headings], _by_mode(document, "later"), texts=2)
+
+
+def decode_only(document: Document) -> str:
+    headings = ["", "images/s", "min–max", "of the limit", "CPU, s per 1,000", "memory, MB", "workers"]
+    return table(["mode", *headings], _by_mode(document, "decode"), texts=2)
+
+
+def _by_mode(document: Document, section: str) -> list[list[str]]:
+    lines = []
+    for case in cases(document, section):
+        rows = rows_of(document, section, case)
+        block = [_epoch_line(document, row) for row in rows]
+        block += [
+            [f"*limit: {x['name']}*", f"*{number(median(x['rates']))}*", spread(x["rates"]), *[""] * 4]
+            for x in limits_of(document, rows)
+        ]
+        lines += [[f"`{case}`" if i == 0 else "", *line] for i, line in enumerate(block)]
+    return lines
+
+
+def _epoch_line(document: Document, row: Row) -> list[str]:
+    return [
+        _name(document, row["contender"]),
+        _bold(row["contender"], number(median(row["rates"]))),
+        spread(row["rates"]),
+        percent(share(document, row)),
+        number(median(row["cpu_seconds_per_1000"])),
+        number(_scaled(row["pss_bytes"], 1e6)),
+        _workers(row),
+    ]
+
+
+def hand_over(document: Document) -> str:
+    """One line a contender, the kinds of sample side by side."""
+    kinds = cases(document, "handover")
+    rows = rows_of(document, "handover")
+    lines = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        found = [find(rows_of(document, "handover", kind), name) for kind in kinds]
+        shares = [share(document, row) if row else None for row in found]
+        cells = [
+            cell
+            for row, part in zip(found, shares, strict=True)
+            for cell in (_with_spread(name, row), percent(part))
+        ]
+        lines.append([_name(document, name), *cells])
+    limits = limits_of(document, rows)
+    for name in dict.fromkeys(limit["name"] for limit in limits):
+        by = {
+            limit["case"]: f"*{number(median(limit['rates']))}*" for limit in limits if limit["name"] == name
+        }
+        lines.append([f"*limit: {name}*", *(cell for kind in kinds for cell in (by.get(kind, ""), ""))])
+    return table(["samples/s", *(x for kind in kinds for x in (kind, "of the limit"))], lines)
+
+
+def growth(document: Document) -> str:
+    """More workers, more objects, larger objects: a table for each that was measured."""
+    parts = document["growth"]
+    made = (_growth_workers(document), _growth_objects(parts["objects"]), _growth_sizes(document))
+    return "\n\n".join(part for part in made if part)
+
+
+def _growth_workers(document: Document) -> str:
+    entries = document["growth"]["workers"]
+    counts = sorted({entry["workers"] for entry in entries})
+    lines = []
+    for case, name in dict.fromkeys((entry["case"], entry["contender"]) for entry in entries):
+        by = {e["workers"]: e for e in entries if (e["case"], e["contender"]) == (case, name)}
+        cells = [_bold(name, number(median(by[n]["rates"]) if n in by else None)) for n in counts]
+        lines.append([case, _name(document, name), *cells])
+    headings = ["images/s with", "", *(f"{n} worker{'s' * (n > 1)}" for n in counts)]
+    return table(headings, lines, texts=2) if entries else ""
+
+
+def _growth_objects(entries: list[Row]) -> str:
+    lines = [
+        [
+            entry["contender"],
+            f"{entry['objects']:,}",
+            number(median(entry["start_seconds"])),
+            number(median(entry["again_seconds"])),
+            number(_scaled(entry["pss_bytes"], 1e6)),
+            number(_scaled(entry["manifest_bytes"], 1e6)),
+        ]
+        for entry in sorted(entries, key=lambda entry: (entry["objects"], entry["contender"]))
+    ]
+    headings = ["", "objects", "first start, s", "second start, s", "memory, MB", "list on disk, MB"]
+    return table(headings, lines) if entries else ""
+
+
+def _growth_sizes(document: Document) -> str:
+    entries = document["growth"]["sizes"]
+    sizes = sorted({entry["object_bytes"] for entry in entries})
+    lines = []
+    for name in dict.fromkeys(entry["contender"] for entry in entries):
+        by = {
+            entry["object_bytes"]: median(entry["bytes_per_second"])
+            for entry in entries
+            if entry["contender"] == name
+        }
+        lines.append(
+            [_name(document, name), *(_bold(name, number(_scaled(by.get(size), 1e6))) for size in sizes)]
+        )
+    headings = ["MB/s from objects of", *(short_size(size) for size in sizes)]
+    return table(headings, lines) if entries else ""
+
+
+def node(document: Document) -> str:
+    """What the model predicts for larger machines, what it assumes, and how well it does here."""
+    model = document["node"]
+    order = {mode: i for i, mode in enumerate(MODES)}
+    entries = sorted(
+        model["predictions"], key=lambda p: (p["node"], p["nodes"], p["epoch"], order[p["mode"]])
+    )
+    headings = [
+        "machine",
+        "mode",
+        "epoch",
+        "limit",
+        "nodes",
+        "images/s wanted",
+        "images/s fed",
+        "",
+        "MB/s of the store",
+    ]
+    lines = [
+        [
+            *(p["node"], f"`{p['mode']}`", p["epoch"], p["limit"], f"{p['nodes']:,}"),
+            *(number(p["wanted"]), number(p["rate"]), percent(p["rate"] / p["wanted"])),
+            number(p["store_bytes_per_second"] / 1e6),
+        ]
+        for p in entries
+    ]
+    parts = [table(headings, lines, texts=4)] if lines else []
+    if check := model["check"]:
+        parts.append(
+            f"Held against this machine: {number(check['predicted'])} images/s predicted, "
+            f"{number(check['measured'])} measured ({100 * check['error']:+.0f} %)."
+        )
+    if model["fitted"]:
+        fitted = ", ".join(f"{name} {number(value)}" for name, value in model["fitted"].items())
+        parts.append(f"Fitted to the figures above: {fitted}.")
+    parts.append("\n".join(["Assumed:", "", *(f"* {text}" for text in model["assumptions"])]))
+    return "\n\n".join(parts)
+
+
+def machine(document: Document) -> str:
+    """What the parts of this machine reach by themselves."""
+    limits = document["machine_limits"]
+    copied = number(limits["memcpy_bytes_per_second"] / 1e9)
+    read = number(limits["disk_read_bytes_per_second"] / 1e9)
+    written = number(limits["disk_write_bytes_per_second"] / 1e9)
+    return (
+        f"This machine by itself: {copied} GB/s copied in memory, {read} GB/s read from its disk and "
+        f"{written} GB/s written to it."
+    )
