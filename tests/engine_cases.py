@@ -350,6 +350,7 @@ def main(client_name: str) -> None:
     logging.basicConfig(level=logging.DEBUG)  # to stderr, from the workers too
     retry.READ = LONG
     client: dict[str, Any] = {"client": "s3fs"} if client_name == "s3fs" else {}
+    gc.freeze()  # every case collects garbage, and searching all of torch takes 0.1 to 0.4 s
     for name, run in CASES.items():
         # Most cases count requests, and a read that a loaded machine delays is not to be asked for again.
         set_read_timeout(client, 0.5 if "stall" in name else 20.0)

@@ -230,9 +230,21 @@ def test_any_order_at_any_point(name: str) -> None:
         assert broken(with_order(name), at, {}, {}) == expected, f"saved at {at}"
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("after", [0, 1, 2, 3])
-@pytest.mark.parametrize("before", [0, 1, 2, 3])
+# Each number of workers before and after. The other changes are in the long form.
+SOME_CHANGES = {
+    False: [(0, 0), (0, 2), (1, 3), (2, 1), (2, 2), (3, 0)],
+    True: [(0, 1), (1, 2), (2, 0), (3, 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "persistent"),
+    [
+        pytest.param(*change, persistent, marks=[] if change in some else pytest.mark.stress)
+        for persistent, some in SOME_CHANGES.items()
+        for change in itertools.product(range(4), repeat=2)
+    ],
+)
 def test_another_number_of_workers(before: int, after: int, persistent: bool) -> None:
     make = with_order("shuffle")
     options = [{"num_workers": n, "persistent_workers": persistent and n > 0} for n in (before, after)]

@@ -234,7 +234,10 @@ def test_a_large_object_that_changed_is_read_anew_once(
         dataset.close()
 
 
-def test_the_limit_recovers_while_threads_of_better_days_are_idle(tmp_path: Path) -> None:
+def test_the_limit_recovers_while_threads_of_better_days_are_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.fetch.threads.IDLE_SECONDS", 10.0)  # idle threads stay
     for i in range(300):
         (tmp_path / f"{i:03d}").write_bytes(b"x")
 
@@ -258,7 +261,7 @@ def test_the_limit_recovers_while_threads_of_better_days_are_idle(tmp_path: Path
     while opened._limit.value < 3 and taken < 300:
         opened.take(taken)
         taken += 1
-    assert opened._limit.value >= 3 and time.monotonic() - start < window_module.IDLE_SECONDS
+    assert opened._limit.value >= 3 and time.monotonic() - start < 10.0
     opened.close()
 
 
