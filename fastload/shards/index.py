@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from fastload.errors import CacheError
-from fastload.formats.shard_index import Places
+from fastload.formats.shard_index import Offsets
 from fastload.store.folder import open_kept, save_kept
 
 __all__ = ["Fault", "ShardIndex", "Table"]
@@ -53,7 +53,7 @@ class Table(NamedTuple):
     doubted: when it was found that the shard has other records; 0: never.
     """
 
-    places: Places
+    places: Offsets
     bad: Mapping[int, Fault]
     compressed: bool
     doubted: float = 0.0
