@@ -107,7 +107,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if native.kernel is None:
-        raise SystemExit(f"the kernel is not built: {backend()['advice'][0]}")
+        raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
     console = Console(stderr=options.json, width=110)
     result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
     folder = photo_folder(2000, options.quality)

@@ -49,7 +49,7 @@ class RoiDecode:
             return time.perf_counter() - start
 
     def _job(self, part: range, seeds: Sequence[int]) -> tuple[Any, ...]:
-        boxes = [self.transform._place(*self.sizes[i], SampleRng(seeds[i]))[0] for i in part]
+        boxes = [self.transform.box_for(*self.sizes[i], SampleRng(seeds[i]))[0] for i in part]
         n = len(part)
         pointers = (ctypes.c_char_p * n)(*(self.images[i] for i in part))
         lengths = (ctypes.c_ulong * n)(*(len(self.images[i]) for i in part))
@@ -114,7 +114,7 @@ class Pillow:
 def pillow_sample(image: Any, transform: RandomResizedCrop, rng: Any) -> np.ndarray[Any, Any]:
     """Crop, resize and flip by Pillow: (3, SIZE, SIZE) uint8."""
     image = image.convert("RGB")
-    box, flip, _ = transform._place(*image.size, rng)
+    box, flip, _ = transform.box_for(*image.size, rng)
     image = image.crop(tuple(map(int, box))).resize((SIZE, SIZE), Image.Resampling.BILINEAR)
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -101,7 +101,7 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
     import fastload
     from fastload.cli.machine import describe_machine
     from fastload.cli.measure import measure_epoch, stage_counters
-    from fastload.metrics.bottleneck import verdict
+    from fastload.metrics.bottleneck import explain_bottleneck
 
     loader: Any = fastload.DataLoader(
         dataset, settings["batch_size"], shuffle=True, num_workers=settings["num_workers"]
@@ -114,7 +114,7 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
             epoch = measure_epoch(loader, bar.update)
             counters = stage_counters(before, loader.stats()["counters"])
             measured = epoch.as_dict(_image_bytes(counters) * epoch.images)
-            results.append({**measured, "counters": counters, "verdict": verdict(counters)})
+            results.append({**measured, "counters": counters, "verdict": explain_bottleneck(counters)})
     return {
         "command": "bench",
         **describe_machine(),

@@ -176,7 +176,7 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
     """fastload: epoch 1 from the store, filling the cache, and epoch 2 from the cache."""
     import fastload
     from fastload.cli.measure import stage_counters
-    from fastload.metrics.bottleneck import verdict
+    from fastload.metrics.bottleneck import explain_bottleneck
 
     dataset = fastload.ImageFolder(
         f"s3://{bucket.name}/",
@@ -191,7 +191,7 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
         bar = bars.add(f"fastload epoch {number}, {source}", settings.images)
         epoch = _timed(loader, bucket, settings, bar.update)
         counters = stage_counters(before, loader.stats()["counters"])
-        epochs.append({**epoch, "counters": counters, "verdict": verdict(counters)})
+        epochs.append({**epoch, "counters": counters, "verdict": explain_bottleneck(counters)})
     return epochs
 
 

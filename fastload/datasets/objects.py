@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.base import StoreDataset, check_function
@@ -18,7 +16,7 @@ from fastload.datasets.cache_forecast import announcing
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader, own_samples
 from fastload.datasets.warm import Warmed, warm
-from fastload.errors import ArgumentError, DecodeError, FastloadError
+from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
@@ -30,7 +28,7 @@ from fastload.metrics.counters import Counters
 from fastload.store import open_store
 from fastload.store.manifest import Manifest
 
-__all__ = ["ObjectDataset", "decode_into"]
+__all__ = ["ObjectDataset"]
 
 # Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding
 # starts while the rest of the batch is still on its way.
@@ -240,7 +238,7 @@ class ObjectDataset(StoreDataset):
                 failures = images.fill(rows, payloads, seeds, keys)
             else:
                 assert self._fused is not None
-                failures = decode_into(self._fused, images.numpy(), rows, payloads, seeds)
+                failures = self._fused.fill_rows(images.numpy(), rows, payloads, seeds)
         for position, error in failures:
             error.key = self._manifest.key(indices[position])
         return [(rows[position], error) for position, error in failures]
@@ -292,17 +290,3 @@ class ObjectDataset(StoreDataset):
             window = Prefetcher(source, self.cache, prepare=prepare, counters=self.counters)
             self._window = (os.getpid(), window)
         return self._window[1]
-
-
-def decode_into(
-    crop: Crop, images: NDArray[np.uint8], rows: list[int], payloads: list[Any], seeds: list[int]
-) -> list[tuple[int, DecodeError]]:
-    """Transform encoded images into these rows of a batch; (position in `rows`, error) of the failed."""
-    if not rows:
-        return []
-    adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
-    out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
-    failures = crop.fill(out, payloads, seeds)
-    if not adjacent:
-        images[rows] = out
-    return failures

@@ -1,10 +1,10 @@
-"""What a file is, by its first bytes. Its name does not count.
+"""The kind of a file by its first bytes: the one rule for compression. Names of files do not count.
 
 tar        a header that holds its own checksum         gzip     1f 8b 08
 tfrecord   a length with its CRC behind it              zlib     78 01, 78 5e, 78 9c or 78 da (RFC 1950)
 
-The kinds with a checksum are tested first, because only they are certain: the length of a TFRecord and the
-first name in a tar may begin with the same bytes as zlib data.
+The kinds with a checksum are tested first, because only they are certain: the length of a TFRecord, or the
+first name in a tar, may begin with the bytes of zlib data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def kind_of(head: Any) -> str:
     """ "tar", "tfrecord", "gzip", "zlib", "bzip2", "xz", "zstd", "lz4", or "" for anything else.
 
     Args:
-        head: the file's first 512 bytes, or more, or all of a smaller file.
+        head: the file's first 512 bytes or more, or all of a smaller file.
     """
     begin = bytes(head[:HEAD])
     if _is_tar(begin):
@@ -50,7 +50,7 @@ def is_compressed(head: Any) -> bool:
 
 
 def hint(head: Any) -> str:
-    """What to do about a file that is not of the kind it is read as; "" where nothing is known."""
+    """Advice for a file that is read as the wrong kind; "" where its kind is unknown."""
     kind = kind_of(head)
     if kind in _READERS:
         name, reader = _READERS[kind]

@@ -5,8 +5,8 @@
     map entry { 1: key  2: value }             Int64List { 1: varint... }    packed or not
 
 Source: tensorflow/core/example/{example,feature}.proto and protobuf's encoding guide. Unknown fields are
-skipped, and of a name or list that repeats the last one counts. Every length is checked against the message
-that it lies in, and nothing is allocated by a length alone.
+skipped; where a name or list repeats, the last one counts. Every length is checked against the message
+around it, and no allocation depends on a length alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def parse_example(record: memoryview, features: Spec) -> dict[str, Any]:
     Single bytes come as views of the record.
 
     Raises:
-        DecodeError: not an Example; a wanted feature is missing, of another kind, or has not one value.
+        DecodeError: not an Example; or a wanted feature is missing, is of another kind, or has no single
+        value.
     """
     try:
         found = _features(record, features)
@@ -64,7 +65,7 @@ def parse_example(record: memoryview, features: Spec) -> dict[str, Any]:
 def read_example(record: memoryview) -> dict[str, list[memoryview] | NDArray[Any]]:
     """All features of one serialised Example: a list of views of the record, an int64 or float32 array.
 
-    A feature without a list, which has no kind, is an empty list.
+    A feature without a list has no kind and becomes an empty list.
 
     Raises:
         DecodeError: not an Example.
@@ -88,7 +89,7 @@ def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
         raise DecodeError(f"feature {name!r} is a list of {_NAMES[number]}, not of {kind.__name__}")
     if not several and len(values) != 1:
         raise DecodeError(
-            f"feature {name!r} has {len(values)} values where features= says one; "
+            f"feature {name!r} has {len(values)} values, but features= says one; "
             f"[{kind.__name__}] takes any number"
         )
     if kind is str:
@@ -101,7 +102,7 @@ def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:
 
 
 def _features(record: memoryview, wanted: Spec | None) -> dict[str, tuple[int, Any]]:
-    """Name -> (kind, values); of features that nobody wants only the name is read. None: all are wanted."""
+    """Name -> (kind, values). Of unwanted features only the name is read. `wanted` None: all are wanted."""
     found: dict[str, tuple[int, Any]] = {}
     for number, wire, features in _fields(record):
         if number != 1 or wire != _BYTES:

@@ -1,4 +1,4 @@
-"""A gzip or zlib shard, read piece by piece and inflated on the way."""
+"""Inflates a gzip or zlib shard that is read piece by piece."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from fastload.errors import DecodeError
 __all__ = ["Inflater"]
 
 _AUTOMATIC = 47  # zlib's window bits that recognise both headers
-_MOST = 16 << 20  # inflated at once: a bomb of any ratio takes no more memory than this
+_MOST = 16 << 20  # bytes inflated at once: the bound on memory, also for a decompression bomb
 
 
 class Inflater:
-    """Called by one thread at a time.
+    """The inflated bytes of a compressed shard. Called by one thread at a time.
 
     Args:
         more: the next bytes of the compressed shard, in order; None at its end.
-        skip: inflated bytes at the start that nobody wants.
+        skip: inflated bytes at the start to leave out.
     """
 
     def __init__(self, more: Callable[[], Any], skip: int = 0) -> None:
         self._more = more
         self._skip = skip
         self._zlib = zlib.decompressobj(_AUTOMATIC)
-        self._rest: bytes | memoryview = b""  # compressed bytes that were read and not inflated
-        self._begun = False  # whether the current member has had any bytes
-        self._ended = False  # whether a member has come to its end, and no other one has begun
+        self._rest: bytes | memoryview = b""  # compressed bytes that were read but not inflated
+        self._begun = False  # whether any byte of the current member was read
+        self._ended = False  # whether a member has ended and no other one has begun
 
     def __call__(self) -> memoryview | None:
         """The next inflated bytes, 16 MiB at most; None at the end.
 
         Raises:
-            DecodeError: the shard is not what a compressor writes, or was cut. And what `more` raises.
+            DecodeError: the compressed data is damaged or was cut.
+            Exception: any that `more` raises.
         """
         while True:
             if not len(self._rest):
@@ -62,7 +63,7 @@ class Inflater:
             raise DecodeError(f"the shard cannot be decompressed: {error}") from None
         self._begun, self._ended = True, False
         self._rest = self._zlib.unconsumed_tail
-        if self._zlib.eof:  # gzip allows for several members, one after the other
+        if self._zlib.eof:  # gzip allows several members, one after the other
             self._rest = self._zlib.unused_data
             self._zlib, self._begun, self._ended = zlib.decompressobj(_AUTOMATIC), False, True
         return data

@@ -1,6 +1,6 @@
-"""Bytes that arrive in pieces, seen as one sequence, and what cuts them into records.
+"""Bytes that arrive in pieces, read as one sequence and split into records.
 
-They are copied only where what is asked for spans two pieces.
+Bytes are copied only where a request spans two pieces.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from fastload.errors import DecodeError
 
 __all__ = ["MOST_UNKNOWN", "Pieces", "Record", "Splitter"]
 
-MOST_UNKNOWN = 1 << 30  # bytes of a record of a compressed shard, whose inflated size nobody knows beforehand
+MOST_UNKNOWN = 1 << 30  # bytes of a record of a compressed shard, whose inflated size is not known in advance
 
 
 class Record(NamedTuple):
     """One record of a shard: the bytes [offset, offset + size), framing included.
 
-    `payload` is what the record carries, a view of the piece it came in; None where `error` says why not.
-    `lasting`: the error is what headers with sound checksums say, so reading again finds the same. Any other
-    may have come about on the way.
+    Attributes:
+        offset, size: in the shard; of the inflated bytes, where it is compressed.
+        payload: the content, a view of the piece it came in; None where `error` says why.
+        lasting: the error follows from headers with sound checksums, so reading again finds the same. Any
+            other damage may have happened in transfer.
     """
 
     offset: int
@@ -36,8 +38,8 @@ class Pieces:
 
     Attributes:
         offset: of the next byte, in the shard.
-        available: bytes that are here.
-        closed: whether no more will come.
+        available: bytes that have arrived.
+        closed: whether no more will arrive.
     """
 
     def __init__(self, offset: int) -> None:
@@ -47,10 +49,10 @@ class Pieces:
         self._first = memoryview(b"")
         self._at = 0  # of the next byte, in the first piece
         self._others: deque[memoryview] = deque()
-        self._joined = memoryview(b"")  # the next bytes once more, where they were asked for over a border
+        self._joined = memoryview(b"")  # a copy of the next bytes, where a request spanned two pieces
 
     def feed(self, piece: memoryview) -> None:
-        """Append a piece, which must stay as it is."""
+        """Append a piece, which must not change any more."""
         self.available += len(piece)
         if self._at == len(self._first):
             self._first, self._at = piece, 0
@@ -58,7 +60,7 @@ class Pieces:
             self._others.append(piece)
 
     def peek(self, n: int) -> memoryview | None:
-        """The next `n` bytes, which stay in the queue; None where fewer are here."""
+        """The next `n` bytes, which stay in the queue; None where fewer have arrived."""
         stop = self._at + n
         if stop <= len(self._first):
             return self._first[self._at : stop]
@@ -69,7 +71,7 @@ class Pieces:
         return self._joined[:n]
 
     def skip(self, n: int) -> None:
-        """Drop the next `n` bytes, which must be here."""
+        """Drop the next `n` bytes, which must have arrived."""
         self.offset += n
         self.available -= n
         self._joined = memoryview(b"")
@@ -81,7 +83,7 @@ class Pieces:
         self._at += n
 
     def _join(self, n: int) -> memoryview:
-        """A copy of the next `n` bytes. The pieces stay, so that what follows is not copied too."""
+        """A copy of the next `n` bytes. The pieces stay, so that later bytes are not copied too."""
         parts = [self._first[self._at :]]
         n -= len(parts[0])
         for piece in self._others:
@@ -96,11 +98,11 @@ class Splitter(ABC):
     """Cuts the bytes of one shard into records, in order. One shard, one splitter.
 
     Args:
-        offset: where the first record begins in the shard.
-        end: where the shard ends; None where that is unknown (a compressed shard).
+        offset: of the first record, in the shard.
+        end: of the shard; None where it is unknown (a compressed shard).
 
     Attributes:
-        over: no record follows, whatever bytes do.
+        over: no record follows, whatever bytes may.
     """
 
     def __init__(self, offset: int, end: int | None) -> None:
@@ -113,20 +115,20 @@ class Splitter(ABC):
         self._pieces.feed(piece)
 
     def close(self) -> None:
-        """There are no more bytes: this is the end of the shard, or of the part that is wanted."""
+        """There are no more bytes: this is the end of the shard, or of the wanted part of it."""
         self._pieces.closed = True
 
     @abstractmethod
     def next(self) -> Record | None:
-        """The next record; None where more bytes are needed, or after `close`, where there is none left.
+        """The next record; None where more bytes are needed, or, after `close`, where none is left.
 
-        A record whose place is sure but whose bytes are not comes with its `error`, and the next one follows.
-        Where it is not known where the next one begins, the record that should have been there comes with
-        its error and reaches to the end of the shard: it is the last. Nothing is searched for.
+        A damaged record whose end is known has an `error`, and the next one follows. Where the start of the
+        next record is not known, the record with the error reaches to the end of the shard and is the last:
+        the splitter does not search for another.
         """
 
     def _last(self, error: DecodeError) -> Record:
-        """The record behind which no other can be found."""
+        """A record with an error, after which no other can be found."""
         self.over = True
         offset = self._pieces.offset
         end = self._end if self._end is not None else offset + self._pieces.available

@@ -1,7 +1,7 @@
-"""Samples as bytes, without pickle: what the cache keeps of a sample that is more than an object's bytes.
+"""Samples as bytes, without pickle: the cache's form of a sample that is more than an object's bytes.
 
 A value is one tag byte and its content; integers are little-endian. Arrays are padded to 64 bytes from the
-start of the record, so that they can be used where they lie.
+start of the record, so that they can be used in place.
 
     N T F            None, True, False
     i  int64         int            I  u32 text     int beyond 64 bits, in hexadecimal
@@ -10,10 +10,9 @@ start of the record, so that they can be used where they lie.
     l t m  u32 n ..  list, tuple, dict (key, value, ...)
     a  dtype, shape, data           numpy array     g  same, scalar   numpy scalar     x  same   torch tensor
 
-Text may have lone surrogates, as file names do that are not UTF-8. Of arrays and tensors the values are
-stored, in C order.
+Text may have lone surrogates, like file names that are not UTF-8. Arrays and tensors are stored in C order.
 
-Loading is bounded by the record: a length that points outside of it is an error, and nothing is executed.
+Loading stays inside the record: a length that points outside it is an error, and no code is executed.
 """
 
 from __future__ import annotations
@@ -42,8 +41,9 @@ def dump(sample: Any) -> bytes:
     """The sample as one record.
 
     Raises:
-        ArgumentError: it contains something else than None, bool, int, float, str, bytes, numpy arrays, torch
-            tensors, and lists, tuples and dicts of these; the message says what and where.
+        ArgumentError: a value is none of None, bool, int, float, str, bytes, numpy array, torch tensor, or
+        list,
+            tuple or dict of these. The message names the value's type and place.
     """
     out = bytearray()
     _write(out, sample, "sample", 0)
@@ -54,11 +54,11 @@ def load(record: Any, *, readonly: bool = False) -> Any:
     """The sample of a record. Arrays and tensors are views of the record where its memory is writable.
 
     Args:
-        readonly: numpy arrays are views in any case, which then cannot be written to. Tensors know no such
-            thing, so they are copied.
+        readonly: numpy arrays are views also of read-only memory, and cannot be written to. Tensors have no
+            read-only form and are copied.
 
     Raises:
-        DecodeError: the record is not one that `dump` made.
+        DecodeError: the record was not made by `dump`.
     """
     memory = memoryview(record).cast("B")
     try:
@@ -117,7 +117,7 @@ def _write_dict(out: bytearray, value: dict[Any, Any], path: str, depth: int) ->
 
 def _write_array(out: bytearray, value: Array, path: str, depth: int, tag: bytes = b"a") -> None:
     if value.dtype.hasobject or value.dtype.kind in "VT":
-        raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which takes pickle to keep")
+        raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which only pickle could store")
     data = np.ascontiguousarray(value).reshape(-1)  # as bytes: not every dtype has a buffer
     _write_block(out, tag, value.dtype.str, value.shape, data.view(np.uint8).data if data.nbytes else b"")
 
@@ -142,10 +142,10 @@ def _write_tensor(out: bytearray, value: torch.Tensor, path: str, depth: int) ->
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The values of a plain CPU tensor, in C order, conjugated and negated where torch would do so later.
+    """The values of a plain CPU tensor in C order, with torch's lazy conjugation and negation applied.
 
     Raises:
-        RuntimeError, TypeError, NotImplementedError: it has no plain storage, such as a nested tensor.
+        RuntimeError, TypeError, NotImplementedError: it has no plain storage, for example a nested tensor.
     """
     if not tensor.numel():
         return memoryview(b"")

@@ -1,8 +1,8 @@
-"""Index files beside shards: where each record of one shard is, as other tools wrote it down.
+"""Index files beside shards, written by other tools: the offset of each record of one shard.
 
 tfrecord2idx     "offset size" per record, the size with its framing          (NVIDIA DALI, tfrecord)
 wds2idx          "v1.1 n" or "v1.2 n", then per sample: "extension offset size [name]" for each member,
-                 the offset being that of the content                         (NVIDIA DALI)
+                 with the offset of its content                               (NVIDIA DALI)
 wids             JSON: {"shardlist": [{"url": ..., "nsamples": ...}, ...]}     (WebDataset)
 """
 
@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from fastload.errors import DecodeError
 from fastload.formats.tar import BLOCK
 
-__all__ = ["Places", "parse_tfrecord_index", "parse_wds_index", "parse_wids"]
+__all__ = ["Offsets", "parse_tfrecord_index", "parse_wds_index", "parse_wids"]
 
 # (offset, size) of each record of one shard, in order: uint64, shape (n, 2).
-Places = NDArray[np.uint64]
+Offsets = NDArray[np.uint64]
 
 
-def parse_tfrecord_index(text: bytes, shard_size: int) -> Places:
-    """The records of a shard of that size.
+def parse_tfrecord_index(text: bytes, shard_size: int) -> Offsets:
+    """The offsets of the records of a shard of that size.
 
     Raises:
-        DecodeError: not such an index, or not that shard's.
+        DecodeError: not such an index, or one of another shard.
     """
     try:
         numbers = np.array(text.split(), np.uint64).reshape(-1, 2)
@@ -36,12 +36,13 @@ def parse_tfrecord_index(text: bytes, shard_size: int) -> Places:
     return _checked(numbers, shard_size, whole=True)
 
 
-def parse_wds_index(text: bytes, shard_size: int) -> Places:
-    """The samples of a shard of that size: each from the end of the one before, so that the headers that
-    belong to its members are with it.
+def parse_wds_index(text: bytes, shard_size: int) -> Offsets:
+    """The offsets of the samples of a shard of that size, with the headers of their members.
+
+    A sample begins at the end of the one before.
 
     Raises:
-        DecodeError: not such an index, or not that shard's.
+        DecodeError: not such an index, or one of another shard.
     """
     first, _, rest = text.partition(b"\n")
     version, _, count = first.partition(b" ")
@@ -58,7 +59,7 @@ def parse_wds_index(text: bytes, shard_size: int) -> Places:
     except ValueError as error:
         raise DecodeError(f"not an index of wds2idx: {error}") from None
     if len(stops) != int(count):
-        raise DecodeError(f"the index has {len(stops)} lines and says {int(count)}")
+        raise DecodeError(f"the index has {len(stops)} lines, but its first line says {int(count)}")
     try:
         ends = -(-np.array(stops, np.uint64).astype(np.int64) // BLOCK) * BLOCK
     except OverflowError:
@@ -87,17 +88,18 @@ def parse_wids(text: bytes) -> list[tuple[str, int | None]]:
     return found
 
 
-def _checked(places: Places, shard_size: int, *, whole: bool) -> Places:
-    """Raise unless the records lie one after the other within the shard; `whole`: and fill it."""
-    starts, sizes = places[:, 0], places[:, 1]
-    if len(places):
+def _checked(offsets: Offsets, shard_size: int, *, whole: bool) -> Offsets:
+    """Raise unless the records follow one another within the shard and, with `whole`, fill it."""
+    starts, sizes = offsets[:, 0], offsets[:, 1]
+    if len(offsets):
         most = np.uint64(shard_size)
         inside = bool((sizes <= most).all() and (starts <= most).all() and (starts + sizes <= most).all())
         if not inside or not (sizes > 0).all() or not (starts[1:] >= starts[:-1] + sizes[:-1]).all():
             raise DecodeError(
-                f"the index does not fit a shard of {shard_size:,} bytes: it is another one's, or an old one"
+                f"the index does not fit a shard of {shard_size:,} bytes: it belongs to another shard "
+                "or is out of date"
             )
-    end = int(starts[-1] + sizes[-1]) if len(places) else 0
+    end = int(starts[-1] + sizes[-1]) if len(offsets) else 0
     if whole and end != shard_size:
-        raise DecodeError(f"the index ends at byte {end:,} of a shard of {shard_size:,}: make it again")
-    return places
+        raise DecodeError(f"the index ends at byte {end:,} of a shard of {shard_size:,}: write it again")
+    return offsets

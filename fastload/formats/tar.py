@@ -5,11 +5,11 @@
 
 ustar, pax and GNU headers (POSIX.1-2024 pax; GNU tar manual, "Basic Tar Format"). Members that WebDataset
 skips are skipped: directories, names that begin with a dot or have none, `__name__`; and `__MACOSX`. A link,
-a device or a sparse file makes its sample an error, for its bytes are not there. No name ever becomes a path.
+a device or a sparse file makes its sample an error, because its bytes are missing. No name becomes a path.
 
-A header whose checksum is wrong ends the shard: tar has no mark to search for. So does one whose size leads
-out of the shard. A shard without the two empty blocks at its end is accepted where it ends with a member, as
-WebDataset does: writers that were stopped, and `cat`, make such files.
+A header with a wrong checksum ends the shard: tar has no mark to search for. So does one whose size leads
+out of the shard. A shard without the two empty blocks at its end is accepted if it ends with a member, as in
+WebDataset: stopped writers and `cat` make such files.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Member(NamedTuple):
 
 
 class TarSplitter(Splitter):
-    """See `Splitter`; a record is the slice of the shard that one sample's members take, headers included."""
+    """See `Splitter`. A record is the slice of the shard with one sample's members and their headers."""
 
     def __init__(self, offset: int, end: int | None) -> None:
         super().__init__(offset, end)
@@ -85,7 +85,7 @@ class TarSplitter(Splitter):
         return None
 
     def _member(self) -> _Member | None:
-        """The member at `_at`, or None where its header is not here yet, or nothing is left of the shard."""
+        """The member at `_at`; None where its header has not arrived, or the shard is over."""
         pieces = self._pieces
         wanted = self._at + BLOCK
         while True:
@@ -102,7 +102,7 @@ class TarSplitter(Splitter):
                 self._check_end(member.end)
                 return member
             self._check_end(member)
-            wanted = member  # so many bytes it takes to see all of its headers
+            wanted = member  # bytes needed to see all of its headers
 
     def _check_end(self, end: int) -> None:
         if self._end is None:
@@ -115,17 +115,17 @@ class TarSplitter(Splitter):
             )
 
     def _advance(self, member: _Member) -> None:
-        """Go past a member that is part of no sample."""
+        """Skip a member that belongs to no sample."""
         if self._key:
             self._at = member.end
         elif self._pieces.available >= member.end:
             self._pieces.skip(member.end)
         else:
-            self._at = member.end  # its bytes are still to come
+            self._at = member.end  # its bytes have not all arrived
 
     def _add(self, key: str, extension: str, member: _Member) -> None:
         if not self._key and key in self._keys:
-            self._error = f"sample {key!r} is there twice in the shard, and not in one piece: sort it by name"
+            self._error = f"sample {key!r} occurs twice in the shard, in two places: sort the tar by name"
         self._key = key
         self._keys.add(key)
         if extension in self._extensions:
@@ -155,16 +155,16 @@ def sample_name(name: str) -> tuple[str, str]:
 
 
 def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
-    """(key, extension -> content) of the slice of a shard that has one sample.
+    """(key, extension -> content) of a record: the slice of a shard with one sample.
 
     Raises:
-        DecodeError: it is not that.
+        DecodeError: the slice does not hold exactly one sample.
     """
     at, sample, members = 0, "", dict[str, memoryview]()
     while at < len(record):
         member = _parse(record, at) if len(record) - at >= BLOCK else BLOCK + at
         if not isinstance(member, _Member) or member.end > len(record):
-            raise DecodeError("the place of this sample ends within a member: the index is another shard's")
+            raise DecodeError("this sample's record ends within a member: the index belongs to another shard")
         if member.end == at:
             break
         at = member.end
@@ -174,18 +174,18 @@ def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
         if member.refused:
             raise DecodeError(f"member {member.name!r} is {member.refused}")
         if extension in members or (sample and key != sample):
-            raise DecodeError(f"member {member.name!r} does not go with those before it, of {sample!r}")
+            raise DecodeError(f"member {member.name!r} does not belong to sample {sample!r} before it")
         sample = key
         members[extension] = record[member.start : member.stop]
     if not sample:
-        raise DecodeError("no member of a sample is in this place: the index is another shard's")
+        raise DecodeError("this record has no member of a sample: the index belongs to another shard")
     return sample, members
 
 
 def _parse(view: memoryview, at: int) -> _Member | int:
-    """The member whose headers begin at `at`; or how many bytes of `view` it takes to see all of them.
+    """The member whose headers begin at `at`; or the number of bytes of `view` needed to see all of them.
 
-    An empty block is a member without bytes that ends where it began.
+    An empty block is a member that ends where it begins.
     """
     begin, long_name, pax_size, sparse = at, None, None, False
     while True:
@@ -194,7 +194,7 @@ def _parse(view: memoryview, at: int) -> _Member | int:
         block = bytes(view[at : at + BLOCK])
         if block == _ZEROS:
             if at != begin:
-                raise DecodeError("an extended header is followed by no member")
+                raise DecodeError("no member follows an extended header")
             return _Member("", at, at, at, "", True)
         _check_sum(block)
         size, kind, at = _number(block[124:136]), block[156], at + BLOCK
@@ -216,9 +216,9 @@ def _parse(view: memoryview, at: int) -> _Member | int:
 
 
 def _finish(raw_name: bytes, kind: int, size: int, at: int, sparse: bool) -> _Member:
-    # Not surrogateescape: such text cannot be written down again. The name only has to tell samples apart.
+    # Not surrogateescape: such text cannot be printed. The name only has to tell samples apart.
     name = raw_name.decode("utf-8", "backslashreplace")
-    if kind == 0x53:  # GNU's old form: what follows is no plain content
+    if kind == 0x53:  # GNU's old form, whose content is not plain
         raise DecodeError(f"member {name!r} is a sparse file, which is not read; write it without --sparse")
     if sparse:
         return _Member(name, at, at + size, at + _padded(size), "a sparse file, which is not read", False)
@@ -233,11 +233,11 @@ def _finish(raw_name: bytes, kind: int, size: int, at: int, sparse: bool) -> _Me
 
 
 def _check_sum(block: bytes) -> None:
-    """Raise `DecodeError` unless the header's checksum is right: the sum of its bytes, its own as spaces."""
+    """Raise `DecodeError` unless the checksum is right: the sum of the header's bytes, its own as spaces."""
     field = block[148:156]
     if _OCTAL.fullmatch(field) is None or sum(block) - sum(field) + 256 != _number(field):
         raise DecodeError(
-            f"bad checksum of a tar header, so it is not known where the next one begins{hint(block)}"
+            f"bad checksum of a tar header, so the start of the next one is unknown{hint(block)}"
         )
 
 
@@ -267,7 +267,7 @@ def _pax(data: memoryview) -> tuple[bytes | None, int | None, bool]:
         match = _PAX.match(text, at)
         end = at + int(match[1]) if match is not None else 0
         if match is None or not match.end() < end + 1 <= len(text) + 1 or text[end - 1] != 0x0A:
-            raise DecodeError("a pax header is not made of records")
+            raise DecodeError("a pax header does not consist of records")
         key, value = match[2], text[match.end() : end - 1]
         if key == b"path":
             path = value

@@ -1,7 +1,7 @@
-"""Writers of shards, each of which also gives the index file that belongs beside the shard.
+"""Writers of shards and of the index files beside them.
 
-With it, and without reading the shard, it is known where each record is: the first epoch over such shards is
-random access already. The same records give the same bytes, whoever writes them and when.
+An index file has the offset of each record, so the first epoch over such shards is random access already. The
+same records give the same bytes, in any process and at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Sink", "TFRecordWriter", "TarWriter"]
 
 
 class Sink(Protocol):
-    """Where the bytes of a shard go: a file, for one."""
+    """The destination of a shard's bytes, such as a file."""
 
     def write(self, data: Any, /) -> Any: ...
 
@@ -47,7 +47,7 @@ class TFRecordWriter:
         self.samples += 1
 
     def close(self) -> None:
-        """The file is whole: nothing is at its end."""
+        """Finish the file. A TFRecord file has no end marker, so nothing is written."""
 
     def index(self) -> bytes:
         """Lines "offset size" of the records with their framing, as tfrecord2idx writes them."""
@@ -74,12 +74,11 @@ class TarWriter:
         """Append a sample.
 
         Args:
-            key: its name. What comes after its last "/" has no "." in it, and it has no white space, which
-                would break the index.
+            key: its name. It has no "." after its last "/", and no white space, which would break the index.
             members: extension -> bytes, or another buffer of bytes. Extensions are lower-case.
 
         Raises:
-            ArgumentError: readers would see another sample, or none; or the key was there already.
+            ArgumentError: readers would see another sample or none; or the key was written before.
         """
         if not members or key in self._keys:
             why = "was written already" if members else "has no members"
@@ -102,11 +101,11 @@ class TarWriter:
         self.samples += 1
 
     def close(self) -> None:
-        """Write the end marker, and what fills the last tar record."""
+        """Write the end marker, padded to a whole tar record."""
         self._put(bytes(2 * BLOCK + -(self.size + 2 * BLOCK) % tarfile.RECORDSIZE))
 
     def index(self) -> bytes:
-        """What wds2idx writes, version 1.2: per sample "extension offset size name" of each member."""
+        """The index in wds2idx's format 1.2: per sample "extension offset size name" of each member."""
         return f"v1.2 {self.samples}\n".encode() + "".join(self._index).encode()
 
     def _write_header(self, name: str, size: int) -> None:

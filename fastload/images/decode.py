@@ -1,12 +1,12 @@
 """Encoded images of any allowed format to RGB uint8: as an array, as a PIL image, smaller, or re-encoded.
 
-JPEG goes through the kernel or its fallback, other formats through Pillow, on an allow-list. Every image's
-size is compared with `max_pixels` before its pixels are allocated. `strict` is the switch for damaged JPEGs:
-True (the default) makes corrupt or missing data an error, and refuses a file without its end whatever part
-of it is wanted; False serves what could be decoded, as a viewer would.
+The kernel or its fallback decodes JPEGs; Pillow decodes other formats, on an allow-list. Every image's size
+is compared with `max_pixels` before its pixels are allocated. `strict` decides about damaged JPEGs: True (the
+default) makes corrupt or missing data an error, and refuses a file without its end marker, also where that
+part is not needed; False returns what could be decoded, as a viewer would.
 
-Pixels lie as they are stored, as torchvision's default loader leaves them. The EXIF orientation is kept
-beside them, so that a transform that goes by it (`ImageOps.exif_transpose`) finds it, in every cache mode.
+The EXIF orientation is not applied, as in torchvision's default loader. It is kept beside the pixels, in
+every cache mode, for a transform that applies it (`ImageOps.exif_transpose`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images import kernel as native
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
-from fastload.images.kernel import Pixels, Source
+from fastload.images.kernel import Pixels, Source, active
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,11 +35,11 @@ __all__ = [
     "shrink",
 ]
 
-# Where Pillow refuses to open an image ("decompression bomb"): 0.5 GB of RGB.
+# Pillow's own limit ("decompression bomb"): 0.5 GB of RGB.
 MAX_PIXELS = 2 * 89_478_485
 
-# First bytes -> Pillow's name of the format: torchvision's extensions, and GIF. A format is
-# recognised by content, never by the name of the file.
+# First bytes -> Pillow's name of the format: those of torchvision's extensions, and GIF. Only the content
+# counts, never the name of the file.
 _SIGNATURES = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -54,17 +53,17 @@ _SIGNATURES = (
 
 
 class Oriented(NamedTuple):
-    """Decoded pixels as they are stored, of an image whose EXIF orientation (2 to 8) says to turn them."""
+    """Decoded pixels, not turned yet, of an image with an EXIF orientation from 2 to 8."""
 
     pixels: Pixels
     orientation: int
 
 
 class _Opened(NamedTuple):
-    source: Source  # a JPEG's bytes, or the pixels of what is none
+    source: Source  # the JPEG's bytes, or decoded pixels for other formats
     width: int
     height: int
-    orientation: int | None  # None: as the JPEG's header says
+    orientation: int | None  # None: still to be read from the JPEG's header
 
     @property
     def turned(self) -> int:
@@ -72,7 +71,7 @@ class _Opened(NamedTuple):
 
 
 def decode_image(data: Source, *, max_pixels: int = MAX_PIXELS, strict: bool = True) -> Pixels:
-    """Decode an image to an array (height, width, 3) of RGB uint8: what Pillow's convert("RGB") gives.
+    """Decode an image to an array (height, width, 3) of RGB uint8, as Pillow's convert("RGB") makes it.
 
     Args:
         data: the file's bytes, in anything with the buffer protocol.
@@ -96,12 +95,12 @@ def decode_pil(
 ) -> Image:
     """Decode an image to a PIL image in RGB, for transforms that take one; torchvision's default loader.
 
-    Of the file's EXIF data the image has the orientation, which `ImageOps.exif_transpose` goes by.
+    Of the file's EXIF data the image keeps the orientation, for `ImageOps.exif_transpose`.
 
     Args:
         min_size: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, which is faster, as long as no side
             falls below this many pixels. None: always the full size.
-        exif: turn the image as its EXIF orientation says. torchvision does not, hence the default.
+        exif: apply the EXIF orientation. torchvision does not, hence the default.
 
     Raises:
         ArgumentError: Pillow is not installed.
@@ -138,7 +137,7 @@ def decode_resized(
 
 
 def decode_oriented(data: Source, short_side: int) -> Pixels | Oriented:
-    """As `decode_resized`, with the EXIF orientation where there is one: what a cache of pixels keeps."""
+    """As `decode_resized`, with the EXIF orientation where there is one: the form that caches keep."""
     opened = _open(data, MAX_PIXELS, True)
     pixels, orientation = _resized(opened, short_side, MAX_PIXELS, True), opened.turned
     return pixels if orientation == 1 else Oriented(pixels, orientation)
@@ -151,7 +150,7 @@ def _resized(opened: _Opened, short_side: int, max_pixels: int, strict: bool) ->
     new_width, new_height = resized_size(width, height, short_side)
     out = np.empty((1, new_height, new_width, 3), np.uint8)
     item = (0, source, 0.0, 0.0, float(width), float(height), False)
-    for _, reason in native.active().crop_resize(out, [item], True, True, max_pixels, strict):
+    for _, reason in active().crop_resize(out, [item], True, True, max_pixels, strict):
         raise DecodeError(reason)
     return out.reshape(out.shape[1:])
 
@@ -161,8 +160,8 @@ def shrink(
 ) -> bytes:
     """Re-encode an image as a JPEG (4:2:0) whose shorter side is `short_side`, with its EXIF orientation.
 
-    A JPEG that is not larger than that comes back as it is: encoding it again would cost quality and gain
-    little. It is then looked at no further than to see that it was not cut.
+    A JPEG that is not larger comes back unchanged: a second encoding would cost quality and gain little. Then
+    only its header and its end marker are checked.
     """
     opened = _open(data, max_pixels, strict)
     if not _is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
@@ -181,7 +180,7 @@ def resized_size(width: int, height: int, short_side: int) -> tuple[int, int]:
 
 
 def open_image(image: Source, max_pixels: int, strict: bool) -> tuple[Source, int, int]:
-    """(source, width, height) of an image: a JPEG stays encoded, everything else is decoded to HWC uint8.
+    """(source, width, height) of an image. A JPEG stays encoded, other formats are decoded to HWC uint8.
 
     Raises:
         DecodeError: as `decode_image`.
@@ -197,7 +196,7 @@ def _open(image: Source, max_pixels: int, strict: bool) -> _Opened:
     data = _as_bytes(image)
     if _sniff(data) == "JPEG":
         try:
-            width, height = native.active().jpeg_size(data, max_pixels, strict)
+            width, height = active().jpeg_size(data, max_pixels, strict)
         except ValueError as error:
             raise DecodeError(str(error)) from error
         return _Opened(data, width, height, None)
@@ -206,14 +205,14 @@ def _open(image: Source, max_pixels: int, strict: bool) -> _Opened:
 
 
 def _is_pixels(image: Source) -> bool:
-    """Decoded, rather than the bytes of a file?"""
+    """Whether this is decoded pixels, not the bytes of a file."""
     return isinstance(image, np.ndarray) and image.ndim != 1
 
 
 def _check_pixels(image: np.ndarray[Any, Any]) -> Pixels:
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
         raise DecodeError(
-            f"an array of shape {image.shape} and dtype {image.dtype} is no image: "
+            f"an array of shape {image.shape} and dtype {image.dtype} is not an image: "
             "pass (height, width, 3) uint8, or the bytes of an image file"
         )
     return image if image.strides[1:] == (3, 1) else np.ascontiguousarray(image)
@@ -225,7 +224,7 @@ def _as_bytes(image: Source) -> memoryview:
         data = memoryview(image)
     except TypeError:
         raise DecodeError(
-            f"{type(image).__name__} is no image: "
+            f"{type(image).__name__} is not an image: "
             "pass the bytes of an image file, or (height, width, 3) uint8"
         ) from None
     if not data.c_contiguous:
@@ -242,10 +241,10 @@ def _sniff(data: memoryview) -> str:
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
     if not head:
-        raise DecodeError("0 bytes are no image")
+        raise DecodeError("0 bytes are not an image")
     if head.lstrip()[:1] == b"<":
         raise DecodeError(
-            "this is HTML or XML, no image: perhaps an error page that was saved under its name"
+            "this is HTML or XML, not an image: perhaps an error page that was saved under the image's name"
         )
     raise DecodeError(
         "not a JPEG, PNG, WebP, GIF, BMP, TIFF or PPM image: "
@@ -266,14 +265,14 @@ def _decode_jpeg(
 ) -> Pixels:
     out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
     try:
-        native.active().decode(data, out, denominator, max_pixels, strict)
+        active().decode(data, out, denominator, max_pixels, strict)
     except ValueError as error:
         raise DecodeError(str(error)) from error
     return out
 
 
 def _decode_other(data: memoryview, max_pixels: int) -> tuple[Pixels, int]:
-    """(RGB pixels, EXIF orientation) of anything that is not a JPEG, by Pillow."""
+    """(RGB pixels, EXIF orientation) of an image of another format, by Pillow."""
     name = _sniff(data)
     try:
         from PIL import Image, features
@@ -292,19 +291,19 @@ def _decode_other(data: memoryview, max_pixels: int) -> tuple[Pixels, int]:
                     f"{image.width} x {image.height} pixels are more than max_pixels={max_pixels}"
                 )
             if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-                # The same colours; straight to RGB Pillow warns about every such image.
+                # The same colours. Converting straight to RGB, Pillow would warn about every such image.
                 pixels = np.array(image.convert("RGBA").convert("RGB"))
             else:
                 pixels = np.array(image.convert("RGB"))
             return pixels, _orientation_of(image)
-    except Exception as error:  # on hostile bytes Pillow's plugins raise whatever their parsing runs into
+    except Exception as error:  # on hostile bytes, Pillow's plugins raise exceptions of any type
         raise DecodeError(f"{name}: {error}") from error
 
 
 def _orientation_of(image: Image) -> int:
-    """As Pillow reads it, once the pixels are loaded: by then it has turned those of a TIFF."""
+    """The orientation, read once the pixels are loaded: by then Pillow has applied that of a TIFF."""
     try:
         orientation = image.getexif().get(0x0112)
-    except Exception:  # broken EXIF data of an image that decodes: it stays as it is
+    except Exception:  # broken EXIF data does not spoil an image that decodes
         return 1
     return orientation if isinstance(orientation, int) and 1 <= orientation <= 8 else 1

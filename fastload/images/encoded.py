@@ -1,13 +1,13 @@
-"""Batches of encoded images: what workers make where the device decodes.
+"""Batches of encoded images, made by workers where the device decodes.
 
     worker                                            trainer
     EncodedBatch.fill ─ crop, flip from the header ─▶ EncodedImages in the slot ─▶ ImageDecoder ─▶ pixels
-        └ images that decoders refuse: the kernel ─▶  its `pixels` ──────────────────┘
+        └ images that decoders refuse: the kernel ─▶  their pixels ──────────────────┘
 
-A crop is drawn from the size in the JPEG's header, by the rules and the per-sample randomness of the CPU
-path, so a sample has the same box and flip whoever decodes it. Images that are no plain JPEG (PNG,
-progressive, CMYK ...), and those that have to be padded, are decoded here and travel as pixels; damaged
-headers are errors here (`on_error`).
+The crop follows from the size in the JPEG's header, by the rules and the per-sample randomness of the CPU
+path, so a sample has the same box and flip with every decoder. The worker itself decodes images that are not
+plain JPEGs (PNG, progressive, CMYK) and images that have to be padded; they travel as pixels. A damaged
+header is an error in the worker (`on_error`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class EncodedImages:
     """The images of a batch of n rows, encoded; `data` and `pixels` lie in the slot.
 
     Attributes:
-        crop: the transform that placed the boxes; its size, layout and limits are the result's.
+        crop: the transform that chose the boxes; it has the result's size, layout and limits.
         data: uint8, the files one after another.
-        spans: int64 (n, 2), where each row's file starts and ends in `data`. Rows may share one.
+        spans: int64 (n, 2), the start and end of each row's file in `data`. Rows may share a file.
         sizes: int32 (n, 2), width and height of the full images.
-        boxes: float64 (n, 4), x0, y0, x1, y1 of the part to be resized, in pixels of the full image.
-        flips: bool (n,), to be flipped horizontally after that.
-        pixels: uint8 (k, *crop.sample_shape), the images that were decoded already.
-        pixel_rows: int64 (n,), the row of `pixels` that a row has, or -1 for one that is still encoded.
+        boxes: float64 (n, 4), x0, y0, x1, y1 of the part to resize, in pixels of the full image.
+        flips: bool (n,), whether to flip the result horizontally.
+        pixels: uint8 (k, *crop.sample_shape), the images that the worker decoded.
+        pixel_rows: int64 (n,), for each row its row of `pixels`, or -1 where it is still encoded.
         keys: object key of each row, for errors.
-        seconds: what the worker took for headers and crops, and for decoding what is in `pixels`.
+        seconds: the worker's time for headers, crops and `pixels`.
     """
 
     crop: Crop
@@ -63,12 +63,12 @@ class EncodedImages:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the decoded batch: (n, *crop.sample_shape)."""
+        """The shape of the decoded batch: (n, *crop.sample_shape)."""
         return (len(self), *self.crop.sample_shape)
 
     @property
     def encoded_rows(self) -> NDArray[np.int64]:
-        """The rows that a decoder has to decode."""
+        """The rows left for the decoder."""
         return np.flatnonzero(self.pixel_rows < 0)
 
     def file(self, row: int) -> NDArray[np.uint8]:
@@ -78,7 +78,7 @@ class EncodedImages:
         return view
 
     def fill_in(self, out: torch.Tensor) -> None:
-        """Put the rows that were decoded already into `out`, on whatever device that is."""
+        """Copy the rows that the worker decoded into `out`, on any device."""
         rows = np.flatnonzero(self.pixel_rows >= 0)
         if not len(rows):
             return
@@ -88,7 +88,7 @@ class EncodedImages:
 
 
 class EncodedBatch:
-    """`EncodedImages` in the making, in a worker: rows are filled in any order, and again if they failed."""
+    """Builds `EncodedImages` in a worker. Rows are filled in any order, and again after a failure."""
 
     def __init__(
         self, crop: Crop, n: int, allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor]
@@ -105,7 +105,7 @@ class EncodedBatch:
     def fill(
         self, rows: Sequence[int], images: Sequence[Source], seeds: Sequence[int], keys: Sequence[str]
     ) -> list[tuple[int, DecodeError]]:
-        """Place a crop in each image; (position, error) of those that are bad, as `Crop.fill` has it."""
+        """Choose each image's crop; returns (position, error) of bad images, like `Crop.fill`."""
         began = time.perf_counter()
         failures = []
         for position, (row, image, seed) in enumerate(zip(rows, images, seeds, strict=True)):
@@ -118,14 +118,14 @@ class EncodedBatch:
         return failures
 
     def _fill_row(self, row: int, image: Source, seed: int) -> None:
-        source, width, height, place = self._crop.place(image, SampleRng(seed))
-        self._sizes[row], self._boxes[row], self._flips[row] = (width, height), place.box, place.flip
-        # A small image in a black frame is decoded here too: decoders fill whole rows.
-        if place.inner is None and not isinstance(source, np.ndarray) and is_plain_jpeg(source):
+        source, width, height, chosen = self._crop.choose_box(image, SampleRng(seed))
+        self._sizes[row], self._boxes[row], self._flips[row] = (width, height), chosen.box, chosen.flip
+        # A small image in a black frame is decoded here: a decoder can only fill whole rows.
+        if chosen.inner is None and not isinstance(source, np.ndarray) and is_plain_jpeg(source):
             self._sources[row] = source
             return
         pixels = np.empty(self._crop.sample_shape, np.uint8)
-        self._crop.render_one(pixels, source, place)
+        self._crop.render_one(pixels, source, chosen)
         self._sources[row] = pixels
 
     def copy_row(self, target: int, source: int) -> None:
@@ -135,8 +135,8 @@ class EncodedBatch:
             part[target] = part[source]
 
     def finish(self) -> EncodedImages:
-        """All rows are filled: their bytes, laid one after another in memory allocated to fit."""
-        places: dict[int, int] = {}  # id of a source -> where it lies, as rows may share one
+        """The filled batch, its files one after another in memory allocated to fit."""
+        positions: dict[int, int] = {}  # by id of the source, as rows may share one
         files: list[Source] = []
         pixels: list[Pixels] = []
         total = 0
@@ -144,13 +144,13 @@ class EncodedBatch:
         pixel_rows = np.full(len(self._sources), -1, np.int64)
         for row, source in enumerate(self._sources):
             assert source is not None
-            known = places.get(id(source))
+            known = positions.get(id(source))
             if isinstance(source, np.ndarray):
-                pixel_rows[row] = places.setdefault(id(source), len(pixels))
+                pixel_rows[row] = positions.setdefault(id(source), len(pixels))
                 if known is None:
                     pixels.append(source)
                 continue
-            start = places.setdefault(id(source), total)
+            start = positions.setdefault(id(source), total)
             spans[row] = start, start + len(source)
             if known is None:
                 files.append(source)
@@ -182,11 +182,11 @@ def _concatenate(out: NDArray[np.uint8], files: Sequence[Any]) -> None:
 
 
 def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tensor, list[tuple[str, str]]]:
-    """Decode a batch with the CPU kernel: what becomes of a batch that the device's decoder gave up on.
+    """Decode a batch with the CPU kernel, after the device's decoder gave it up.
 
     Args:
-        on_error: as the loader's, but "replace" repeats another row of the batch, as "skip" does: the sample
-            that would take its place is in the store, and only workers read that.
+        on_error: as the loader's, but "replace" repeats another row of the batch, like "skip": a replacement
+            would have to be read from the store, which only workers do.
 
     Returns:
         (uint8 of `encoded.shape`, (key, error) of bad images).

@@ -1,8 +1,8 @@
-"""The kernel's Python twin: the same functions from simplejpeg, and Pillow or else torch for the resize.
+"""The kernel's Python fallback: the same functions by simplejpeg, and by Pillow or else torch for the resize.
 
-It runs where no C compiler or no libjpeg-turbo was there at installation, and it is what the kernel is tested
-against. It decodes the whole image where the kernel decodes only the crop, at the smallest sufficient scale;
-so pixels differ a little (see tests/test_kernel.py for how little), and speed a lot.
+It runs where the installation found no C compiler or no libjpeg-turbo, and the kernel is tested against it.
+It decodes the whole image; the kernel decodes only the crop, at the smallest sufficient scale. So pixels
+differ a little (tests/unit/test_kernel.py says how little), and speed a lot.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def jpeg_size(data: Any, max_pixels: int, strict: bool) -> tuple[int, int]:
 
 
 def _has_end(view: memoryview) -> bool:
-    """Whether an end marker follows the header. Bytes behind it are nobody's business."""
+    """Whether an end marker follows the header. Bytes after it are ignored."""
     if bytes(view[-2:]) == b"\xff\xd9":
         return True
     data, at = bytes(view), 2
-    while data[at : at + 2] != b"\xff\xda":  # segment by segment: a thumbnail in one has an end of its own
+    while data[at : at + 2] != b"\xff\xda":  # by segments: a thumbnail inside one has an end marker
         if at + 4 > len(data):
             return False
         fill = data[at + 1] == 0xFF
@@ -53,7 +53,7 @@ def _header(data: Any) -> tuple[int, int, str]:
     """(height, width, colour space) of a JPEG."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
-    except KeyError:  # what simplejpeg raises for a header that it did not understand
+    except KeyError:  # simplejpeg's error for a header that it does not understand
         raise ValueError("a damaged JPEG header, or a kind of JPEG that only the kernel reads") from None
     return height, width, colorspace
 
@@ -87,7 +87,7 @@ def crop_resize(
 
 
 def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) -> Pixels:
-    """RGB pixels of a JPEG. A minimum decodes at the smallest scale that has it."""
+    """RGB pixels of a JPEG. With a minimum: at the smallest scale that reaches it."""
     cmyk = _header(data)[2] in ("CMYK", "YCCK")
     options = {
         "colorspace": "CMYK" if cmyk else "RGB",
@@ -99,7 +99,7 @@ def _decode(data: Any, strict: bool, min_height: int = 0, min_width: int = 0) ->
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data, strict=strict, **options)
     except ValueError as error:
-        # Padding between the last pixel and the end (some cameras write it) harms no pixel.
+        # Padding between the last pixel and the end marker, as some cameras write it, harms no pixel.
         if "extraneous bytes before marker 0xd9" not in str(error):
             raise
         pixels = simplejpeg.decode_jpeg(data, strict=False, **options)
@@ -133,7 +133,7 @@ def _resize(
 def _resize_torch(
     pixels: Pixels, box: tuple[float, float, float, float], size: tuple[int, int], max_pixels: int
 ) -> Pixels:
-    """Without Pillow: torch resizes the whole image, of which the box is then cut."""
+    """Without Pillow: torch resizes the whole image, and the box is cut from that."""
     import torch
 
     height, width = pixels.shape[:2]

@@ -1,6 +1,4 @@
-"""What the headers of a JPEG say, found in a few microseconds.
-
-Whether every decoder reads it, and in the same way; and the orientation in which it is to be seen.
+"""The headers of a JPEG, read in a few microseconds: its kind and its EXIF orientation.
 
 ITU-T T.81 for the segments (B.2) and frame types (table B.1), T.872 for Adobe's APP14, Exif 2.32 for APP1.
 """
@@ -26,14 +24,14 @@ _LUMA_FACTORS = frozenset({0x11, 0x21, 0x22, 0x12, 0x41})
 
 
 def is_plain_jpeg(data: Any) -> bool:
-    """Whether this is a JPEG that hardware and GPU decoders take and that has one reading.
+    """Whether hardware and GPU decoders take this JPEG, and every decoder reads it in the same way.
 
-    Sequential, Huffman-coded, 8 bits, one scan, and grayscale or YCbCr in a common subsampling. Not: CMYK,
-    RGB, arithmetic, lossless, 12 bits; and not progressive, which hardware engines refuse, and whose Huffman
-    codes a GPU's software decoder leaves to the CPU of the trainer's process.
+    True for sequential, Huffman-coded, 8 bits, one scan, grayscale or YCbCr in a common subsampling. False
+    for CMYK, RGB, arithmetic, lossless, 12 bits, progressive. Hardware engines refuse progressive files; a
+    GPU's software decoder leaves their Huffman codes to the CPU of the trainer's process.
 
     Args:
-        data: the file, in anything with the buffer protocol. It may be any bytes at all.
+        data: the file, in anything with the buffer protocol. Any bytes are allowed.
     """
     view = memoryview(data).cast("B")
     jfif, adobe, components = False, -1, b""
@@ -55,7 +53,7 @@ def is_plain_jpeg(data: Any) -> bool:
 def jpeg_orientation(data: Any) -> int:
     """The orientation of a JPEG, 1 to 8, as Pillow's `exif_transpose` reads it: from EXIF, or else from XMP.
 
-    1 where there is none, or none that can be read.
+    1 where there is none, or it cannot be read.
     """
     exif = xmp = b""
     for marker, body in _segments(memoryview(data).cast("B")):
@@ -73,20 +71,20 @@ def jpeg_orientation(data: Any) -> int:
 
 
 def exif_of(orientation: int) -> bytes:
-    """EXIF data that say an orientation, and nothing else."""
+    """EXIF data with an orientation and nothing else."""
     entry = struct.pack(">HHIHH", _ORIENTATION, 3, 1, orientation, 0)
     return _EXIF + b"MM\0*" + struct.pack(">IH", 8, 1) + entry + bytes(4)
 
 
 def with_orientation(jpeg: bytes, orientation: int) -> bytes:
-    """A JPEG that has no EXIF data, with an orientation."""
-    at = 4 + int.from_bytes(jpeg[4:6], "big") if jpeg[2:4] == b"\xff\xe0" else 2  # behind JFIF's segment
+    """Add an orientation to a JPEG without EXIF data."""
+    at = 4 + int.from_bytes(jpeg[4:6], "big") if jpeg[2:4] == b"\xff\xe0" else 2  # after JFIF's segment
     exif = exif_of(orientation)
     return jpeg[:at] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[at:]
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """(marker, body) of the segments of a JPEG, until one is damaged. The last one of use is SOS."""
+    """(marker, body) of the segments of a JPEG, up to the first damaged one."""
     at = 2 if bytes(view[:2]) == b"\xff\xd8" else len(view)
     while at + 4 <= len(view) and view[at] == 0xFF:
         marker = view[at + 1]
@@ -102,7 +100,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _tiff_orientation(tiff: bytes) -> int | None:
-    """From the first directory of TIFF data, as EXIF has them; None where it has none."""
+    """The orientation in the first directory of TIFF data, the form of EXIF; None where there is none."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None or len(tiff) < 8:
         return None
@@ -118,13 +116,13 @@ def _tiff_orientation(tiff: bytes) -> int | None:
 
 
 def _components(frame: bytes) -> bytes:
-    """(id, factors, table) of each component of a frame header that is 8 bits deep; nothing if it is not."""
+    """(id, factors, table) of each component, from a frame header of 8 bits; empty for others."""
     count = frame[5] if len(frame) > 5 else 0
     whole = frame[0] == 8 and len(frame) == 6 + 3 * count and count in (1, 3) if frame else False
     return frame[6:] if whole else b""
 
 
 def _is_ycbcr(components: bytes, jfif: bool, adobe: int) -> bool:
-    """Three components that are luma and chroma, by the rules of libjpeg, in a common subsampling."""
+    """Whether three components are luma and chroma, by libjpeg's rules, in a common subsampling."""
     rgb = adobe == 0 if not jfif and adobe >= 0 else not jfif and components[::3] == b"RGB"
     return not rgb and components[1] in _LUMA_FACTORS and components[4] == components[7] == 0x11

@@ -4,7 +4,7 @@
  * (jpeg_crop_scanline), without the work behind the Huffman codes for the rows above (jpeg_skip_scanlines), and
  * nothing at all of the rows below. A damaged stream ends in `false` and a message; by default that includes what
  * libjpeg calls warnings (bad codes, a premature end), because then pixels are missing or made up. And a file that was
- * cut is refused whole, wherever the crop lies: a sample must not come and go with the crops that an epoch draws.
+ * cut is refused for every crop: otherwise a sample would fail in some epochs only, depending on their crops.
  */
 #ifndef FASTLOAD_JPEG_H
 #define FASTLOAD_JPEG_H
@@ -74,7 +74,7 @@ static void on_progress(j_common_ptr jpeg) {
 /* ---------------------------------------------------------------- header */
 
 /* Whether an end marker follows the header, which has just been read. Entropy-coded data cannot hold one by chance, so
- * a file without it was cut. Bytes behind it (a camera's second picture, zeros) are nobody's business. */
+ * a file without it was cut. Bytes after it (a camera's second picture, zeros) are ignored. */
 static bool has_end(const struct jpeg_source_mgr *source) {
     const uint8_t *from = source->next_input_byte;
     for (size_t i = source->bytes_in_buffer; i >= 2; i--)

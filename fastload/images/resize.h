@@ -2,7 +2,7 @@
  *
  * The filter is Pillow's: a triangle as wide as the scale (never narrower than two pixels), its weights normalised per
  * output pixel. Rows are mixed first, columns second; Pillow does it the other way round. This way the expensive
- * pass, along the row, runs once per output row rather than once per source row, and whoever supplies
+ * pass, along the row, runs once per output row rather than once per source row, and the caller that supplies
  * the rows needs to keep only as many as one output row mixes.
  *
  * Weights are integers that sum to a power of two exactly, and the scalar, AVX2 and NEON forms compute the same

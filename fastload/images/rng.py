@@ -1,16 +1,17 @@
-"""The randomness of one sample: a function of (seed, epoch, index), whoever decodes it and in whatever order.
+"""The randomness of one sample: a function of (seed, epoch, index), in any process and any order.
 
 SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014): a counter goes
 up by the golden ratio's 64 fractional bits, and a mixing function turns it into an output. A state is one
-integer, so a generator per sample costs nothing to make. `random.Random` (2.5 KB of state, 10 us to seed) and
-numpy's generators (20 us to make) were measured and are too slow for one per sample.
+integer, so making a generator for each sample is free. `random.Random` (2.5 KB of state, 10 us to seed) and
+numpy's generators (20 us to make) were measured: too slow for one per sample.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
-__all__ = ["SampleRng", "sample_seed"]
+__all__ = ["Rng", "SampleRng", "TorchRng", "sample_seed"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -27,7 +28,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     """The 64-bit seed of one sample's randomness in one epoch.
 
     Mixed after each part, so that neither (epoch, index) and (epoch + 1, index - 1) nor neighbouring seeds
-    share a stream. Any Python integers are taken, modulo 2**64.
+    share a stream. Takes any Python integers, modulo 2**64.
     """
     state = 0
     for part in (seed, epoch, index):
@@ -63,3 +64,41 @@ class SampleRng:
     def log_uniform(self, low: float, high: float) -> float:
         """A float between low and high whose logarithm is uniform."""
         return math.exp(self.uniform(math.log(low), math.log(high)))
+
+
+class Rng(Protocol):
+    """The generator that a transform draws from: a sample's own, or torch's global one."""
+
+    def random(self) -> float: ...
+    def integers(self, n: int) -> int: ...
+    def uniform(self, low: float, high: float) -> float: ...
+    def log_uniform(self, low: float, high: float) -> float: ...
+
+
+class TorchRng:
+    """torch's global generator, drawn from as torchvision's transforms do: the same seed, the same crops.
+
+    Always float32 on the CPU: a script's default dtype and device do not change the samples.
+    """
+
+    def random(self) -> float:
+        import torch
+
+        return torch.rand(1, dtype=torch.float32, device="cpu").item()
+
+    def integers(self, n: int) -> int:
+        import torch
+
+        return int(torch.randint(0, n, size=(1,), device="cpu").item())
+
+    def uniform(self, low: float, high: float) -> float:
+        import torch
+
+        return torch.empty(1, dtype=torch.float32, device="cpu").uniform_(low, high).item()
+
+    def log_uniform(self, low: float, high: float) -> float:
+        import torch
+
+        bounds = torch.log(torch.tensor((low, high), dtype=torch.float32, device="cpu"))
+        drawn = torch.empty(1, dtype=torch.float32, device="cpu").uniform_(float(bounds[0]), float(bounds[1]))
+        return torch.exp(drawn).item()

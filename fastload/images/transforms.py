@@ -1,9 +1,9 @@
 """RandomResizedCrop and CenterCrop, fused: decode, crop, resize, flip in one pass over the pixels.
 
-Geometry is torchvision's, in pixels of the full-resolution image; what comes out is RGB uint8. As long as
+Geometry is torchvision's, in pixels of the full-resolution image; the result is RGB uint8. Where
 `transform` is one of these, only the part of a JPEG that the crop needs is decoded, at the smallest scale
-that has enough pixels, straight into the caller's memory. Images lie as they are stored: an EXIF orientation
-is not applied, and neither does torchvision's default loader apply one.
+that has enough pixels, straight into the caller's memory. An EXIF orientation is not applied, as in
+torchvision's default loader.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images import kernel as native
 from fastload.images.decode import MAX_PIXELS, open_image, resized_size
-from fastload.images.kernel import Item, Source
-from fastload.images.rng import SampleRng
+from fastload.images.kernel import Item, Source, active
+from fastload.images.rng import Rng, SampleRng, TorchRng
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +35,10 @@ class CropBox(NamedTuple):
     """Where the pixels of a result come from.
 
     Attributes:
-        box: (x0, y0, x1, y1) to be resized, in pixels of the full-resolution image.
-        flip: whether to flip that horizontally.
-        inner: (top, left, height, width), the part of the result that the box fills; the rest is black. None:
-            all of it.
+        box: (x0, y0, x1, y1) to resize, in pixels of the full-resolution image.
+        flip: whether to flip the result horizontally.
+        inner: (top, left, height, width) of the part of the result that the box fills; the rest is black.
+            None: the box fills all of it.
     """
 
     box: Box
@@ -46,50 +46,13 @@ class CropBox(NamedTuple):
     inner: tuple[int, int, int, int] | None = None
 
 
-class Rng(Protocol):
-    """What a transform draws from: a sample's own generator, or torch's global one."""
-
-    def random(self) -> float: ...
-    def integers(self, n: int) -> int: ...
-    def uniform(self, low: float, high: float) -> float: ...
-    def log_uniform(self, low: float, high: float) -> float: ...
-
-
-class TorchRng:
-    """torch's global generator, drawn from as torchvision's transforms do: the same seed, the same crops.
-
-    Always in float32 on the CPU: a sample is the same whatever the script's default dtype and device are.
-    """
-
-    def random(self) -> float:
-        import torch
-
-        return torch.rand(1, dtype=torch.float32, device="cpu").item()
-
-    def integers(self, n: int) -> int:
-        import torch
-
-        return int(torch.randint(0, n, size=(1,), device="cpu").item())
-
-    def uniform(self, low: float, high: float) -> float:
-        import torch
-
-        return torch.empty(1, dtype=torch.float32, device="cpu").uniform_(low, high).item()
-
-    def log_uniform(self, low: float, high: float) -> float:
-        import torch
-
-        bounds = torch.log(torch.tensor((low, high), dtype=torch.float32, device="cpu"))
-        drawn = torch.empty(1, dtype=torch.float32, device="cpu").uniform_(float(bounds[0]), float(bounds[1]))
-        return torch.exp(drawn).item()
-
-
 class Crop(ABC):
-    """What both crops share; a subclass says where the box lies.
+    """The base of both crops; a subclass chooses the box.
 
     Attributes:
         sample_shape: (3, H, W), or (H, W, 3) with channels_last; dtype uint8.
-        clamp: pixels outside of the box do not count (crop, then resize), or do (resize, then crop).
+        clamp: True leaves pixels outside the box out of the filter (crop, then resize); False includes them
+            (resize, then crop).
     """
 
     clamp: bool
@@ -109,15 +72,15 @@ class Crop(ABC):
         return (self.height, self.width, 3) if self.channels_last else (3, self.height, self.width)
 
     @abstractmethod
-    def _place(self, width: int, height: int, rng: Rng) -> CropBox:
-        """What to cut from an image of that size."""
+    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+        """Choose the box for an image of that size."""
 
     def fill(
         self, out: np.ndarray[Any, Any], images: Sequence[Source], seeds: Sequence[int]
     ) -> list[tuple[int, DecodeError]]:
         """Transform a batch into memory that the caller owns.
 
-        The GIL is released for all its JPEGs at once; those that are padded are decoded one by one.
+        One call of the kernel, without the GIL, decodes all JPEGs but the padded ones; those follow.
 
         Args:
             out: (n, *sample_shape) uint8, C-contiguous and writable. Rows of failed images are undefined.
@@ -136,12 +99,12 @@ class Crop(ABC):
         items: list[Item] = []
         for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
             try:
-                source, _, _, place = self.place(image, SampleRng(seed))
+                source, _, _, chosen = self.choose_box(image, SampleRng(seed))
                 encoded = source is image or isinstance(source, memoryview)
-                if encoded and place.inner is None:
-                    items.append((k, source, *place.box, place.flip))
-                else:  # decoded here (PNG ...): done at once, so that only one such image is in memory
-                    self.render_one(out[k], source, place)
+                if encoded and chosen.inner is None:
+                    items.append((k, source, *chosen.box, chosen.flip))
+                else:  # already decoded (a PNG, say): used at once, so that only one such image is in memory
+                    self.render_one(out[k], source, chosen)
             except DecodeError as error:
                 failures[k] = error
         failures.update(self.render(out, items))
@@ -162,50 +125,67 @@ class Crop(ABC):
         if hasattr(image, "convert"):
             image = np.asarray(image.convert("RGB"))
         out = np.empty(self.sample_shape, np.uint8)
-        source, _, _, place = self.place(image, TorchRng())
-        self.render_one(out, source, place)
+        source, _, _, chosen = self.choose_box(image, TorchRng())
+        self.render_one(out, source, chosen)
         return torch.from_numpy(out)
 
-    def place(self, image: Source, rng: Rng) -> tuple[Source, int, int, CropBox]:
-        """Where to cut an image, found without decoding it.
+    def choose_box(self, image: Source, rng: Rng) -> tuple[Source, int, int, CropBox]:
+        """Choose where to cut an image. A JPEG is not decoded for it: its header has the size.
 
         Returns:
-            (source, width, height, place): a JPEG's bytes, or the pixels of what is none; the size of the
-            full image; where the result's pixels come from.
+            (source, width, height, box): the JPEG's bytes, or decoded pixels for other formats; the size of
+            the full image; the source of the result's pixels.
 
         Raises:
             DecodeError: not an image, a damaged header, cut (if `strict`), or too large.
         """
         source, width, height = open_image(image, self.max_pixels, self.strict)
-        return source, width, height, self._place(width, height, rng)
+        return source, width, height, self.box_for(width, height, rng)
+
+    def fill_rows(
+        self, images: NDArray[np.uint8], rows: list[int], sources: Sequence[Source], seeds: Sequence[int]
+    ) -> list[tuple[int, DecodeError]]:
+        """`fill` for some rows of a batch; (position in `rows`, error) of those that failed.
+
+        Args:
+            images: (n, *sample_shape) uint8, the whole batch.
+        """
+        if not rows:
+            return []
+        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
+        failures = self.fill(out, sources, seeds)
+        if not adjacent:
+            images[rows] = out
+        return failures
 
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
         """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""
-        failures = native.active().crop_resize(
+        failures = active().crop_resize(
             out, items, self.channels_last, self.clamp, self.max_pixels, self.strict
         )
         return [(row, DecodeError(reason)) for row, reason in failures]
 
-    def render_one(self, out: np.ndarray[Any, Any], source: Source, place: CropBox) -> None:
-        """Decode, crop and resize one image into `out`, of `sample_shape`; around the inner part it is black.
+    def render_one(self, out: np.ndarray[Any, Any], source: Source, chosen: CropBox) -> None:
+        """Decode, crop and resize one image into `out`, of `sample_shape`; the frame around `inner` is black.
 
         Raises:
             DecodeError: the image cannot be decoded.
         """
         box = out
-        if place.inner is not None:
-            top, left, height, width = place.inner
+        if chosen.inner is not None:
+            top, left, height, width = chosen.inner
             rows, columns = slice(top, top + height), slice(left, left + width)
             shape = (height, width, 3) if self.channels_last else (3, height, width)
             box = np.empty(shape, np.uint8)
-        for _, error in self.render(box[None], [(0, source, *place.box, place.flip)]):
+        for _, error in self.render(box[None], [(0, source, *chosen.box, chosen.flip)]):
             raise error
-        if place.inner is not None:
+        if chosen.inner is not None:
             out[:] = 0
             out[(rows, columns) if self.channels_last else (slice(None), rows, columns)] = box
 
     def _options(self) -> str:
-        """The arguments in `repr` that differ from their defaults, of those that both crops have."""
+        """The arguments of both crops that `repr` shows, because they differ from their defaults."""
         shown = f", channels_last={self.channels_last}" if self.channels_last else ""
         shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
         return shown + ("" if self.strict else ", strict=False")
@@ -261,7 +241,7 @@ class RandomResizedCrop(Crop):
             raise ArgumentError(f"flip is a probability between 0 and 1, not {flip!r}")
         self.flip = float(flip)
 
-    def _place(self, width: int, height: int, rng: Rng) -> CropBox:
+    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         top, left, rows, columns = self._sample(width, height, rng)
         flip = self.flip > 0 and rng.random() < self.flip
         return CropBox((left, top, left + columns, top + rows), flip)
@@ -325,7 +305,7 @@ class CenterCrop(Crop):
                 f"resize is the length of the shorter side, an int from 1 to {_LARGEST}, not {resize!r}"
             )
 
-    def _place(self, width: int, height: int, rng: Rng) -> CropBox:
+    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
         full = (width, height) if self.resize is None else resized_size(width, height, self.resize)
         left, x0, columns = _cut(full[0], self.width)
         top, y0, rows = _cut(full[1], self.height)

@@ -25,8 +25,9 @@ from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.in_process import InProcessIterator
 from fastload.loader.resume import LoaderState
 from fastload.loader.worker_iterator import WorkerIterator
-from fastload.metrics.bottleneck import limit, verdict
-from fastload.metrics.counters import Counters, Meter
+from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
+from fastload.metrics.counters import Counters
+from fastload.metrics.epoch import Meter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 
 if TYPE_CHECKING:
@@ -231,8 +232,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "counters": self._counters.as_dict(),
             "rates": gauges,
             "autoscale": "" if self._autoscaler is None else self._autoscaler.sentence(),
-            "limit": limit(epoch),
-            "verdict": verdict(epoch, gauges),
+            "limit": find_bottleneck(epoch),
+            "verdict": explain_bottleneck(epoch, gauges),
             "bad": list(self._bad.copy()),
             "decode": {"decoder": "cpu"} if self._decoding is None else self._decoding.stats(),
         }

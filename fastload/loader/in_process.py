@@ -16,7 +16,8 @@ from torch.utils.data._utils import pin_memory as torch_pin_memory
 from fastload.datasets.protocols import Allocate, as_rows
 from fastload.loader.generators import kept_globals
 from fastload.loader.stream_epoch import StreamEpoch
-from fastload.workers.batch import BatchCounters, BatchMaker, note_sample
+from fastload.workers.batch import BatchCounters, BatchMaker
+from fastload.workers.collate import note_sample
 from fastload.workers.dataset_state import dataset_state, resume_fetcher
 from fastload.workers.stream_reader import StreamOver, StreamReader
 

@@ -73,7 +73,7 @@ class Streams:
             if saved is not None:
                 return True, []
             count = known
-            # Places may be learned from this node at any time, and the plan made with them is another one.
+            # Offsets may be learned from this node at any time, and the plan made with them is another one.
             before = _shared(dataset, sampler)
             plan = _plan(dataset, sampler, count)
             shared = _shared(dataset, sampler)

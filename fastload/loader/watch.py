@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.table import Table
 
 from fastload.errors import ArgumentError
-from fastload.metrics.bottleneck import verdict
-from fastload.metrics.counters import rates
+from fastload.metrics.bottleneck import explain_bottleneck
+from fastload.metrics.epoch import rates
 
 if TYPE_CHECKING:
     from fastload.loader.dataloader import DataLoader
@@ -115,7 +115,11 @@ class watch:  # a verb for users, who write it like a function
         self._seen = now, counters
         added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
         found = self._loader._meter.gauges() | rates(added, now - then)
-        sentence = verdict(added, found, live=True) if added.get("wait.batches") else "waiting for a batch"
+        sentence = (
+            explain_bottleneck(added, found, live=True)
+            if added.get("wait.batches")
+            else "waiting for a batch"
+        )
         try:
             if self._live is not None:
                 self._live.update(_table(found, sentence), refresh=True)

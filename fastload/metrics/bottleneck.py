@@ -1,16 +1,16 @@
-"""Who is the limit of an epoch, and what to change."""
+"""The bottleneck of an epoch, and what to change."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["limit", "verdict"]
+__all__ = ["explain_bottleneck", "find_bottleneck"]
 
-# A consumer that waits for less than this part of its time has what it needs: the loader is not the limit.
+# A consumer that waits for less than this part of its time is the bottleneck itself.
 _FREE = 0.03
-_SPARE_CORES = 0.75  # from which on one worker more finds a core
-_DROPPED = 0.1  # of the misses; from there on the cache is full
-_SHORT_SECONDS, _FEW_BATCHES = 1.0, 3  # below these, starting and chance are most of what was measured
+_SPARE_CORES = 0.75  # idle cores from which on one more worker pays
+_DROPPED = 0.1  # of the misses; with more dropped records the cache counts as full
+_SHORT_SECONDS, _FEW_BATCHES = 1.0, 3  # below these, the start and chance dominate the measurement
 _BUSY_DEVICE = 0.1  # idle for less than this part, a device is busy
 
 _STAGES = {
@@ -21,12 +21,12 @@ _STAGES = {
 }
 
 
-def limit(counters: Mapping[str, float]) -> str:
-    """The stage that an epoch with these counters would be faster without.
+def find_bottleneck(counters: Mapping[str, float]) -> str:
+    """The stage that bounds the speed of an epoch with these counters.
 
-    "" where nothing was loaded; "consumer" where it hardly waited; in the trainer's process "sampler", "copy"
-    or "decoder"; else what the workers spent most of their time with: "get", "cache", "decode" or "collate".
-    What was waited for the first batch of an epoch, while workers started, does not make it the loader's.
+    "" where nothing was loaded; "consumer" where the consumer hardly waited; "sampler", "copy" or "decoder"
+    in the trainer's process; else the stage that took most of the workers' time: "get", "cache", "decode" or
+    "collate". The wait for the first batch of an epoch, while workers start, does not count.
     """
     seconds = {name: counters.get(f"{name}.seconds", 0.0) for name in (*_STAGES, "sampler", "consumer")}
     batches = counters.get("wait.batches", 0.0)
@@ -48,24 +48,26 @@ def limit(counters: Mapping[str, float]) -> str:
     return max(_STAGES, key=lambda name: seconds[name])
 
 
-def verdict(
+def explain_bottleneck(
     counters: Mapping[str, float], gauges: Mapping[str, float] | None = None, *, live: bool = False
 ) -> str:
-    """One sentence: who is the limit, and what to change. It begins with "too short to tell" where it is.
+    """One sentence on the bottleneck and on what to change.
+
+    It begins with "too short to tell" where the counters are of less than a second or of 1 or 2 batches.
 
     Args:
         counters: of one epoch or several.
-        gauges: of `Meter.gauges`; without them it is not known whether the node has cores to spare.
-        live: the counters are of a moment of something longer, which is not too short to tell.
+        gauges: of `Meter.gauges`; they tell whether the node has cores to spare.
+        live: the counters are a moment of a longer run, which is never too short to tell.
     """
-    stage = limit(counters)
+    stage = find_bottleneck(counters)
     if not stage:
         return "nothing was loaded yet"
-    return ("" if live else _too_short(counters)) + _judge(stage, counters, gauges or {})
+    return ("" if live else _too_short(counters)) + _explain(stage, counters, gauges or {})
 
 
 def _too_short(counters: Mapping[str, float]) -> str:
-    """How a verdict on too little begins; "" where there was enough."""
+    """The beginning of the sentence where too little was measured; "" where it was enough."""
     batches = counters.get("wait.batches", 0.0)
     seconds = counters.get("wait.seconds", 0.0) + counters.get("consumer.seconds", 0.0)
     if batches >= _FEW_BATCHES and seconds >= _SHORT_SECONDS:
@@ -74,23 +76,23 @@ def _too_short(counters: Mapping[str, float]) -> str:
     return f"too short to tell ({many} in {seconds:.2f} s); so far, "
 
 
-def _judge(stage: str, counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
+def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
     if stage == "consumer":
         return _consumer(counters)
     if stage == "sampler":
         return (
-            "the sampler is the limit: the trainer's process draws indices for longer than it waits for "
+            "the sampler is the bottleneck: the trainer's process draws indices for longer than it waits for "
             "batches; draw them at once (a permutation), not one by one"
         )
     if stage == "copy":
         return (
-            "the copy to the device is the limit: send uint8 and normalise there (batch_transform), or send "
-            "smaller images"
+            "the copy to the device is the bottleneck: send uint8 and normalise there (batch_transform), or "
+            "send smaller images"
         )
     if stage == "decoder":
         return (
-            "the device's decoder is the limit: use cache mode 'shrunk' (less to decode), or decode='cpu' "
-            "with more workers"
+            "the device's decoder is the bottleneck: use cache mode 'shrunk' (less to decode), or "
+            "decode='cpu' with more workers"
         )
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0
@@ -99,18 +101,18 @@ def _judge(stage: str, counters: Mapping[str, float], gauges: Mapping[str, float
 
 
 def _consumer(counters: Mapping[str, float]) -> str:
-    text = "the consumer is the limit: the loader waited for it, and a faster loader would change nothing"
+    text = "the consumer is the bottleneck: the loader waited for it, so a faster loader would change nothing"
     watched = counters.get("device.seconds", 0.0)
     if not watched:
         return text
     idle = counters.get("device.idle.seconds", 0.0) / watched
     if idle < _BUSY_DEVICE:
-        return f"the device is the limit (busy {1 - idle:.0%} of the time): nothing to change"
-    return f"{text}; the device idles {idle:.0%} of the time all the same: look at the training step itself"
+        return f"the device is the bottleneck (busy {1 - idle:.0%} of the time): nothing to change"
+    return f"{text}; yet the device idles {idle:.0%} of the time: look at the training step itself"
 
 
 def _more_workers(gauges: Mapping[str, float]) -> str:
-    """Advice to use idle cores, or "" where there are none or nothing is known of them."""
+    """Advice to use idle cores; "" where there are none or their number is unknown."""
     idle = gauges.get("node.idle_cores", 0.0)
     if idle < _SPARE_CORES:
         return ""
@@ -126,11 +128,11 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
             "ahead (a warning names it): move its work to transform=, collate_fn or a subclass's __getitem__"
         )
     if counters.get("cache.failures", 0.0) and not hits:
-        first = "the cache fails (a warning says why): mend it, or every epoch reads the store; until then "
+        first = "the cache fails (a warning says why): repair it, or every epoch reads the store; until then "
     elif not hits and not misses:
         first = "give the dataset a cache, and later epochs will not read the store; until then "
     elif counters.get("cache.dropped", 0.0) > _DROPPED * misses:
-        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk'; beside that "
+        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk'; besides, "
     else:
         first = "later epochs read the cache; until then "
     more = _more_workers(gauges)
@@ -144,7 +146,7 @@ def _disk(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str
 
 
 def _cores(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
-    less = "a lighter collate_fn"
+    less = "a cheaper collate_fn"
     if stage == "decode":
         less = "a cache in mode 'shrunk' or 'decoded', or decoding on the GPU"
     if not gauges:

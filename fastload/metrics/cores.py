@@ -10,7 +10,7 @@ __all__ = ["Cores", "usable_cores"]
 
 
 def usable_cores() -> int:
-    """Those of this process's affinity mask; of the machine, where the system has no such mask."""
+    """The number of cores in this process's affinity mask; all cores where the system has no such mask."""
     return len(_affinity())
 
 
@@ -21,14 +21,15 @@ def _affinity() -> set[int]:
 
 
 class Cores:
-    """What this process and everybody beside it on the same cores have, and use.
-
-    `usable` is a number of cores: those of the affinity mask, or fewer (not a whole number, perhaps) where a
-    control group of version 1 or 2 has a CPU quota. `os.cpu_count()` knows neither, and in a container it is
-    the machine's.
+    """The cores that this process shares with others, and their use.
 
     Args:
-        root: where /proc and /sys are.
+        root: the folder of /proc and /sys.
+
+    Attributes:
+        usable: the number of cores in the affinity mask, or fewer (perhaps a fraction) where a control group
+            of version 1 or 2 has a CPU quota. `os.cpu_count()` ignores both: in a container it is the number
+            of the machine.
     """
 
     def __init__(self, root: str = "/") -> None:
@@ -42,9 +43,9 @@ class Cores:
                 self.usable, self._group = quota, folder
 
     def busy_seconds(self) -> float:
-        """Core-seconds that these cores have worked, for anybody; only differences have a meaning.
+        """Core-seconds that these cores have worked, for all processes; only differences have a meaning.
 
-        Where a quota binds, what the control group has used of it.
+        Where a quota binds, the core-seconds of the control group.
         """
         used = _usage(self._group) if self._group is not None else None
         return self._machine_seconds() if used is None else used
@@ -54,7 +55,7 @@ class Cores:
         ticks = 0
         try:
             lines = (self._root / "proc/stat").read_text().splitlines()
-        except OSError:  # some sandboxes have none: then nobody is known to be busy
+        except OSError:  # some sandboxes have none: then no core counts as busy
             return 0.0
         for line in lines:
             name, *fields = line.split()
@@ -64,9 +65,9 @@ class Cores:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def _groups(self) -> Iterator[Path]:
-        """The folders of our control group and of those around it.
+        """The folders of our control group and of its parents.
 
-        A container sees its own group as the root of the file system, under whatever path the host has it.
+        A container sees its own group as the root of the file system, whatever its path on the host is.
         """
         try:
             lines = (self._root / "proc/self/cgroup").read_text().splitlines()
@@ -82,7 +83,7 @@ class Cores:
 
 
 def _quota(folder: Path) -> float | None:
-    """In cores; None where there is no limit, or the files are not what the kernel's documentation says."""
+    """The quota in cores; None where there is none, or the files have an unknown form."""
     try:
         if (folder / "cpu.max").exists():  # version 2: "max 100000" or "150000 100000"
             limit, period = (folder / "cpu.max").read_text().split()

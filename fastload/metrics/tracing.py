@@ -1,7 +1,7 @@
 """Ranges of the stages for `torch.profiler`, named "fastload.<stage>". Free while no profiler runs.
 
-In the trainer's process: wait, unpack, sampler. In a worker, where a profiler was started there (from
-`worker_init_fn`, say): whatever its counters time, as decode, cache and collate.
+In the trainer's process: wait, unpack, sampler. In a worker with a profiler of its own (started from
+`worker_init_fn`, say): the stages that its counters time, such as decode, cache and collate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import torch
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-from fastload.metrics import counters as stats
+import fastload.metrics.counters as counters
 
 __all__ = ["stage"]
 
@@ -21,9 +21,9 @@ _NOTHING = contextlib.nullcontext()
 def stage(name: str) -> contextlib.AbstractContextManager[object]:
     """A range for the block, where a profiler runs in this thread.
 
-    Asked first, since `record_function` calls the dispatcher also when nobody listens.
+    The profiler is asked first, because `record_function` calls the dispatcher even without one.
     """
     return torch.profiler.record_function(f"fastload.{name}") if _profiler_enabled() else _NOTHING
 
 
-stats.profiler_range = stage
+counters.profiler_range = stage

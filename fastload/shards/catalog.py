@@ -13,7 +13,7 @@ from typing import Any
 
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.compression import HEAD, is_compressed
-from fastload.formats.shard_index import Places, parse_wids
+from fastload.formats.shard_index import Offsets, parse_wids
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import Named, Wanted, is_index, resolve
@@ -110,7 +110,7 @@ class ShardList:
         return [self[shard].size for shard in range(len(self))]
 
     def indexes(
-        self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Places]
+        self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Offsets]
     ) -> dict[int, RecordOffsets]:
         """Shard -> what its index file says; shards without one, and compressed ones, are left out.
 

@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 
 from fastload.errors import CacheError
-from fastload.formats.shard_index import Places
+from fastload.formats.shard_index import Offsets
 from fastload.shards.record_id import RecordId
 from fastload.store.folder import open_kept, save_kept
 
@@ -53,7 +53,7 @@ class RecordOffsets(NamedTuple):
     doubted: the time at which the shard was found to have other records; 0: never.
     """
 
-    offsets: Places
+    offsets: Offsets
     bad: Mapping[int, Fault]
     compressed: bool
     doubted: float = 0.0

@@ -11,7 +11,7 @@ from fastload.fetch.ranges import plan_ranges
 from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
-from fastload.formats.shard_index import Places
+from fastload.formats.shard_index import Offsets
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import ShardIndex
 from fastload.shards.record_id import RecordId
@@ -37,7 +37,7 @@ class ShardFormat(Protocol):
     def unwrap(self, record: memoryview) -> memoryview:
         """The payload of one whole record; DecodeError where it is not one."""
 
-    def parse_index(self, body: bytes, shard_size: int) -> Places:
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
         """The offsets and sizes in an index file; DecodeError where it is not one of this shard."""
 
 

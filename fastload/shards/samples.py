@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fastload.datasets.base import check_function
-from fastload.datasets.objects import decode_into
 from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
@@ -163,7 +162,7 @@ class SampleMaker:
         """
         bad: dict[int, DecodeError] = {}
         for name, encoded in images.items():
-            bad.update(decode_into(self._made.crops[name], batch[name].numpy(), rows, encoded, seeds))
+            bad.update(self._made.crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds))
         return sorted(bad.items())
 
     def row(self, batch: dict[str, Any], row: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache
-from fastload.formats.shard_index import Places, parse_wds_index
+from fastload.formats.shard_index import Offsets, parse_wds_index
 from fastload.formats.tar import TarSplitter
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.fields import MemberFields
@@ -34,7 +34,7 @@ class _Tar:
     def unwrap(self, record: memoryview) -> memoryview:
         return record
 
-    def parse_index(self, body: bytes, shard_size: int) -> Places:
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
         return parse_wds_index(body, shard_size)
 
 

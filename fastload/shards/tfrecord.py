@@ -8,7 +8,7 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.formats.example import Spec
-from fastload.formats.shard_index import Places, parse_tfrecord_index
+from fastload.formats.shard_index import Offsets, parse_tfrecord_index
 from fastload.formats.tfrecord import TFRecordSplitter, unframe
 from fastload.images.by_epoch import all_transforms
 from fastload.images.transforms import Crop
@@ -37,7 +37,7 @@ class _TFRecord:
     def unwrap(self, record: memoryview) -> memoryview:
         return unframe(record)
 
-    def parse_index(self, body: bytes, shard_size: int) -> Places:
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
         return parse_tfrecord_index(body, shard_size)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from fastload.datasets.protocols import StreamDataset
 from fastload.distributed import local_ranks
-from fastload.metrics.bottleneck import limit
+from fastload.metrics.bottleneck import find_bottleneck
 from fastload.metrics.cores import Cores
 from fastload.metrics.counters import Counters
 
@@ -148,7 +148,9 @@ class Autoscaler:
             workers, earlier = self._before
             self._before = None
             if share > _ENOUGH and rate < _GAIN * earlier:
-                return self._at_most(workers, f"more of them did not help: the limit is {limit(counters)}")
+                return self._at_most(
+                    workers, f"more of them did not help: the bottleneck is {find_bottleneck(counters)}"
+                )
         if share <= _ENOUGH:
             self.why = f"the consumer waited for {share:.1%} of its time"
             return self._fewer(counters)

@@ -22,8 +22,9 @@ from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from fastload.metrics.counters import Counters
 from fastload.workers.allocator import keep_freed_memory
-from fastload.workers.batch import BatchCounters, BatchMaker, collate_into
+from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.channel import Channel
+from fastload.workers.collate import collate_into
 from fastload.workers.dataset_state import dataset_state, load_dataset, resume_fetcher
 from fastload.workers.failure import Failure
 from fastload.workers.messages import Epoch, Result, Work, WorkerSetup

@@ -68,7 +68,7 @@ def test_what_did_not_help_is_taken_back_for_good() -> None:
     run = Run(most=12)
     found = [run.stretch(100, wait=1.9, consumer=0.1, get=12) for _ in range(5)]
     assert found == [9, 6, 6, 6, 6]
-    assert "did not help: the limit is get" in run.scaler.why
+    assert "did not help: the bottleneck is get" in run.scaler.why
 
 
 def test_does_not_grow_without_an_idle_core() -> None:

@@ -108,12 +108,12 @@ def test_plain_datasets_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("transforms", "text"),
     [
-        ({}, "begins with epoch 0"),
-        ({1: CenterCrop(8)}, "begins with epoch 0"),
-        ([CenterCrop(8)], "begins with epoch 0"),
+        ({}, "with a transform for epoch 0"),
+        ({1: CenterCrop(8)}, "with a transform for epoch 0"),
+        ([CenterCrop(8)], "with a transform for epoch 0"),
         ({0: CenterCrop(8), -1: CenterCrop(8)}, "not -1"),
         ({0: CenterCrop(8), 1.5: CenterCrop(8)}, "not 1.5"),
-        ({0: CenterCrop(8), 2: 64}, "epoch 2 on must be callable"),
+        ({0: CenterCrop(8), 2: 64}, "epoch 2 must be callable"),
     ],
 )
 def test_arguments(transforms: Any, text: str) -> None:

@@ -106,7 +106,7 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
         (object(), r"sample is a builtins\.object"),
         ({"a": [1, {2, 3}]}, r"sample\['a'\]\[1\] is a builtins\.set"),
         ((torch.ones(2, requires_grad=True),), r"requires_grad=True"),
-        (np.array([object()]), r"takes pickle to keep"),
+        (np.array([object()]), r"only pickle could store"),
         (lambda: None, "function"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Counters, rates and the verdict: who is the limit, with real loaders, stores, disks and workers."""
+"""Counters, rates and the bottleneck, with real loaders, stores, disks and workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fastload import Cache, DataLoader, ObjectDataset, RandomResizedCrop, cached
-from fastload.metrics.bottleneck import limit, verdict
+from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.cores import Cores
-from fastload.metrics.counters import Counters, rates
+from fastload.metrics.counters import Counters
+from fastload.metrics.epoch import rates
 from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
 
@@ -62,13 +63,13 @@ class SlowSampler(torch.utils.data.Sampler[int]):
 
 
 def epoch(loader: DataLoader[Any], step: float = 0.0) -> dict[str, Any]:
-    """Run one epoch whose steps take so many seconds; the stats after it."""
+    """Run one epoch whose steps take `step` seconds; returns the stats after it."""
     for _ in loader:
         time.sleep(step)
     return loader.stats()
 
 
-# --- who is the limit
+# --- the bottleneck
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -90,7 +91,7 @@ def test_slow_consumer(num_workers: int) -> None:
         stats = epoch(loader, step=0.1)
         if stats["limit"] == "consumer":
             break
-    assert stats["limit"] == "consumer" and "the consumer is the limit" in stats["verdict"]
+    assert stats["limit"] == "consumer" and "the consumer is the bottleneck" in stats["verdict"]
     assert stats["rates"]["consumer.share"] > 0.5
     if num_workers:
         counters = stats["counters"]  # the workers waited with finished batches, which is most of their time
@@ -104,7 +105,7 @@ def test_slow_sampler() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_slow_store(fused: bool) -> None:
-    """Also where the dataset reads inside `__getitem__`: that is not decoding."""
+    """Reading inside `__getitem__` does not count as decoding."""
     photo = pillow_jpeg(scene(64, 64))
     objects = {f"{i:03d}.jpg": photo for i in range(32)}
     with FaultServer(objects) as server:
@@ -150,20 +151,20 @@ def test_slow_disk(tmp_path: Path, through: str) -> None:
 def test_more_workers_need_idle_cores() -> None:
     counters = {"wait.batches": 9.0, "wait.seconds": 5.0, "decode.seconds": 9.0, "decode.samples": 90}
     node = {"workers": 2, "node.cores": 8.0}
-    assert "more workers would help (num_workers=2 now, 5.9 of 8" in verdict(
+    assert "more workers would help (num_workers=2 now, 5.9 of 8" in explain_bottleneck(
         counters, node | {"node.idle_cores": 5.9}
     )
-    busy = verdict(counters, node | {"node.idle_cores": 0.2})
+    busy = explain_bottleneck(counters, node | {"node.idle_cores": 0.2})
     assert "all 8 cores are busy" in busy and "GPU" in busy and "more workers" not in busy
 
 
 def test_copy_and_device() -> None:
     base = {"wait.batches": 9.0, "wait.seconds": 0.01, "consumer.seconds": 5.0, "decode.seconds": 1.0}
-    assert limit(base | {"copy.wait_seconds": 3.0}) == "copy"
-    assert "uint8" in verdict(base | {"copy.wait_seconds": 3.0})
+    assert find_bottleneck(base | {"copy.wait_seconds": 3.0}) == "copy"
+    assert "uint8" in explain_bottleneck(base | {"copy.wait_seconds": 3.0})
     device = {"device.seconds": 10.0, "device.idle.seconds": 0.1}
-    assert "the device is the limit (busy 99%" in verdict(base | device)
-    assert "idles 60%" in verdict(base | device | {"device.idle.seconds": 6.0})
+    assert "the device is the bottleneck (busy 99%" in explain_bottleneck(base | device)
+    assert "idles 60%" in explain_bottleneck(base | device | {"device.idle.seconds": 6.0})
 
 
 def test_nothing_yet() -> None:
@@ -171,11 +172,11 @@ def test_nothing_yet() -> None:
     assert stats["verdict"] == "nothing was loaded yet" and stats["limit"] == ""
 
 
-def test_the_start_of_an_epoch_blames_nobody() -> None:
-    """Two seconds for the workers to start, and not one wait after that: the loader is fast enough."""
+def test_start_of_an_epoch_is_no_bottleneck() -> None:
+    """Two seconds for the start of the workers and no wait after that: the loader is fast enough."""
     counters = {"wait.batches": 9.0, "wait.seconds": 2.0, "consumer.seconds": 5.0, "decode.seconds": 1.0}
-    assert limit(counters | {"wait.first_seconds": 2.0}) == "consumer"
-    assert limit(counters | {"wait.first_seconds": 0.0}) == "decode"
+    assert find_bottleneck(counters | {"wait.first_seconds": 2.0}) == "consumer"
+    assert find_bottleneck(counters | {"wait.first_seconds": 0.0}) == "decode"
 
 
 # --- the numbers
@@ -270,7 +271,7 @@ def test_cores_of_a_control_group_of_version_2(tmp_path: Path) -> None:
 
 
 def test_cores_of_a_container_of_version_1(tmp_path: Path) -> None:
-    """The path is the host's, and what the container sees at the root is its own group."""
+    """The path is the host's; the container sees its own group at the root."""
     cores = group(
         tmp_path,
         {

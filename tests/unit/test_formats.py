@@ -155,7 +155,7 @@ def test_every_damaged_byte_of_a_record_is_found(byte: int, known: bool) -> None
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_cut_shard_gives_what_is_whole(known: bool) -> None:
+def test_cut_shard_gives_its_whole_records(known: bool) -> None:
     data = tfrecord_file([b"first", b"second"])
     for length in range(len(data)):
         found = split(TFRecordSplitter, data[:length], known=known)
@@ -168,8 +168,8 @@ def test_a_cut_shard_gives_what_is_whole(known: bool) -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_length_is_believed_only_as_far_as_the_shard_goes(known: bool) -> None:
-    """A good CRC over a length of exabytes: nothing is allocated by it."""
+def test_length_beyond_the_shard_is_refused(known: bool) -> None:
+    """A length of exabytes with a good CRC does not lead to an allocation."""
     header = struct.pack("<Q", 1 << 60)
     data = header + struct.pack("<I", masked_crc(header)) + b"x" * 100
     tracemalloc.start()
@@ -179,8 +179,9 @@ def test_a_length_is_believed_only_as_far_as_the_shard_goes(known: bool) -> None
     assert len(found) == 1 and found[0].error is not None
 
 
-def test_without_the_crc_check_damage_would_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: what the checks are there for."""
+@pytest.mark.stress
+def test_damage_with_guard_removed_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check of the data's CRC."""
     data = bytearray(tfrecord_file([b"data"]))
     data[12] ^= 1
     monkeypatch.setattr(tfrecord, "_checked_data", lambda record: record[12:-4])
@@ -194,7 +195,7 @@ def test_arbitrary_bytes_are_no_shard(data: bytes, piece: int, known: bool) -> N
             assert (record.payload is None) == (record.error is not None)
 
 
-def test_unframe_refuses_what_is_not_one_record() -> None:
+def test_unframe_refuses_more_or_less_than_one_record() -> None:
     data = memoryview(tfrecord_file([b"data"]))
     for wrong in (data[:3], data[:-1], memoryview(bytes(data) + b"x")):
         with pytest.raises(DecodeError):
@@ -232,7 +233,7 @@ ZLIB_LIKE = frame(b"x" * 0x0178)[0] + b"x" * 0x0178 + frame(b"x" * 0x0178)[1]
         (b"\xff\xd8\xff" + b"z" * 600, ""),
     ],
 )
-def test_first_bytes_say_what_a_file_is(data: bytes, kind: str) -> None:
+def test_kind_of_a_file_by_its_first_bytes(data: bytes, kind: str) -> None:
     assert kind_of(memoryview(data)) == kind
     assert is_compressed(memoryview(data)) == (kind in ("gzip", "zlib"))
 
@@ -306,7 +307,7 @@ def test_lists_that_are_not_packed_and_unknown_fields() -> None:
         (b"", {"a": int}, "it has none"),
     ],
 )
-def test_what_is_wrong_with_an_example_is_said(record: bytes, spec: dict[str, Any], says: str) -> None:
+def test_errors_of_an_example_name_the_cause(record: bytes, spec: dict[str, Any], says: str) -> None:
     with pytest.raises(DecodeError, match=says):
         parse_example(memoryview(record), spec)
 
@@ -397,7 +398,7 @@ def test_doubles_are_errors() -> None:
 
 
 def test_every_damaged_byte_of_a_header_is_found_or_harmless() -> None:
-    """A header's checksum covers all of it; the checksum's own field may say the same in other bytes."""
+    """The checksum covers the whole header; its own field has several forms of one number."""
     data = tar_file(member("a.jpg", b"1"), member("b.jpg", b"2" * 600), member("c.jpg", b"3"))
     for byte in range(512):
         broken = bytearray(data)
@@ -429,7 +430,7 @@ def test_a_tar_ends_at_its_mark() -> None:
     assert samples(split(TarSplitter, data)) == [("a", {"jpg": b"1"})]
 
 
-def test_sizes_are_believed_only_as_far_as_the_shard_goes() -> None:
+def test_sizes_beyond_the_shard_are_refused() -> None:
     data = tar_file(member("a.jpg", size=1 << 50), form=tarfile.GNU_FORMAT)
     for known in (True, False):
         tracemalloc.start()
@@ -464,7 +465,7 @@ def test_mutated_tars_never_crash_or_grow(data: st.DataObject) -> None:
             read_sample(record.payload)
 
 
-def test_read_sample_refuses_other_places() -> None:
+def test_read_sample_refuses_other_offsets() -> None:
     data = tar_file(member("a.jpg", b"1"), member("a.cls", b"2"), member("b.jpg", b"3"))
     view = memoryview(data)
     assert samples([Record(0, 2048, view[:2048])]) == [("a", {"jpg": b"1", "cls": b"2"})]
@@ -492,7 +493,7 @@ def test_names_are_split_as_webdataset_does(name: str, wanted: tuple[str, str]) 
 # --- Index files ------------------------------------------------------------------------------------------
 
 
-def test_indexes_of_our_writers_are_the_splitters_places() -> None:
+def test_indexes_of_our_writers_equal_the_splitters_offsets() -> None:
     file = io.BytesIO()
     records = TFRecordWriter(file)
     for record in RECORDS:
@@ -565,6 +566,6 @@ def test_wids() -> None:
     assert parse_wids(text) == [("a.tar", 3), ("b.tar", None)]
 
 
-def test_frame_is_what_the_writer_writes() -> None:
+def test_frame_equals_the_writers_bytes() -> None:
     before, after = frame(b"data")
     assert before + b"data" + after == tfrecord_file([b"data"])

@@ -1,4 +1,4 @@
-"""Transforms and decoding, through the kernel and through its twin."""
+"""Transforms and decoding, through the kernel and through its fallback."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ import pytest
 from PIL import Image, features
 
 from fastload import CenterCrop, RandomResizedCrop
+from fastload.cli.doctor import check_jpegs, check_pillow
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images import SampleRng, backend, decode_image, decode_pil, decode_resized, sample_seed, shrink
-from fastload.images import fallback as twin
+from fastload.images import (
+    SampleRng,
+    backend,
+    decode_image,
+    decode_pil,
+    decode_resized,
+    fallback,
+    sample_seed,
+    shrink,
+)
 from fastload.images import kernel as native
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, png, psnr, scene, variants, with_size
@@ -36,15 +45,15 @@ TRANSFORMS = [
 ]
 
 
-@pytest.fixture(params=["kernel", "twin", "twin without Pillow"])
+@pytest.fixture(params=["kernel", "fallback", "fallback without Pillow"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each way that images are decoded."""
     if request.param == "kernel" and native.kernel is None:
         pytest.skip("the kernel is not built")
     if request.param != "kernel":
         monkeypatch.setattr(native, "kernel", None)
-    if request.param == "twin without Pillow":
-        monkeypatch.setattr(twin, "Image", None)
+    if request.param == "fallback without Pillow":
+        monkeypatch.setattr(fallback, "Image", None)
     yield request.param
 
 
@@ -224,7 +233,7 @@ def test_odd_shapes(path: str, shape: tuple[int, int]) -> None:
     assert decode_image(data).shape == (*shape, 3)
     assert decode_resized(data, 300).shape == (*shape, 3)
     assert (run(RandomResizedCrop(7), [data, pixels]) == 90).all()
-    if not (path == "twin without Pillow" and max(shape) == 65_500):  # needs the whole image resized
+    if not (path == "fallback without Pillow" and max(shape) == 65_500):  # needs the whole image resized
         assert (run(CenterCrop(7, resize=8), [data, pixels]) == 90).all()
 
 
@@ -274,7 +283,7 @@ def test_other_formats(path: str, name: str) -> None:
 
 
 def test_palette_with_transparencies() -> None:
-    """Pillow warns when it converts such an image straight to RGB; we convert it without."""
+    """Pillow warns when it converts such an image straight to RGB; fastload converts it without a warning."""
     image = Image.fromarray(scene(61, 43)).quantize(64)
     data = png(image, transparency=bytes(range(64)))
     with pytest.warns(UserWarning, match="Transparency"):
@@ -318,7 +327,7 @@ def test_resized_and_shrunk(path: str) -> None:
 
 
 def test_cut_at_every_twentieth(path: str) -> None:
-    """A cut file is an error wherever it is cut; with strict=False, a cut inside of the pixels is not."""
+    """A cut file is an error wherever it is cut; with strict=False, a cut inside the pixels is not."""
     for name in ("420", "progressive", "cmyk", "restarts by row"):
         data = JPEGS[name]
         for percent in range(0, 100, 5):
@@ -334,7 +343,7 @@ def test_cut_at_every_twentieth(path: str) -> None:
 
 @pytest.mark.parametrize("name", ["420", "progressive", "cmyk", "with EXIF and ICC", "restarts by block"])
 def test_a_cut_file_is_refused_by_every_crop_and_by_shrink(path: str, name: str) -> None:
-    """Also where nothing of what is missing is wanted. What stands behind the end is nobody's business."""
+    """Also where the crop needs no missing part. Bytes after the end marker are ignored."""
     data = JPEGS[name]
     top = RandomResizedCrop(8, scale=(0.01, 0.02), ratio=(1, 1))
     out = np.empty((30, *top.sample_shape), np.uint8)
@@ -361,10 +370,11 @@ def test_the_end_of_a_thumbnail_is_not_the_end(path: str) -> None:
             shrink(cut, 1000, 90)
 
 
-def test_without_the_look_for_the_end_a_cut_file_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard's absence: `shrink` would hand a cut file on as it is."""
+@pytest.mark.stress
+def test_cut_file_with_guard_removed_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check of the end marker, `shrink` returns a cut file unchanged."""
     monkeypatch.setattr(native, "kernel", None)
-    monkeypatch.setattr(twin, "_has_end", lambda data: True)
+    monkeypatch.setattr(fallback, "_has_end", lambda data: True)
     cut = PHOTO[: len(PHOTO) // 2]
     assert shrink(cut, 1000, 90) == cut
 
@@ -382,7 +392,7 @@ def test_padding_before_the_end_is_harmless(path: str) -> None:
 
 
 def test_flipped_bytes(path: str) -> None:
-    """Any damage is a DecodeError or an image, and nothing else."""
+    """Any damage ends in a DecodeError or in an image."""
     rng = np.random.default_rng(0)
     transform = RandomResizedCrop(16)
     good = 0
@@ -404,7 +414,7 @@ resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 from fastload.errors import DecodeError
 from fastload.images import CenterCrop, decode_image, kernel as native
 import numpy as np
-if sys.argv[1] == "twin":
+if sys.argv[1] == "fallback":
     native.kernel = None
 jpeg = sys.stdin.buffer.read()
 def chunk(kind, body):
@@ -422,7 +432,7 @@ for bomb in (jpeg, png):
 """
 
 
-@pytest.mark.parametrize("decoder", ["kernel", "twin"])
+@pytest.mark.parametrize("decoder", ["kernel", "fallback"])
 @pytest.mark.parametrize("kind", ["420", "progressive"])
 def test_bombs_are_refused_before_allocation(decoder: str, kind: str) -> None:
     if decoder == "kernel" and native.kernel is None:
@@ -471,7 +481,7 @@ def test_strict_is_an_argument_of_transforms(path: str) -> None:
         (np.zeros((5, 5), np.uint8), "shape"),
     ],
 )
-def test_what_is_no_image(path: str, data: Any, words: str) -> None:
+def test_bytes_that_are_not_an_image(path: str, data: Any, words: str) -> None:
     with pytest.raises(DecodeError) as caught:
         decode_image(data)
     assert words in str(caught.value)
@@ -481,11 +491,11 @@ def test_what_is_no_image(path: str, data: Any, words: str) -> None:
 # ---------------------------------------------------------------- without Pillow; what is installed
 
 
-@pytest.mark.parametrize("decoder", ["kernel", "twin"])
+@pytest.mark.parametrize("decoder", ["kernel", "fallback"])
 def test_jpegs_need_no_pillow(monkeypatch: pytest.MonkeyPatch, decoder: str) -> None:
-    if decoder == "twin":
+    if decoder == "fallback":
         monkeypatch.setattr(native, "kernel", None)
-    monkeypatch.setattr(twin, "Image", None)
+    monkeypatch.setattr(fallback, "Image", None)
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert decode_image(PHOTO).shape == (119, 161, 3)
     assert run(RandomResizedCrop(8), [PHOTO, JPEGS["cmyk"]]).any()
@@ -493,18 +503,19 @@ def test_jpegs_need_no_pillow(monkeypatch: pytest.MonkeyPatch, decoder: str) -> 
         decode_image(OTHERS["png"][0])
     with pytest.raises(ArgumentError, match=r"fastload\[simd\].*fastload\[pillow\]"):
         decode_pil(PHOTO)
-    assert any("Pillow" in advice for advice in backend()["advice"])
+    assert "Pillow is missing" in check_pillow({}.get).advice
 
 
 def test_backend_names_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     if native.kernel is not None:
         assert backend()["jpeg"] == "kernel"
         assert backend()["simd"] in ("avx2", "neon", "scalar")
-        assert backend()["libjpeg_turbo"][0].isdigit()
+        assert str(backend()["libjpeg_turbo"])[0].isdigit()
+        assert check_jpegs().state == "ok" and "compiled kernel" in check_jpegs().found
     monkeypatch.setattr(native, "kernel", None)
     found = backend()
-    assert found["jpeg"] == "twin" and found["simd"] is None
-    assert "libjpeg-turbo" in found["advice"][0]
+    assert found["jpeg"] == "fallback" and found["simd"] is None
+    assert check_jpegs().state == "warn" and "libjpeg-turbo" in check_jpegs().advice
 
 
 WITHOUT_KERNEL = """
@@ -534,7 +545,7 @@ def test_missing_kernel_is_warned_of_once_by_a_process_and_its_workers(
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert result.returncode == 0, result.stderr
     before, _, after = result.stderr.partition("not told yet")
-    assert "twin" in before and "RuntimeWarning" not in before
+    assert "fallback" in before and "RuntimeWarning" not in before
     assert after.count("RuntimeWarning: fastload's compiled kernel is missing") == 1
     assert "`fastload doctor` says what to install" in after
 
@@ -554,14 +565,13 @@ def test_missing_kernel_is_warned_of_once_by_a_process_and_its_workers(
         ({"pillow-simd": "2.0"}, None, "overwrote it"),
     ],
 )
-def test_pillows_that_overwrite_each_other(
-    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], found: str | None, words: str | None
+def test_doctor_says_which_pillow_runs(
+    versions: dict[str, str], found: str | None, words: str | None
 ) -> None:
     import PIL
 
     installed = {name: version.format(PIL.__version__) for name, version in versions.items()}
-    monkeypatch.setattr(native, "_version", installed.get)
-    info = backend()
-    assert info["pillow_distribution"] == found
-    advice = [line for line in info["advice"] if "ernel" not in line]
-    assert (advice == []) if words is None else words in advice[0]
+    check = check_pillow(installed.get)
+    assert check.found == f"{found or 'Pillow'} {PIL.__version__}"
+    assert check.state == ("ok" if words is None else "warn")
+    assert (words or "") in check.advice

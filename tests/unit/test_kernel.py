@@ -1,4 +1,4 @@
-"""The compiled kernel against its Python twin, against Pillow, and against hostile bytes."""
+"""The compiled kernel against its Python fallback, against Pillow, and against hostile bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import pytest
 from PIL import Image
 
 from fastload import CenterCrop, RandomResizedCrop
-from fastload.images import decode_image
-from fastload.images import fallback as twin
+from fastload.images import decode_image, fallback
 from fastload.images import kernel as native
 from tests.photos import Pixels, pillow_jpeg, psnr, scene, variants, with_size
 
@@ -60,7 +59,7 @@ def crop(
 
 @every_variant
 @pytest.mark.parametrize("denominator", [1, 2, 4, 8])
-def test_whole_images_are_pillows(name: str, denominator: int) -> None:
+def test_whole_images_equal_pillow(name: str, denominator: int) -> None:
     image = Image.open(BytesIO(VARIANTS[name]))
     if denominator > 1:
         image.draft(None, (image.width // denominator, image.height // denominator))
@@ -125,7 +124,7 @@ def test_extreme_shapes(width: int, height: int, progressive: bool) -> None:
 
 @pytest.mark.parametrize("size", [(224, 224), (37, 91), (8, 8), (5, 300), (1, 1), (119, 161)])
 @pytest.mark.parametrize("clamp", [True, False])
-def test_resize_is_pillows(simd: str, size: tuple[int, int], clamp: bool) -> None:
+def test_resize_equals_pillow(simd: str, size: tuple[int, int], clamp: bool) -> None:
     pixels = scene(161, 119)
     rng = np.random.default_rng(3)
     for _ in range(10):
@@ -158,7 +157,7 @@ def test_strong_reduction_uses_every_pixel(simd: str) -> None:
 
 
 def test_simd_and_scalar_are_the_same_bytes() -> None:
-    """So that a sample is the same on every machine."""
+    """A sample is the same on every machine."""
     results = []
     for on in (True, False):
         kernel._set_simd(on)
@@ -173,7 +172,7 @@ def test_simd_and_scalar_are_the_same_bytes() -> None:
 
 
 def test_rows_at_any_distance() -> None:
-    """Pixels straight from a mapped file or a cropped view, without a copy; nothing behind a row is read."""
+    """Pixels straight from a mapped file or a cropped view, without a copy; no byte after a row is read."""
     pixels = scene(161, 119)
     view = pixels[5:100, 20:120]
     np.testing.assert_array_equal(
@@ -202,7 +201,7 @@ QUALITY = [(400, 45.0, 40.0), (224, 40.0, 34.0), (112, 38.0, 32.0), (48, 36.0, 3
 
 @pytest.mark.parametrize(("size", "mean", "lowest"), QUALITY)
 @pytest.mark.parametrize("kind", ["random", "centre"])
-def test_kernel_and_twin_agree(kind: str, size: int, mean: float, lowest: float) -> None:
+def test_kernel_and_fallback_agree(kind: str, size: int, mean: float, lowest: float) -> None:
     photos = [pillow_jpeg(scene(1000, 750, seed), quality=90) for seed in range(4)] * 4
     transform: Any = RandomResizedCrop(size, flip=0.5)
     if kind == "centre":
@@ -232,7 +231,7 @@ def test_quality_by_scale(denominator: int) -> None:
 
 
 @every_variant
-def test_kernel_and_twin_agree_on_every_kind(name: str) -> None:
+def test_kernel_and_fallback_agree_on_every_kind(name: str) -> None:
     """Full-size decoding: only the rounding of the resize differs."""
     ours, theirs = (np.empty((8, 100, 140, 3), np.uint8) for _ in range(2))
     rng = np.random.default_rng(1)
@@ -243,7 +242,7 @@ def test_kernel_and_twin_agree_on_every_kind(name: str) -> None:
             (row, VARIANTS[name], x0, y0, x0 + rng.integers(20, 120), y0 + rng.integers(20, 79), row % 2)
         )
     assert kernel.crop_resize(ours, items, True, True, LIMIT, True) == []
-    assert twin.crop_resize(theirs, items, True, True, LIMIT, True) == []
+    assert fallback.crop_resize(theirs, items, True, True, LIMIT, True) == []
     assert np.abs(ours.astype(int) - theirs).max() <= 3
     assert psnr(ours, theirs) >= 48
 
@@ -251,8 +250,8 @@ def test_kernel_and_twin_agree_on_every_kind(name: str) -> None:
 # ---------------------------------------------------------------- damage and limits
 
 
-def test_all_warnings_are_errors_unless_told() -> None:
-    """The guard and its absence: strict refuses a cut image that strict=False serves in part."""
+def test_warnings_are_errors_unless_strict_is_off() -> None:
+    """strict refuses a cut image; strict=False returns a part of it."""
     data = VARIANTS["420"]
     cut = data[: len(data) // 2]
     with pytest.raises(ValueError, match=r"[Pp]remature end"):
@@ -264,7 +263,7 @@ def test_all_warnings_are_errors_unless_told() -> None:
 
 
 def test_a_cut_file_is_refused_wherever_the_crop_lies() -> None:
-    """Rows below a crop are not read; yet no crop of a cut file is served, or epochs would differ in it."""
+    """Rows below a crop are not read. Still every crop of a cut file is refused, so that epochs agree."""
     data = pillow_jpeg(scene(320, 320), quality=90)
     cut, above, below = data[: len(data) * 3 // 4], (0.0, 0.0, 320.0, 100.0), (0.0, 220.0, 320.0, 320.0)
 
@@ -310,7 +309,7 @@ def test_max_pixels_is_checked_before_allocation() -> None:
 
 
 def test_scans_are_limited() -> None:
-    """A progressive file may repeat a scan of a few bytes for ever; each costs a pass over all pixels."""
+    """A progressive file may repeat a scan of a few bytes without end; each costs a pass over all pixels."""
     data = VARIANTS["progressive gray"]
     start = data.rindex(b"\xff\xda")
     scan = data[start:-2]
@@ -331,7 +330,7 @@ def test_scans_are_limited() -> None:
         (0, 0, float("inf"), 5),
     ],
 )
-def test_boxes_outside_of_the_image_are_refused(box: tuple[float, ...]) -> None:
+def test_boxes_outside_the_image_are_refused(box: tuple[float, ...]) -> None:
     out = np.empty((1, 3, 8, 8), np.uint8)
     for source in (VARIANTS["420"], scene(161, 119)):
         [(_, reason)] = kernel.crop_resize(out, [(0, source, *box, False)], False, True, LIMIT, True)
@@ -396,7 +395,7 @@ def test_memory_stays_flat() -> None:
 
 
 def test_many_threads() -> None:
-    """Eight threads on the same images, good and bad: every result is that of one thread."""
+    """Eight threads on the same images, good and bad, give the results of one thread."""
     images = [*VARIANTS.values(), *(data[: len(data) // 2] for data in VARIANTS.values()), scene(161, 119)]
     transform = RandomResizedCrop(48, flip=0.5)
     seeds = range(len(images))
@@ -465,7 +464,7 @@ def test_a_short_fuzz_run_finds_nothing(fuzz: Any) -> None:
 
 
 def test_fuzzing_finds_a_planted_bug(fuzz: Any, tmp_path: Path) -> None:
-    """Rows of the ring one byte too short: what a wrong size would do."""
+    """With rows of the ring one byte too short."""
     for part in ("fastload/images/jpeg.h", "fastload/images/resize.h", "tests/fuzz/kernel.c"):
         (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(fuzz.ROOT / part, tmp_path / part)

@@ -30,7 +30,7 @@ def tiff(image: Image.Image, orientation: int) -> bytes:
 
 
 def files(orientation: int) -> dict[str, bytes]:
-    """Larger and smaller than what a cache of mode "shrunk" keeps."""
+    """Larger and smaller than the images in a cache of mode "shrunk"."""
     large, small = scene(180, 120), scene(60, 40)
     return {
         "large.jpg": pillow_jpeg(large, exif=oriented(orientation), quality=97),
@@ -42,7 +42,7 @@ def files(orientation: int) -> dict[str, bytes]:
 
 
 def upright(image: Image.Image) -> np.ndarray[Any, Any]:
-    """What many write as their transform."""
+    """A common transform."""
     return np.asarray(ImageOps.exif_transpose(image).convert("RGB").resize((32, 32)))
 
 
@@ -51,7 +51,7 @@ def upright_file(data: bytes) -> np.ndarray[Any, Any]:
 
 
 def shape_of(image: Image.Image) -> tuple[int, int]:
-    """Whether it lies or stands, whatever size the cache made of it."""
+    """Whether it is landscape or portrait, at any size."""
     width, height = ImageOps.exif_transpose(image).size
     return (1, round(height / width)) if height > width else (round(width / height), 1)
 
@@ -61,7 +61,7 @@ def shape_of(image: Image.Image) -> tuple[int, int]:
 def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
     tmp_path: Path, mode: str, orientation: int
 ) -> None:
-    """Over PIL images: those that torchvision's default loader hands to it, by their content."""
+    """It gets PIL images equal to those of torchvision's default loader."""
     for name, data in files(orientation).items():
         path = tmp_path / "photos" / "a" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def test_members_of_tar_shards_keep_their_orientation(tmp_path: Path, mode: str)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_transforms_turn_nothing_in_any_mode(tmp_path: Path, mode: str) -> None:
-    """As torchvision's default loader; with workers, one by one, and as pixels in a cache."""
+    """Like torchvision's default loader: with workers, sample by sample, and from a cache of pixels."""
     path = tmp_path / "photos" / "a"
     path.mkdir(parents=True)
     for name, data in files(6).items():
@@ -135,7 +135,7 @@ def test_fused_transforms_turn_nothing_in_any_mode(tmp_path: Path, mode: str) ->
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pil_images_are_turned_where_that_is_asked_for(
+def test_pil_images_are_turned_with_exif(
     monkeypatch: pytest.MonkeyPatch, orientation: int, kernel: bool
 ) -> None:
     if not kernel:
@@ -177,7 +177,7 @@ def exif_entry(kind: int, count: int, value: bytes, order: str = "big") -> bytes
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation_of_a_jpeg_is_the_one_that_pillow_finds(orientation: int) -> None:
+def test_orientation_of_a_jpeg_equals_pillow(orientation: int) -> None:
     attribute = XMP % (b'tiff:Orientation="%d"' % orientation)
     cases = [
         pillow_jpeg(scene(16, 8), exif=oriented(orientation)),
@@ -212,12 +212,12 @@ def test_orientation_of_a_jpeg_is_the_one_that_pillow_finds(orientation: int) ->
         png(Image.fromarray(scene(8, 8))),
     ],
 )
-def test_without_a_readable_orientation_there_is_none(data: bytes) -> None:
+def test_unreadable_orientation_is_none(data: bytes) -> None:
     assert jpeg_orientation(data) == 1
 
 
 @pytest.mark.parametrize("jfif", [True, False])
-def test_a_shrunk_jpeg_says_its_orientation_once_and_has_no_other_pixels(jfif: bool) -> None:
+def test_shrunk_jpeg_keeps_one_orientation_and_the_same_pixels(jfif: bool) -> None:
     data = pillow_jpeg(scene(180, 120), exif=oriented(6), quality=97)
     plain = pillow_jpeg(scene(180, 120), quality=97)
     small, other = shrink(data, 60, 90), shrink(plain, 60, 90)

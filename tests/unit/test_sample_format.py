@@ -112,7 +112,7 @@ def test_any_tensor(data: st.DataObject) -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_once_failed_or_changed(value: Any) -> None:
+def test_values_that_once_failed_or_changed(value: Any) -> None:
     assert same(load(dump(value)), value)
     assert same(load(bytearray(dump([value]))), [value])
 
@@ -121,7 +121,7 @@ def test_a_large_int_of_an_earlier_version_is_read() -> None:
     assert load(b"I\x15\0\0\0-99999999999999999999") == -99999999999999999999
 
 
-def test_arrays_lie_in_the_record() -> None:
+def test_arrays_are_views_of_the_record() -> None:
     record = bytearray(dump(("label", np.zeros((20, 20, 3), np.uint8))))
     image = load(record)[1]
     image[3, 4, 2] = 9
@@ -135,7 +135,7 @@ def endless() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_refuses_in_words() -> None:
+def test_refusal_names_type_and_place() -> None:
     point = namedtuple("point", "x y")
     for sample, where in [
         ({"a": [1, object()]}, r"sample\['a'\]\[1\] is a builtins.object"),
@@ -155,7 +155,7 @@ def test_refuses_in_words() -> None:
 @given(st.data())
 @settings(max_examples=300)
 def test_damage_is_an_error_or_another_value_but_never_more(data: st.DataObject) -> None:
-    """The cache's checksum finds damage; this is the second line: no crash, no huge allocation."""
+    """The cache's checksum finds damage. Behind it, damage causes no crash and no huge allocation."""
     image = np.arange(60, dtype=np.int32).reshape(3, 20)
     record = bytearray(dump({"image": image, "label": 3, "name": "cat"}))
     cut = data.draw(st.integers(0, len(record)))

@@ -109,7 +109,7 @@ def _sample(record: Record) -> tuple[str, dict[str, memoryview]]:
 
 
 def test_tar_index_is_wds2idx(tmp_path: Path) -> None:
-    """Each member's content lies where the index says, by its own offset and size."""
+    """Each member's content is at the offset in the index, in its size."""
     shard, index = write_tar([("a/1", {"jpg": b"x" * 700, "cls": b"5"}), ("b" * 150, {"seg.png": b"yy"})])
     head, *lines = index.decode().splitlines()
     assert head == "v1.2 2" and len(lines) == 2
@@ -133,7 +133,7 @@ def test_tar_index_is_wds2idx(tmp_path: Path) -> None:
         ("there", {"jpg": b"other"}),
     ],
 )
-def test_what_readers_would_not_see_is_refused(key: str, members: dict[str, bytes]) -> None:
+def test_samples_that_readers_would_not_see_are_refused(key: str, members: dict[str, bytes]) -> None:
     file = io.BytesIO()
     writer = TarWriter(file)
     writer.write("there", {"jpg": b"x"})
@@ -245,7 +245,7 @@ def test_tensorflows_files_through_the_dataset(compression: str) -> None:
 
 
 def test_our_examples_are_tensorflows() -> None:
-    """Golden: what TensorFlow serialised, byte for byte. An empty list has no kind in ours."""
+    """Golden: equal to TensorFlow's bytes. An empty list has no kind in ours."""
     shard = (HERE / FILES[""]).read_bytes()
     for number, record in enumerate(split(TFRecordSplitter(0, len(shard)), shard)):
         if number % 2 == 0:

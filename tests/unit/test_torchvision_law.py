@@ -15,10 +15,9 @@ from PIL import Image
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import ArgumentError
-from fastload.images import SampleRng, decode_image, sample_seed
-from fastload.images import fallback as twin
+from fastload.images import SampleRng, decode_image, fallback, sample_seed
 from fastload.images import kernel as native
-from fastload.images.transforms import TorchRng
+from fastload.images.rng import TorchRng
 from tests.photos import pillow_jpeg, psnr, scene
 
 transforms: Any = torchvision.transforms
@@ -41,7 +40,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param != "kernel":
         monkeypatch.setattr(native, "kernel", None)
     if request.param == "fallback without Pillow":
-        monkeypatch.setattr(twin, "Image", None)
+        monkeypatch.setattr(fallback, "Image", None)
     yield request.param
 
 
@@ -75,7 +74,7 @@ def test_called_on_an_image_it_draws_torchvisions_boxes(shape: tuple[int, int], 
         top, left, height, width = transforms.RandomResizedCrop.get_params(image, *law)
         flip = bool(torch.rand(1) < 0.5)  # RandomHorizontalFlip's draw
         torch.manual_seed(seed)
-        place = transform._place(*shape, TorchRng())
+        place = transform.box_for(*shape, TorchRng())
         assert place == ((left, top, left + width, top + height), flip, None)
 
 
@@ -120,7 +119,7 @@ FAR = 1.95 * math.sqrt(2 / DRAWS)  # two samples of one law are that far apart o
 
 
 def features(box: Any, width: int, height: int) -> list[float]:
-    """Of a box: its share of the area, its ratio, and where it lies."""
+    """A box's share of the area, its ratio and its position."""
     x0, y0, x1, y1 = box
     columns, rows = x1 - x0, y1 - y0
     return [
@@ -144,7 +143,7 @@ def torchvisions_features(width: int, height: int, law: Any) -> Any:
 @pytest.mark.parametrize("law", LAWS)
 def test_a_samples_own_randomness_follows_torchvisions_law(shape: tuple[int, int], law: Any) -> None:
     transform = RandomResizedCrop(224, *law, flip=0.3)
-    places = [transform._place(*shape, SampleRng(sample_seed(0, 3, index))) for index in range(DRAWS)]
+    places = [transform.box_for(*shape, SampleRng(sample_seed(0, 3, index))) for index in range(DRAWS)]
     ours = np.array([features(place.box, *shape) for place in places])
     theirs = torchvisions_features(*shape, law)
     for column in range(4):
@@ -156,8 +155,9 @@ def test_a_samples_own_randomness_follows_torchvisions_law(shape: tuple[int, int
         assert abs(flips[wide].mean() - flips[~wide].mean()) < 0.06
 
 
-def test_another_law_is_seen_by_the_distance_used_here() -> None:
-    """The guard removed: ratios that are uniform themselves, and not their logarithms."""
+@pytest.mark.stress
+def test_law_with_guard_removed_has_another_distance() -> None:
+    """Uniform ratios, in place of uniform logarithms of ratios, are seen."""
 
     class Uniform(SampleRng):
         def log_uniform(self, low: float, high: float) -> float:
@@ -167,13 +167,13 @@ def test_another_law_is_seen_by_the_distance_used_here() -> None:
     transform, theirs = RandomResizedCrop(224, *law), torchvisions_features(500, 500, law)
 
     def distance(kind: type[SampleRng]) -> float:
-        boxes = [transform._place(500, 500, kind(sample_seed(0, 0, index))).box for index in range(DRAWS)]
+        boxes = [transform.box_for(500, 500, kind(sample_seed(0, 0, index))).box for index in range(DRAWS)]
         return kolmogorov([features(box, 500, 500)[1] for box in boxes], theirs[:, 1])
 
     assert distance(SampleRng) < FAR < distance(Uniform)
 
 
-def test_nothing_is_flipped_unless_asked_for(path: str) -> None:
+def test_flip_is_off_by_default(path: str) -> None:
     image = np.zeros((50, 60, 3), np.uint8)
     image[:, :30] = 255
     whole = {"scale": (1, 1), "ratio": (1.2, 1.2)}
@@ -194,7 +194,7 @@ def shapes() -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("size", [40, 41, (40, 61), (61, 40), (1, 90), [33]])
 def test_centre_crop_is_torchvisions_to_the_bit(path: str, size: Any) -> None:
-    """Padding included, on the sides that torchvision pads."""
+    """With padding, on the same sides as torchvision."""
     for width, height in shapes():
         pixels = scene(width, height) | 1  # no black pixel in it
         expected = np.asarray(transforms.CenterCrop(size)(Image.fromarray(pixels)))
@@ -272,7 +272,7 @@ def test_arguments_of_torchvision_are_taken_in_its_order(bilinear: Any) -> None:
         ({"antialias": "yes"}, "antialias must be True"),
     ],
 )
-def test_other_resizes_are_refused_in_words(arguments: dict[str, Any], words: str) -> None:
+def test_other_resizes_are_refused_with_advice(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         RandomResizedCrop(224, **arguments)
 

@@ -1,0 +1,116 @@
+"""Collation: samples to a batch, by torch's rules and into memory of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate, default_convert
+from torch.utils.data._utils import collate as torch_collate
+
+from fastload.datasets.protocols import Allocate
+from fastload.workers.mismatch import describe_mismatch
+
+__all__ = ["Collation", "collate_into", "note_sample", "tell_mismatch", "tell_sample"]
+
+
+def collate_into(allocate: Allocate) -> None:
+    """Make torch's `default_collate`, in this process, stack tensors into memory from `allocate`.
+
+    The map is torch's documented extension point, so a `collate_fn` that calls `default_collate` gains too.
+    An entry that somebody else has put there stays. Only this thread stacks into the slot of its batch.
+    """
+    thread = threading.get_ident()
+
+    def stack(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        first = batch[0]
+        plain = not first.is_nested and all(
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and tensor.device.type == "cpu"
+            and tensor.shape == first.shape
+            and tensor.dtype is first.dtype
+            and not tensor.requires_grad
+            for tensor in batch
+        )
+        if not plain or threading.get_ident() != thread:
+            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+        return torch.stack(batch, 0, out=allocate((len(batch), *first.shape), first.dtype))
+
+    table = torch_collate.default_collate_fn_map
+    if table[torch.Tensor] is torch_collate.collate_tensor_fn:
+        table[torch.Tensor] = stack
+
+
+class Collation:
+    """The `collate_fn` of a loader.
+
+    Args:
+        collate_fn: as torch's.
+        auto_collation: False where an "index batch" is one index, and a batch one sample (`batch_size=None`).
+
+    Attributes:
+        direct: `default_collate` makes the batches, so a dataset may write their rows in its place.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], *, auto_collation: bool) -> None:
+        self._function = collate_fn
+        self.auto_collation = auto_collation
+        self.direct = auto_collation and collate_fn is default_collate
+        self.on_host: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def start_epoch(self) -> None:
+        """Look up torch's default device, which may have changed.
+
+        torch's own functions make tensors of numbers on that device: on CUDA, even in a forked worker.
+        """
+        moved = torch.get_default_device().type != "cpu"
+        moved = moved and self._function in (default_collate, default_convert)
+        self.on_host = functools.partial(torch.device, "cpu") if moved else contextlib.nullcontext
+
+    def indices(self, index: Any) -> list[Any]:
+        """The sample indices of an index batch."""
+        return list(index) if self.auto_collation else [index]
+
+    def __call__(self, samples: Any, name: Callable[[int], str]) -> Any:
+        """The batch of these samples. `name`: row of the batch -> the sample's name, for errors.
+
+        Raises:
+            Exception: any that `collate_fn` raises. One of `default_collate` has a note on the samples that
+                do not fit together.
+        """
+        with self.on_host():
+            try:
+                return self._function(samples if self.auto_collation else samples[0])
+            except Exception as error:
+                if self._function is default_collate:
+                    tell_mismatch(error, samples, name)
+                raise
+
+
+def tell_mismatch(error: Exception, samples: Any, name: Callable[[int], str]) -> None:
+    """Add to `error` which samples cannot be collated, and why."""
+    with contextlib.suppress(Exception):  # of the user's classes: torch's own error must come through
+        tell_sample(error, describe_mismatch(samples, name))
+
+
+def tell_sample(error: Exception, sample: str) -> None:
+    """Attach the sample's name to an error whose text is not ours to change."""
+    if sample:
+        error.__dict__.setdefault("fastload_sample", sample)
+
+
+def note_sample(error: Exception) -> None:
+    """Show the name of the sample below the text of an error that does not leave this process."""
+    sample = error.__dict__.pop("fastload_sample", "")
+    if sample and sys.version_info >= (3, 11):
+        # One instance may be raised again and again: only the last note stays.
+        error.__notes__ = [
+            note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")
+        ]
+        error.add_note(f"({sample})")

@@ -1,0 +1,107 @@
+"""`on_error`: what happens to samples that cannot be read or decoded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from fastload.datasets.protocols import RowErrors, RowRequests, key_of
+from fastload.datasets.seeds import digest
+from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.metrics.counters import Counters
+from fastload.workers.collate import tell_sample
+
+__all__ = ["ErrorPolicy"]
+
+_REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
+
+
+class ErrorPolicy:
+    """Keeps batches full where samples are bad.
+
+    Args:
+        dataset: the loader's.
+        on_error: "raise"; "skip" (the row repeats another row of its batch); "replace" (the row gets another
+            sample, the same one in every run).
+        counters: counts bad.samples.
+
+    Attributes:
+        bad: (sample, error) of each bad sample that was skipped or replaced.
+    """
+
+    def __init__(self, dataset: Any, on_error: str, counters: Counters) -> None:
+        self._dataset = dataset
+        self.on_error = on_error
+        self._counters = counters
+        self._epoch = (0, 0)
+        self._indexed = True
+        self.bad: list[tuple[str, str]] = []
+
+    def start_epoch(self, seed: int, epoch: int, *, indexed: bool) -> None:
+        """Replacements depend on (seed, epoch). Without an index of the dataset, "replace" acts as "skip"."""
+        self._epoch, self._indexed = (seed, epoch), indexed
+
+    def settle(
+        self, indices: list[Any], fill: Callable[[RowRequests], RowErrors], copy: Callable[[int, int], None]
+    ) -> None:
+        """Fill every row of a batch, with a substitute where its sample is bad.
+
+        Args:
+            indices: the sample of each row.
+            fill: fills some rows and returns the errors of those that failed.
+            copy: (target, source) makes one row equal to another.
+
+        Raises:
+            Exception: that of a bad sample that `on_error` does not cover, with a note of the sample.
+        """
+        requests = list(enumerate(indices))
+        for attempt in range(1 + _REPLACEMENTS):
+            errors = fill(requests)
+            if not errors:
+                return
+            asked = dict(requests)
+            for row, error in errors:
+                self._note(asked[row], error)
+            failed = {row for row, _ in errors}
+            if self.on_error == "skip" or not self._indexed:
+                good = [row for row in range(len(indices)) if row not in failed]
+                if not good:
+                    raise errors[0][1]
+                for row in failed:
+                    copy(row, good[row % len(good)])
+                return
+            requests = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
+        raise errors[0][1]
+
+    def _note(self, index: Any, error: Exception) -> None:
+        """Count a bad sample, or raise its error."""
+        if not isinstance(error, FastloadError):
+            tell_sample(error, self.name(index))
+        self.raise_uncovered(error)
+        key = getattr(error, "key", None) or index
+        self.bad.append((str(key), f"{type(error).__name__}: {error}"))
+        self._counters.add("bad.samples")
+
+    def raise_uncovered(self, error: Exception) -> None:
+        """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
+        outage = isinstance(error, StoreError) and not isinstance(
+            error, NotFoundError | ObjectChangedError | ShortReadError
+        )
+        if self.on_error == "raise" or outage:
+            raise error
+
+    def name(self, index: Any) -> str:
+        """ "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
+        with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
+            key = key_of(self._dataset, index)
+            if key is not None:
+                return f"sample {index!r} {key!r}"
+        return f"sample {index!r}"
+
+    def name_row(self, indices: list[Any], row: int) -> str:
+        """The name of the sample in a row, where it may be the substitute of a bad one."""
+        return self.name(indices[row]) if self.on_error == "raise" else f"sample in row {row}"
+
+    def _replacement(self, index: Any, attempt: int) -> int:
+        return digest(*self._epoch, index, attempt) % len(self._dataset)
