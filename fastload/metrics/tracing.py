@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
 from fastload.metrics import counters as stats
+from fastload.metrics.torch_private import profiler_enabled
 
 __all__ = ["stage"]
 
@@ -23,7 +23,7 @@ def stage(name: str) -> contextlib.AbstractContextManager[object]:
 
     Asked first, since `record_function` calls the dispatcher also when nobody listens.
     """
-    return torch.profiler.record_function(f"fastload.{name}") if _profiler_enabled() else _NOTHING
+    return torch.profiler.record_function(f"fastload.{name}") if profiler_enabled() else _NOTHING
 
 
 stats.profiler_range = stage

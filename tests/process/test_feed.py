@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastload.gpu.transfer
-import fastload.loader
+import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.gpu.cuda import Cpu
@@ -32,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastload.gpu.transfer, "Cuda", fake)
-    monkeypatch.setattr(fastload.loader, "checked", lambda name: None if name is None else torch.device(name))
+    monkeypatch.setattr(
+        fastload.loader.dataloader,
+        "resolve_device",
+        lambda name: None if name is None else torch.device(name),
+    )
 
 
 @pytest.fixture
@@ -211,10 +215,10 @@ def test_one_batch_goes_while_the_next_ones_are_copied(fake: FakeCuda) -> None:
     loader = DataLoader(Numbers(40, numbered), num_workers=2, prefetch_factor=4, device="cuda")
     iterator = iter(loader)
     next(iterator)
-    while set(list(iterator._owner)[:4]) - set(iterator._arrived):
+    while sum(1 for _ in iterator._reorder.first(4)) < 4:
         iterator._receive()
     next(iterator)
-    assert len(iterator._feed._staged) == 2
+    assert len(iterator._device._staged) == 2
 
 
 def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
@@ -227,8 +231,8 @@ def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            iterator._feed.close()  # FakeCuda raises in any other process
-            iterator._pool._workers.clear()
+            iterator._device.close()  # FakeCuda raises in any other process
+            iterator._executor.pool._workers.clear()
             del iterator, loader
             os._exit(0)
         except BaseException:
