@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from fastload.fetch import threads
-from fastload.loader.worker_iterator import _PRELOADED
 from fastload.store import client_process
+from fastload.workers.executor import PRELOADED
 from tests.patience import PATIENCE
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.
@@ -36,7 +36,7 @@ with suppress(ImportError):  # tests/gpu does without it
     settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 # One fork server serves all tests of a process. A loader says so too late where another test has started it.
-multiprocessing.set_forkserver_preload([*_PRELOADED, "torch._dynamo", "tests.resnet50", "pytest"])
+multiprocessing.set_forkserver_preload([*PRELOADED, "torch._dynamo", "tests.resnet50", "pytest"])
 
 # What a test did not close ends soon, as leak checks wait for it: reader threads, and the client's process.
 threads.IDLE_SECONDS = 0.1

@@ -27,6 +27,7 @@ import torch.distributed
 from torch.distributed.distributed_c10d import PrefixStore
 
 from fastload.errors import ArgumentError, WorkerError
+from fastload.metrics.torch_private import default_store
 
 __all__ = ["Ranks", "can_meet"]
 
@@ -216,4 +217,4 @@ def _store() -> Any:
             "torch.distributed is not initialized: call init_process_group() before iterating, or give the "
             "dataset index files"
         )
-    return torch.distributed.distributed_c10d._get_default_store()
+    return default_store()

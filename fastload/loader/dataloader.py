@@ -1,15 +1,14 @@
 """fastload.DataLoader: torch's, with its own path from sampler to batch.
 
-    sampler ─ index batches ─▶ workers: fetch window ▶ cache ▶ decode · transform ▶ slot ─▶ in order ─▶ batch
-                                       with device, batch_transform:  copy, transform, ahead ◀─┘ └─────▶
+    sampler ─ index batches ─▶ workers: prefetcher ▶ cache ▶ decode · transform ▶ slot ─▶ in order ─▶ batch
+                                      with device, batch_transform:  copy, transform, ahead ◀─┘ └─────▶
 
-`WorkerIterator._next_data` is that path, seen from the trainer.
+`fastload/loader/iterator.py` is that way, on one page.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,13 +20,9 @@ from fastload.distributed import find_rank
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, refuse_class
 from fastload.gpu.cuda import resolve_device
-from fastload.gpu.transfer import DevicePrefetcher
-from fastload.loader.in_process import InProcessIterator
-from fastload.loader.resume import LoaderState
-from fastload.loader.worker_iterator import WorkerIterator
+from fastload.loader.context import LoaderContext
+from fastload.loader.iterator import LoaderIterator
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
-from fastload.metrics.counters import Counters
-from fastload.metrics.epoch import Meter
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 
 if TYPE_CHECKING:
@@ -39,10 +34,6 @@ __all__ = ["DataLoader"]
 T_co = TypeVar("T_co", covariant=True)
 
 _ON_ERROR = ("raise", "skip", "replace")
-# How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
-# more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
-_READ_AHEAD = 256
-_BAD_SAMPLES_KEPT = 1000
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
@@ -82,7 +73,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     still read ahead, and asked for its samples in place of writing rows into the batch.
 
     A shard dataset that is given no sampler gets a `fastload.ShardSampler`: each rank reads its own part, as
-    streams until the places of the samples are known.
+    streams until the samples are indexed.
 
     Raises:
         ArgumentError: device, batch_transform, decode, on_error or seed is not what it can be.
@@ -118,10 +109,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
         if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
             sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
-        self._autoscaler: Autoscaler | None = None
+        context = LoaderContext()
         if num_workers == "auto":
             num_workers = ceiling()
-            self._autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers)
+            context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers)
         super().__init__(
             dataset,
             batch_size,
@@ -146,32 +137,25 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.decode = decode
         self.on_error = on_error
         self.seed = seed
-        self._state = LoaderState()
-        self._counters = Counters()
-        self._meter = Meter(self._counters)
-        self._bad: deque[tuple[str, str]] = deque(maxlen=_BAD_SAMPLES_KEPT)
-        self._decoding = None if decode == "cpu" else self._new_decoding(decode)
+        self.context = context
+        if decode != "cpu":
+            context.decoding = self._new_decoding(decode)
         _warn_of_lone_reads(dataset)
         if drop_last:
             _warn_of_an_empty_epoch(self)
 
     def __iter__(self) -> Any:
-        with self._state.starting(self) as positions:
-            iterator = super().__iter__()
-        if isinstance(iterator, InProcessIterator):
-            iterator.take_up(positions)
+        if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
+            self._iterator = None  # its workers have ended: new ones are started, if they are persistent
+        with self.context.position.starting(self) as positions:
+            iterator: Any = super().__iter__()
+        iterator.take_up(positions)
         return iterator
 
     def _get_iterator(self) -> Any:
-        if self.num_workers == 0:
-            return InProcessIterator(self)
-        self.check_worker_number_rationality()
-        return WorkerIterator(self)
-
-    def _forget(self, iterator: Any) -> None:
-        """The workers of this iterator have ended: the next epoch starts new ones, if they are persistent."""
-        if self._iterator is iterator:
-            self._iterator = None
+        if self.num_workers > 0:
+            self.check_worker_number_rationality()
+        return LoaderIterator(self, self.context)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration that began last is: what was handed out, not what is prefetched.
@@ -190,7 +174,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
           its place by drawing and dropping samples.
         * A batch whose error was raised to the user counts as handed out, as it does for the iterator.
         """
-        return self._state.state_dict(self)
+        return self.context.position.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next iteration goes on where `state_dict` was taken; those after it as if nothing had been.
@@ -209,7 +193,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch
                 size, seed, generator or (where that matters) number of workers.
         """
-        self._state.load_state_dict(self, state_dict)
+        self.context.position.load_state_dict(self, state_dict)
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
@@ -225,30 +209,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "autoscale": what num_workers="auto" chose, and why, else "";
             "decode": who decodes ("decoder"), and for decode="auto" why.
         """
-        epoch, gauges = self._meter.counters(), self._meter.gauges()
+        context = self.context
+        epoch, gauges = context.meter.counters(), context.meter.gauges()
         return {
             "rank": find_rank()[0],
-            "epochs": self._state.epoch,
-            "counters": self._counters.as_dict(),
+            "epochs": context.position.epoch,
+            "counters": context.counters.as_dict(),
             "rates": gauges,
-            "autoscale": "" if self._autoscaler is None else self._autoscaler.sentence(),
+            "autoscale": "" if context.autoscaler is None else context.autoscaler.sentence(),
             "limit": find_bottleneck(epoch),
             "verdict": explain_bottleneck(epoch, gauges),
-            "bad": list(self._bad.copy()),
-            "decode": {"decoder": "cpu"} if self._decoding is None else self._decoding.stats(),
+            "bad": list(context.bad.copy()),
+            "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
-
-    # --- what both kinds of iterator ask
-
-    def _samples_seed(self, base_seed: Any) -> int:
-        """Of the samples' randomness, in an epoch whose base seed is this."""
-        return int(base_seed if self.seed is None else self.seed)
-
-    def _new_feed(self) -> DevicePrefetcher | None:
-        """What takes the batches of one iterator to the device; None where they stay as they are."""
-        if self.device is None and self.batch_transform is None and self._decoding is None:
-            return None
-        return DevicePrefetcher(self.device, self.batch_transform, self._counters, self._decoding)
 
     def _new_decoding(self, decode: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder
@@ -260,18 +233,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.device,
             workers=self.num_workers,
             on_error=self.on_error,
-            counters=self._counters,
-            bad=self._bad,
+            counters=self.context.counters,
+            bad=self.context.bad,
         )
-
-    def _samples_per_batch(self) -> int:
-        """How many samples of an iterable dataset make a batch."""
-        return self.batch_size or 1
-
-    def _batches_ahead(self, least: int) -> int:
-        """How many index batches are announced in advance, where the dataset can read ahead."""
-        size = self.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
-        return max(least, -(-_READ_AHEAD // size))
 
 
 def _warn_of_lone_reads(dataset: Any) -> None:

@@ -7,8 +7,8 @@ import hashlib
 import json
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 __all__ = [
     "Lender",
     "digest",
-    "kept_globals",
     "on_device_of",
     "read_generator",
     "read_globals",
@@ -96,18 +95,6 @@ def on_device_of(generator: torch.Generator | None) -> AbstractContextManager[An
     """
     device = torch.device("cpu") if generator is None else generator.device
     return nullcontext() if torch.get_default_device() == device else device
-
-
-@contextmanager
-def kept_globals() -> Iterator[None]:
-    """What is drawn or seeded inside leaves the process-wide generators where they were."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def _pack(numbers: np.ndarray[Any, Any]) -> str:

@@ -142,22 +142,22 @@ class LoaderState:
         """Around the constructor of torch's iterator, which draws the base seed."""
         return contextlib.nullcontext() if _is_iterable(loader) else Order(loader).seeding()
 
-    def started(self, loader: Any, iterator: Any, progress: Progress) -> None:
-        """torch has made the sampler's iterator, and has drawn the base seed if it does."""
+    def started(
+        self, loader: Any, drawn: int, index_batches: Iterator[Any], progress: Progress
+    ) -> tuple[int, Iterator[Any]]:
+        """torch has drawn the base seed and made the sampler's iterator. Returns what to use for them."""
         if progress.base_seed is None:
-            progress.base_seed = int(iterator._base_seed)
-        iterator._base_seed = progress.base_seed
+            progress.base_seed = drawn
         if self._again is not None:
-            iterator._num_yielded = progress.batches
-            iterator._sampler_iter = progress.order_again(loader.generator)
+            index_batches = progress.order_again(loader.generator)
         if progress.unordered:
-            return
-        batches = Order(loader).drawn(iterator._sampler_iter)
+            return progress.base_seed, index_batches
+        batches = Order(loader).drawn(index_batches)
         if self._lent is not None and not progress.sampler_followed:
             # Where the process-wide generators were restored, they stand behind what was drawn until then.
             lent = math.inf if self._lender is not None else progress.drawn - progress.batches
             batches = _drawn_from(self._lent, batches, min(lent, 1) if progress.drawn_at_once else lent)
-        iterator._sampler_iter = progress.watch(batches)
+        return progress.base_seed, progress.watch(batches)
 
     def _draws_one_seed(self, loader: Any) -> bool:
         return _is_persistent(loader) if self._one_seed is None else self._one_seed

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 
-import fastload.metrics.counters as counters
+from fastload.metrics import counters
+from fastload.metrics.torch_private import profiler_enabled
 
 __all__ = ["stage"]
 
@@ -23,7 +23,7 @@ def stage(name: str) -> contextlib.AbstractContextManager[object]:
 
     The profiler is asked first, because `record_function` calls the dispatcher even without one.
     """
-    return torch.profiler.record_function(f"fastload.{name}") if _profiler_enabled() else _NOTHING
+    return torch.profiler.record_function(f"fastload.{name}") if profiler_enabled() else _NOTHING
 
 
 counters.profiler_range = stage

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.utils.data import default_collate, default_convert
-from torch.utils.data._utils import collate as torch_collate
 
 from fastload.datasets.protocols import Allocate
+from fastload.metrics.torch_private import collate_map, collate_tensors
 from fastload.workers.mismatch import describe_mismatch
 
 __all__ = ["Collation", "collate_into", "note_sample", "tell_mismatch", "tell_sample"]
@@ -39,12 +39,11 @@ def collate_into(allocate: Allocate) -> None:
             for tensor in batch
         )
         if not plain or threading.get_ident() != thread:
-            return torch_collate.collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+            return collate_tensors(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
         return torch.stack(batch, 0, out=allocate((len(batch), *first.shape), first.dtype))
 
-    table = torch_collate.default_collate_fn_map
-    if table[torch.Tensor] is torch_collate.collate_tensor_fn:
-        table[torch.Tensor] = stack
+    if collate_map[torch.Tensor] is collate_tensors:
+        collate_map[torch.Tensor] = stack
 
 
 class Collation:

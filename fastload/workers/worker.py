@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, graph_settings
-from torch.utils.data._utils import signal_handling
-from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
 from fastload.metrics.counters import Counters
+from fastload.metrics.torch_private import (
+    IterableFetcher,
+    handle_dead_workers_signals,
+    numpy_seed,
+    set_worker_info,
+)
 from fastload.workers.allocator import keep_freed_memory
 from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.channel import Channel
@@ -44,7 +47,7 @@ def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: i
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _leave_with(trainer)
-    signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]
+    handle_dead_workers_signals()
     torch.set_num_threads(1)
     keep_freed_memory()
     worker = _Worker(setup, worker_id, channel)
@@ -112,10 +115,8 @@ class _Worker:
         setup, seed = self._setup, self._setup.base_seed + self._id
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(torch_worker._generate_state(setup.base_seed, self._id))  # type: ignore[no-untyped-call]
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self._id, num_workers=setup.num_workers, seed=seed, dataset=setup.dataset
-        )
+        np.random.seed(numpy_seed(setup.base_seed, self._id))
+        set_worker_info(self._id, setup.num_workers, seed, setup.dataset)
         collate_into(self._slots.allocate)
         if setup.worker_init_fn is not None:
             setup.worker_init_fn(self._id)
@@ -127,7 +128,7 @@ class _Worker:
         setup = self._setup
         if isinstance(setup.dataset, IterableDataset):
             self._iterable_counters = BatchCounters(setup.dataset)
-            self.maker = _IterableDatasetFetcher(
+            self.maker = IterableFetcher(
                 setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
             )
             resume_fetcher(self.maker, position, setup.batch_size)

@@ -215,10 +215,10 @@ def test_one_batch_goes_while_the_next_ones_are_copied(fake: FakeCuda) -> None:
     loader = DataLoader(Numbers(40, numbered), num_workers=2, prefetch_factor=4, device="cuda")
     iterator = iter(loader)
     next(iterator)
-    while set(list(iterator._owner)[:4]) - set(iterator._arrived):
+    while sum(1 for _ in iterator._reorder.first(4)) < 4:
         iterator._receive()
     next(iterator)
-    assert len(iterator._feed._staged) == 2
+    assert len(iterator._device._staged) == 2
 
 
 def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
@@ -231,8 +231,8 @@ def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            iterator._feed.close()  # FakeCuda raises in any other process
-            iterator._pool._workers.clear()
+            iterator._device.close()  # FakeCuda raises in any other process
+            iterator._executor.pool._workers.clear()
             del iterator, loader
             os._exit(0)
         except BaseException:

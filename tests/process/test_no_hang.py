@@ -322,7 +322,8 @@ def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
     iterator = iter(DataLoader(RowShards([8, 8]), batch_size=4))
     next(iterator)
     pool = ReadPool(1, Counters())
-    iterator._reader.close = pool.close
+    source = iterator._executor._source
+    close, source.close = source.close, pool.close
     locked, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -336,7 +337,7 @@ def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
     assert forked(iterator.__del__)
     over.set()
     thread.join()
-    del iterator._reader.close
+    source.close = close
 
 
 # --- workers ---------------------------------------------------------------------------------------------

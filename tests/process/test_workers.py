@@ -383,7 +383,7 @@ def test_a_slow_consumer_keeps_memory_bounded() -> None:
     iterator = iter(DataLoader(Numbers(200, picture), batch_size=4, num_workers=2, prefetch_factor=2))
     for _ in range(3):
         next(iterator)
-    pool = iterator._pool
+    pool = iterator._executor.pool
     for _ in range(50):  # as long as workers still send, they would show it
         pool._poll(0.01)
     made = sum(worker.consumed for worker in pool._workers) + 4
@@ -675,7 +675,7 @@ def test_a_fork_of_the_user_while_a_loader_lives() -> None:
 
 def _slots_of(iterator: Any) -> set[int]:
     """Those that the trainer has mapped, of its only worker."""
-    return set(iterator._pool._workers[0].slots._memory)
+    return set(iterator._executor.pool._workers[0].slots._memory)
 
 
 def test_batch_that_a_forked_child_sees_does_not_change() -> None:

@@ -1,0 +1,47 @@
+"""What a loader shares with its iterators."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastload.loader.resume import LoaderState
+from fastload.metrics.counters import Counters
+from fastload.metrics.epoch import Meter
+from fastload.workers.autoscale import Autoscaler
+
+if TYPE_CHECKING:
+    from fastload.gpu.decoding import Decoding
+
+__all__ = ["LoaderContext"]
+
+_BAD_SAMPLES_KEPT = 1000
+
+
+@dataclass
+class LoaderContext:
+    """What outlives each iterator of a loader. It pickles with the loader and holds no reference to it.
+
+    Attributes:
+        counters: of all epochs.
+        meter: the epoch that runs, or the last one.
+        bad: (key, error) of the last samples that could not be read or decoded.
+        position: how much was handed out.
+        autoscaler: with num_workers="auto".
+        decoding: where the device decodes images.
+    """
+
+    counters: Counters = field(default_factory=Counters)
+    bad: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_BAD_SAMPLES_KEPT))
+    position: LoaderState = field(default_factory=LoaderState)
+    autoscaler: Autoscaler | None = None
+    decoding: Decoding | None = None
+    meter: Meter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.counters)
+
+    def workers_wanted(self, most: int) -> int:
+        """How many of `most` workers make batches: all, unless num_workers="auto" has found fewer."""
+        return most if self.autoscaler is None else int(self.autoscaler.workers)

@@ -1,0 +1,371 @@
+"""The way of a batch, from the sampler to the consumer: `LoaderIterator._next_data` is that way on one page.
+
+    schedule ──▶ executor ──────────▶ reorder ──▶ device ──▶ the consumer
+    (sampler,    (worker processes,   (in turn)   (copy, batch_transform, ahead;
+     streams)     or this one)                     or pinned; or as it is)
+
+In the executor `fastload.workers.batch.BatchMaker` makes the batch: the prefetcher reads the samples from the
+cache or the store, they are decoded and transformed, and collated into a slot of shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data.graph_settings import apply_sharding
+
+from fastload.datasets.protocols import as_rows
+from fastload.gpu.transfer import DevicePrefetcher
+from fastload.loader.context import LoaderContext
+from fastload.loader.progress import Progress
+from fastload.loader.reorder import ReorderBuffer
+from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
+from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, shard_data_pipe
+from fastload.metrics.tracing import stage
+from fastload.workers.executor import Arrival, Executor, ProcessExecutor
+from fastload.workers.inline import InlineExecutor, allocator
+from fastload.workers.messages import WorkerSetup
+
+__all__ = ["LoaderIterator"]
+
+
+class LoaderIterator(TorchIterator):
+    """One iteration over a loader, or with persistent workers all of them, for any number of workers.
+
+    It derives from torch's private base class, for three reasons. Frameworks and scripts ask
+    `isinstance(iterator, _BaseDataLoaderIter)`. The base draws the seeds of an epoch from torch's generator,
+    in the order of the torch that is installed. It warns in torch's words about pinned memory, and about
+    iterable datasets that are longer than they say. To repeat all of that here was rejected. `__init__`,
+    `_reset` and `__next__` of the base are used; `__next__` calls `_next_data`.
+    """
+
+    _executor: Executor  # not there before `__init__` comes to it
+    _device: DevicePrefetcher | None = None
+    _schedule: Schedule
+    _progress: Progress
+
+    def __init__(self, loader: Any, context: LoaderContext) -> None:
+        # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
+        self._context = context
+        self._sent = self._first = 0  # sequence numbers: of the next work, of the first of this epoch
+        self._reorder = ReorderBuffer(in_order=loader.in_order)
+        self.broken = False
+        inline = loader.num_workers == 0
+        if inline:
+            self._progress = context.position.begin(loader, late_seed=True)
+        with context.position.seeding(loader):
+            super().__init__(loader)
+        self._base_seed = context.position.base_seed(int(self._base_seed))
+        self._device = _new_device(loader, context)
+        if self._device is not None and self._device.copies:
+            self._pin_memory = False
+        self._executor = self._new_executor(loader)
+        if inline:
+            self._take_position(loader)
+            self._start_epoch(loader)
+        else:
+            self._reset(loader, first_iter=True)
+
+    @property
+    def _workers(self) -> list[Any]:
+        """The worker processes. torch's own tests and many scripts look here."""
+        return self._executor.processes if hasattr(self, "_executor") else []
+
+    # --- the way of a batch
+
+    def _next_data(self) -> Any:
+        if self.broken:
+            self._executor.check_open()
+        self._context.meter.asked()
+        if self._device is not None:
+            self._device.ask()
+        while (seq := self._next_due()) is not None:  # schedule -> executor
+            arrival = self._wait_for(seq)  # executor -> reorder
+            self._start_copies()  # reorder -> device
+            if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready()):
+                break
+            lane = self._reorder.take(arrival.seq)
+            if not arrival.exhausted:
+                return self._hand_over(lane, arrival)  # device -> the consumer
+            self._retire(lane, arrival)
+        self._finish()
+        raise StopIteration
+
+    def _next_due(self) -> int | None:
+        """The work to hand over next, given out now where none is; None at the end of the epoch."""
+        if not self._executor.concurrent:
+            self._fill()
+        while (seq := self._reorder.due()) is None:
+            if not self._fill() and not self._schedule.next_lap():
+                return None
+        return seq
+
+    def _fill(self) -> bool:
+        """Give out as much work as the lanes may have at a time. Returns whether there was any."""
+        before = self._sent
+        while len(self._reorder) < self._schedule.ahead * len(self._schedule.turn) and self._submit():
+            pass
+        return self._sent > before
+
+    def _submit(self, left: int | None = None) -> bool:
+        """Give out the next work. `left` is the lane of the batch that has just left the loader."""
+        schedule = self._schedule
+        if not schedule.turn:
+            return False
+        lane = schedule.choose(left)
+        try:
+            with self._context.counters.timed("sampler"):
+                index = schedule.work(lane)
+        except StopIteration:
+            schedule.turn.clear()
+            self._executor.end_work()
+            return False
+        seq, self._sent = self._sent, self._sent + 1
+        self._reorder.expect(seq, lane)
+        try:
+            decoding = self._context.decoding
+            encoded = decoding is not None and decoding.next_encoded()
+            self._executor.submit(lane % max(1, self._num_workers), seq, index, encoded=encoded)
+        except BaseException:  # an index that cannot be pickled, Ctrl-C: nobody may wait for this batch
+            self._reorder.forget(seq)
+            raise
+        return True
+
+    def _wait_for(self, seq: int) -> Arrival:
+        """Wait until what is due has arrived; out of order, that is what arrives first."""
+        while not self._reorder.has(seq):
+            self._receive()
+            due = self._reorder.due()
+            assert due is not None
+            seq = due
+        return self._reorder.look(seq)
+
+    def _receive(self, *, wait: bool = True) -> None:
+        """Take in what has arrived; with `wait`, at least one piece of work."""
+        start = time.perf_counter()
+        try:
+            if wait:
+                with stage("wait"):
+                    arrivals = self._executor.receive(self._timeout, self._context.meter.tick)
+                self._context.counters.add("wait.seconds", time.perf_counter() - start)
+            else:
+                arrivals = self._executor.arrived()
+            for arrival in arrivals:
+                if self._reorder.put(arrival):
+                    self._progress.began(arrival.worker_id, arrival.before)
+                else:
+                    self._discard(arrival)
+        except BaseException:  # Ctrl-C too
+            self.broken = self._executor.concurrent
+            for seq in self._executor.interrupted():
+                self._schedule.lost(self._reorder.forget(seq))
+            raise
+
+    def _start_copies(self) -> None:
+        """Start what is here and due next on its way to the device, before it is asked for."""
+        device = self._device
+        if device is None or not device.ahead or not self._executor.concurrent:
+            return
+        self._receive(wait=False)
+        for arrival in self._reorder.first(1 + device.ahead):
+            if arrival.load is not None:
+                device.stage(arrival.seq, arrival.load)
+
+    def _hand_over(self, lane: int, arrival: Arrival) -> Any:
+        """The batch as the user gets it. Raises what its worker, the device or the pinning raised."""
+        self._executor.consume(arrival.worker_id)
+        try:
+            arrival.reraise()
+            batch = self._load(arrival)
+        except BaseException as error:
+            self._give_more(lane, arrival.worker_id)
+            if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
+                self._count(lane, arrival)
+            raise
+        self._give_more(lane, arrival.worker_id)
+        self._context.meter.handed_over()
+        self._adjust_workers()
+        self._count(lane, arrival)  # last, for the same reason
+        return batch
+
+    def _load(self, arrival: Arrival) -> Any:
+        assert arrival.load is not None
+        with stage("unpack"):
+            batch = arrival.load() if self._device is None else self._device.take(arrival.seq, arrival.load)
+        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
+
+    def _give_more(self, lane: int, worker_id: int) -> None:
+        """Give out new work in the place of a batch that leaves the loader, and say that it does."""
+        if not self._executor.concurrent:
+            return  # not before it is asked for: its work would hold up this batch
+        turn = self._schedule.turn
+        parked = bool(turn) and lane not in turn
+        if parked or not self._submit(lane):
+            self._executor.finish(worker_id)
+
+    def _count(self, lane: int, arrival: Arrival) -> None:
+        self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
+        self._progress.next_worker = self._reorder.next_lane()
+
+    # --- what ends before the epoch does
+
+    def _retire(self, lane: int, arrival: Arrival) -> None:
+        """This stream, or this worker's part of an iterable dataset, is at its end."""
+        self._progress.ended(lane, arrival.after)
+        for dropped in self._reorder.drop(lane):
+            self._discard(dropped)
+        if self._schedule.retire(lane):
+            self._submit()
+
+    def _discard(self, arrival: Arrival) -> None:
+        """A batch that nobody waits for any more; its memory goes back."""
+        if arrival.seq >= self._first and not arrival.exhausted:
+            self._executor.consume(arrival.worker_id)
+        if self._device is None or not self._device.drop(arrival.seq):
+            self._executor.discard(arrival)
+
+    def _adjust_workers(self) -> None:
+        """Have as many as num_workers="auto" wants. One that is parked finishes its work, and waits."""
+        autoscaler, schedule = self._context.autoscaler, self._schedule
+        if autoscaler is None or not isinstance(schedule, IndexSchedule) or not schedule.turn:
+            return
+        wanted = autoscaler.look(self._context.counters, len(self._reorder))
+        schedule.park(wanted)
+        while (worker_id := schedule.next_worker(wanted)) is not None:
+            if worker_id == len(self._workers):
+                self._executor.grow()
+            schedule.turn.append(worker_id)
+            self._fill()
+        self._context.meter.workers = wanted
+
+    # --- epochs
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin an epoch with the workers that there are; called by torch's loader."""
+        previous = None if first_iter else self._progress
+        self._progress = self._context.position.begin(loader, late_seed=False, previous=previous)
+        super()._reset(loader, first_iter)
+        self._take_position(loader)
+        self._start_epoch(loader)
+        if previous is not None and previous.ran_on:
+            # These workers' datasets went on after the break: only they know where this epoch begins.
+            while self._reorder.waits_for_lanes():
+                self._receive()
+
+    def _take_position(self, loader: Any) -> None:
+        self._base_seed, self._sampler_iter = self._context.position.started(
+            loader, int(self._base_seed), self._sampler_iter, self._progress
+        )
+        self._num_yielded = self._progress.batches
+
+    def _start_epoch(self, loader: Any) -> None:
+        context = self._context
+        wanted = context.workers_wanted(self._num_workers)
+        context.meter.start(wanted)
+        if context.autoscaler is not None:
+            context.autoscaler.start_epoch(context.counters["wait.batches"])
+        for arrival in self._reorder.clear():
+            self._discard(arrival)
+        if self._device is not None:
+            self._device.rest()
+        self._first = self._sent
+        self._schedule = self._new_schedule(loader, wanted)
+        self._executor.start_epoch(
+            self._sent,
+            int(self._base_seed if loader.seed is None else loader.seed),
+            self._progress.epoch,
+            streamed=self._schedule.streamed,
+            shared_seed=self._shared_seed,
+        )
+        if self._executor.concurrent:
+            self._fill()
+
+    def take_up(self, positions: list[dict[str, Any]] | None) -> None:
+        """Go to the place in an iterable dataset that was loaded, and note where that is."""
+        self._progress.began(state=self._executor.take_up(positions[0] if positions else None))
+
+    def _new_schedule(self, loader: Any, wanted: int) -> Schedule:
+        streams, inline = self._progress.streams, not self._executor.concurrent
+        if streams is not None:  # each reads ahead by itself, so what is announced need not be more
+            return StreamSchedule(streams, ahead=1 if inline else loader.prefetch_factor)
+        ahead = 1 if inline else loader.prefetch_factor
+        if as_rows(self._dataset) is not None:
+            ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
+        return IndexSchedule(
+            self._sampler_iter,
+            # Of workers that were wanted at the end of an epoch, some may not have been started.
+            workers=1 if inline else min(wanted, len(self._workers)),
+            first=self._progress.next_worker,
+            ahead=ahead,
+            in_order=loader.in_order,
+        )
+
+    def _new_executor(self, loader: Any) -> Executor:
+        setup = self._setup(loader)
+        counters, bad = self._context.counters, self._context.bad
+        if self._num_workers > 0:
+            if not loader.prefetch_factor:
+                raise AssertionError(
+                    "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+                )
+            pin = self._device.pin if self._device is not None and self._device.copies else None
+            start = self._context.workers_wanted(self._num_workers)
+            context = loader.multiprocessing_context
+            return ProcessExecutor(setup, context, counters, bad, pin=pin, start=start)
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            apply_sharding(self._dataset, self._world_size, self._rank)
+        own = allocator(pinned=self._pin_memory)
+        allocate = own if self._device is None else self._device.allocate
+        return InlineExecutor(setup, counters, bad, allocate)
+
+    def _setup(self, loader: Any) -> WorkerSetup:
+        init = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            init = functools.partial(shard_data_pipe, init, self._world_size, self._rank)
+        return WorkerSetup(
+            dataset=self._dataset,
+            collate_fn=self._collate_fn,
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            worker_init_fn=init,
+            num_workers=self._num_workers,
+            prefetch_factor=loader.prefetch_factor or 2,
+            base_seed=int(self._base_seed),
+            on_error=loader.on_error,
+            seeded=loader.seed is not None,
+            batch_size=loader.batch_size or 1,
+            positions=self._context.position.worker_positions(),
+        )
+
+    def _finish(self) -> None:
+        for arrival in self._reorder.clear():
+            self._discard(arrival)
+        self._progress.finish()
+        self._context.meter.stop()
+        if self._context.autoscaler is not None:
+            self._context.autoscaler.end_epoch()
+        if not self._persistent_workers:
+            self._shutdown_workers()
+
+    def _shutdown_workers(self) -> None:
+        """torch's own tests call this."""
+        if hasattr(self, "_executor"):
+            self._executor.close()
+
+    def __del__(self) -> None:
+        if is_exiting is not None and not is_exiting():
+            if self._device is not None:
+                self._device.close()
+            self._shutdown_workers()
+
+
+def _new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
+    """What takes the batches of one iterator to the device; None where they stay as they are."""
+    if loader.device is None and loader.batch_transform is None and context.decoding is None:
+        return None
+    return DevicePrefetcher(loader.device, loader.batch_transform, context.counters, context.decoding)

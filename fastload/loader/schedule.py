@@ -1,0 +1,164 @@
+"""What is to be made next, and by whom: index batches of a sampler, or the next samples of streams.
+
+A lane is what makes batches in turn: a worker, or a stream, which worker `lane mod workers` reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from fastload.loader.stream_epoch import StreamEpoch
+
+__all__ = ["IndexSchedule", "Schedule", "StreamSchedule", "index_batches_ahead"]
+
+# How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
+# more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.
+_READ_AHEAD = 256
+
+
+class Schedule(Protocol):
+    """The work of one epoch, and the lanes that it is dealt to in turn.
+
+    Attributes:
+        turn: the lanes that take part, the next one first. Empty: there is no more work.
+        ahead: pieces of work that a lane may have at a time.
+        streamed: index batches are `TakeNext`.
+    """
+
+    turn: deque[int]
+    ahead: int
+    streamed: bool
+
+    def choose(self, lane: int | None) -> int:
+        """The lane of the next work, where a batch of `lane` has just left the loader (None: none has)."""
+
+    def work(self, lane: int) -> Any:
+        """The next index batch, for this lane.
+
+        Raises:
+            StopIteration: there is none. Whatever the sampler raises.
+        """
+
+    def goes_on(self, ready: int) -> bool:
+        """Whether a batch that is here is to be handed out; `ready` are here."""
+
+    def next_lap(self) -> bool:
+        """All lanes are at their end: whether they begin once more."""
+
+    def retire(self, lane: int) -> bool:
+        """A lane is at its end. Returns whether another one may have its work."""
+
+    def lost(self, lane: int) -> None:
+        """Work of this lane was given out and will not be answered."""
+
+
+class IndexSchedule:
+    """Index batches, dealt to workers in turn.
+
+    Args:
+        index_batches: of the sampler.
+        workers: how many take part.
+        first: the one whose turn it is.
+        ahead: index batches that each may have at a time.
+        in_order: batch i goes to worker i mod workers; else to the one that is free.
+    """
+
+    streamed = False
+
+    def __init__(
+        self, index_batches: Iterator[Any], *, workers: int, first: int, ahead: int, in_order: bool
+    ) -> None:
+        self._index_batches = index_batches
+        self._in_order = in_order
+        self.ahead = ahead
+        self.turn = deque(range(workers))
+        self.turn.rotate(-first)
+
+    def park(self, wanted: int) -> None:
+        """Have no more workers than these take part."""
+        while len(self.turn) > wanted:
+            self.turn.remove(max(self.turn))
+
+    def next_worker(self, wanted: int) -> int | None:
+        """One that does not take part yet; None where as many do, or there is no more work."""
+        if not 0 < len(self.turn) < wanted:
+            return None
+        return min(set(range(wanted)) - set(self.turn))
+
+    def choose(self, lane: int | None) -> int:
+        if lane is None or self._in_order or lane not in self.turn:
+            lane = self.turn[0]
+            self.turn.rotate(-1)
+        return lane
+
+    def work(self, lane: int) -> Any:
+        return next(self._index_batches)
+
+    def goes_on(self, ready: int) -> bool:
+        return True
+
+    def next_lap(self) -> bool:
+        return False
+
+    def retire(self, lane: int) -> bool:
+        _remove(self.turn, lane)
+        return True
+
+    def lost(self, lane: int) -> None:
+        pass
+
+
+class StreamSchedule:
+    """The streams of an epoch, in the order in which their batches are handed out.
+
+    Args:
+        streams: their state.
+        ahead: batches that each may have at a time. A stream reads ahead by itself.
+    """
+
+    streamed = True
+
+    def __init__(self, streams: StreamEpoch, *, ahead: int) -> None:
+        self._streams = streams
+        self.ahead = ahead
+        self.turn = deque(streams.live)
+
+    def choose(self, lane: int | None) -> int:
+        # A stream of which a batch was handed out is given its next work: so they stay in turn.
+        if lane is None or lane not in self.turn:
+            lane = self.turn[0]
+            self.turn.rotate(-1)
+        return lane
+
+    def work(self, lane: int) -> Any:
+        return self._streams.work(lane)
+
+    def goes_on(self, ready: int) -> bool:
+        return self._streams.goes_on(ready)
+
+    def next_lap(self) -> bool:
+        while self._streams.goes_on(ready=0):
+            self.turn = deque(self._streams.live)
+            if self.turn:  # else these streams are empty, and the next rank's are tried
+                return True
+        return False
+
+    def retire(self, lane: int) -> bool:
+        _remove(self.turn, lane)
+        return False
+
+    def lost(self, lane: int) -> None:
+        self._streams.lost(lane)
+
+
+def _remove(lanes: deque[int], ended: int) -> None:
+    if ended in lanes:
+        lanes.remove(ended)
+
+
+def index_batches_ahead(loader: Any, least: int) -> int:
+    """How many index batches are announced in advance, where the dataset can read ahead."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+    return max(least, -(-_READ_AHEAD // size))

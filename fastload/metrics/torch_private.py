@@ -1,0 +1,73 @@
+"""The private names of torch that fastload uses. Every one is imported here, and nowhere else.
+
+The module stands in the lowest room, since rooms from `metrics` to `loader` need one name or another.
+
+| name | why it is needed | what breaks if torch moves it |
+|---|---|---|
+| `TorchIterator` | `LoaderIterator` derives from it, see there | every loader |
+| `IterableFetcher` | makes batches of iterable datasets by torch's own rules | iterable datasets |
+| `shard_data_pipe` | splits torch's data pipes by rank and worker | data pipes with workers |
+| `pin_memory` | pins batches of any structure, as torch does | `pin_memory=True` |
+| `numpy_seed`, `set_worker_info` | workers draw what torch's workers draw | workers |
+| `handle_dead_workers_signals` | SIGBUS in a worker names shared memory | one error text |
+| `collate_tensors`, `collate_map` | tensors are stacked into a batch slot | one more copy of each batch |
+| `is_exiting` | at exit nothing may be ended that is half gone | tracebacks at exit |
+| `profiler_enabled` | a range costs nothing while no profiler runs | microseconds a batch |
+| `default_store` | ranks agree through torch.distributed's store | several ranks that read streams |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.utils.data
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.utils.data import _utils
+from torch.utils.data._utils import collate, signal_handling, worker
+from torch.utils.data._utils import pin_memory as _pin_memory
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+
+__all__ = [
+    "IterableFetcher",
+    "TorchIterator",
+    "collate_map",
+    "collate_tensors",
+    "default_store",
+    "handle_dead_workers_signals",
+    "is_exiting",
+    "numpy_seed",
+    "pin_memory",
+    "profiler_enabled",
+    "set_worker_info",
+    "shard_data_pipe",
+]
+
+IterableFetcher = _IterableDatasetFetcher
+TorchIterator = _BaseDataLoaderIter
+collate_map: dict[Any, Any] = collate.default_collate_fn_map
+collate_tensors: Any = collate.collate_tensor_fn
+handle_dead_workers_signals: Any = signal_handling._set_worker_signal_handlers  # type: ignore[attr-defined]
+numpy_seed: Any = worker._generate_state
+profiler_enabled: Any = _profiler_enabled
+shard_data_pipe: Any = _sharding_worker_init_fn
+
+
+def pin_memory(batch: Any, device: str | None) -> Any:
+    """The batch with its tensors in pinned memory."""
+    return _pin_memory.pin_memory(batch, device)  # type: ignore[no-untyped-call]
+
+
+def set_worker_info(worker_id: int, workers: int, seed: int, dataset: Any) -> None:
+    """What `torch.utils.data.get_worker_info()` returns in this process from now on."""
+    worker._worker_info = worker.WorkerInfo(id=worker_id, num_workers=workers, seed=seed, dataset=dataset)
+
+
+def is_exiting() -> bool:
+    """True once the interpreter ends: modules and threads may be gone."""
+    return _utils is None or bool(_utils.python_exit_status)
+
+
+def default_store() -> Any:
+    """The key-value store of torch.distributed."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -1,0 +1,269 @@
+"""Batches that this process makes (`num_workers=0`), by the same steps as a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from fastload.datasets.protocols import Allocate
+from fastload.metrics.counters import Counters
+from fastload.metrics.torch_private import IterableFetcher
+from fastload.workers.batch import BatchCounters, BatchMaker
+from fastload.workers.collate import note_sample
+from fastload.workers.dataset_state import dataset_state, resume_fetcher
+from fastload.workers.executor import Arrival, BadSamples
+from fastload.workers.messages import Work, WorkerSetup
+from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
+
+__all__ = ["InlineExecutor", "allocator"]
+
+
+class InlineExecutor:
+    """Batches that this process makes, one when one is asked for. What is submitted is read ahead.
+
+    Args:
+        setup: as for workers.
+        counters, bad: get what is counted.
+        allocate: where batches are made.
+    """
+
+    concurrent = False
+
+    def __init__(self, setup: WorkerSetup, counters: Counters, bad: BadSamples, allocate: Allocate) -> None:
+        self._setup = setup
+        self._counters = counters
+        self._bad = bad
+        self._work: deque[Work] = deque()
+        self._announced = 0  # of these, the first ones
+        self._refused: dict[int, Exception] = {}  # work that could not be announced
+        self._lost: list[int] = []
+        self._last_known = False  # nothing more will be submitted
+        self._owner = os.getpid()
+        iterable = isinstance(setup.dataset, IterableDataset)
+        self._source: _Iterated | _Indexed = _Iterated(setup) if iterable else _Indexed(setup, allocate)
+
+    @property
+    def processes(self) -> list[Any]:
+        return []
+
+    def start_epoch(
+        self, first: int, seed: int, epoch: int, *, streamed: bool, shared_seed: int | None
+    ) -> None:
+        self._source.start_epoch(seed, epoch, streamed=streamed)
+
+    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool) -> None:
+        self._work.append(Work(0, [], [], seq, index, encoded))
+
+    def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
+        self._announce()  # before anything is taken from the queue: Ctrl-C takes it from nobody
+        work = self._work[0]
+        try:
+            arrival = self._make(work)
+        except BaseException:
+            if isinstance(work.index, TakeNext):  # its stream is closed; other work is made once more
+                self._forget()
+                self._lost.append(work.seq)
+            raise
+        self._forget()
+        if arrival.exhausted or (self._last_known and not self._work):
+            self._source.flush_cache()
+        counters, bad = self._source.drain()
+        self._counters.merge(counters)
+        self._bad.extend(bad)
+        return [arrival]
+
+    def _announce(self) -> None:
+        while self._announced < len(self._work):
+            work = self._work[self._announced]
+            try:
+                self._source.prefetch(work.index)
+            except Exception as error:
+                self._refused[work.seq] = error
+            self._announced += 1
+
+    def _forget(self) -> None:
+        self._work.popleft()
+        self._announced -= 1
+
+    def _make(self, work: Work) -> Arrival:
+        arrival = Arrival(work.seq, 0, None, self._refused.pop(work.seq, None))
+        streamed = isinstance(work.index, TakeNext)
+        if arrival.failure is None:
+            try:
+                index, arrival.after = self._source.take(work.index)
+                batch = self._source.make(index, encoded=work.encoded)
+                arrival.load = lambda: batch
+            except (StopIteration, StreamOver):
+                arrival.exhausted = True
+            except Exception as error:
+                note_sample(error)
+                arrival.failure = error
+        if not streamed:
+            arrival.after = self._source.state()
+        return arrival
+
+    def arrived(self) -> list[Arrival]:
+        return []
+
+    def consume(self, worker_id: int) -> None:
+        pass
+
+    def discard(self, arrival: Arrival) -> None:
+        pass
+
+    def finish(self, worker_id: int) -> None:
+        pass
+
+    def end_work(self) -> None:
+        self._last_known = True
+        if not self._work:
+            self._source.flush_cache()  # a dataset that is not read ahead shows its last batch only now
+
+    def grow(self) -> None:
+        raise NotImplementedError("this process is the only one")
+
+    def take_up(self, position: dict[str, Any] | None) -> Any:
+        self._source.resume(position)
+        return self._source.state()
+
+    def interrupted(self) -> list[int]:
+        lost, self._lost = self._lost, []
+        return lost
+
+    def check_open(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
+            return
+        self._source.close()
+        while self._work:
+            self._source.cancel(self._work.popleft().index)
+        self._announced = 0
+
+
+class _Indexed:
+    """A map-style dataset, read by index batches or as streams."""
+
+    def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
+        self._setup = setup
+        self._maker = BatchMaker(
+            setup.dataset,
+            collate_fn=setup.collate_fn,
+            auto_collation=setup.auto_collation,
+            on_error=setup.on_error,
+            seeded=setup.seeded,
+            allocate=allocate,
+        )
+        self._streams = StreamReader(
+            setup.dataset,
+            auto_collation=setup.auto_collation,
+            drop_last=setup.drop_last,
+            cancel=self._maker.cancel,
+        )
+        self.flush_cache = self._maker.flush_cache
+        self.close = self._streams.close
+
+    def start_epoch(self, seed: int, epoch: int, *, streamed: bool) -> None:
+        self._maker.start_epoch(seed, epoch, numbered=not streamed)
+
+    def prefetch(self, index: Any) -> None:
+        if not isinstance(index, TakeNext):
+            self._maker.prefetch(index)
+
+    def cancel(self, index: Any) -> None:
+        if not isinstance(index, TakeNext):
+            self._maker.cancel(index)
+
+    def take(self, index: Any) -> tuple[Any, Any]:
+        """(the index batch, the state of the stream that it is from)."""
+        return self._streams.take(index) if isinstance(index, TakeNext) else (index, None)
+
+    def make(self, index: Any, *, encoded: bool) -> Any:
+        # A seed sets the generators for each sample, and here they are the trainer's.
+        with _kept_globals() if self._setup.seeded else contextlib.nullcontext():
+            return self._maker(index, encoded=encoded)
+
+    def state(self) -> Any:
+        return copy.deepcopy(dataset_state(self._setup.dataset, self._maker))
+
+    def resume(self, position: dict[str, Any] | None) -> None:
+        pass
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        bad, self._maker.bad = self._maker.bad, []
+        return self._maker.counters.drain(), bad
+
+
+class _Iterated:
+    """An iterable dataset."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._counters = BatchCounters(setup.dataset)
+        self._fetcher = IterableFetcher(
+            setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
+        )
+
+    def start_epoch(self, seed: int, epoch: int, *, streamed: bool) -> None:
+        pass
+
+    def prefetch(self, index: Any) -> None:
+        pass
+
+    def cancel(self, index: Any) -> None:
+        pass
+
+    def take(self, index: Any) -> tuple[Any, Any]:
+        return index, None
+
+    def make(self, index: Any, *, encoded: bool) -> Any:
+        with self._counters.timed("decode"):
+            batch = self._fetcher.fetch(index)  # type: ignore[no-untyped-call]
+        self._counters.made_batch(len(index) if self._setup.auto_collation else 1)
+        return batch
+
+    def state(self) -> Any:
+        return copy.deepcopy(dataset_state(self._setup.dataset, self._fetcher))
+
+    def resume(self, position: dict[str, Any] | None) -> None:
+        resume_fetcher(self._fetcher, position, self._setup.batch_size)
+
+    def flush_cache(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        return self._counters.drain(), []
+
+
+def allocator(*, pinned: bool) -> Allocate:
+    """Ordinary host memory for batches that this process makes."""
+
+    def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=pinned)
+
+    return allocate
+
+
+@contextlib.contextmanager
+def _kept_globals() -> Iterator[None]:
+    """What is drawn or seeded inside leaves the process-wide generators where they were."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
