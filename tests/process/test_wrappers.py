@@ -17,7 +17,7 @@ from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-IMAGES = 24
+IMAGES = 12
 SUBCLASS = "asks the ImageFolder in its attribute .* for one sample at a time"
 
 
@@ -87,7 +87,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def slow_store() -> Iterator[dict[str, Any]]:
-    """Storage options of a server that takes 50 ms for each of 24 small images."""
+    """Storage options of a server that takes 50 ms for each of 12 small images."""
     photo = pillow_jpeg(scene(32, 32))
     objects = {f"class{i % 2}/{i:03d}.jpg": photo for i in range(IMAGES)}
     with FaultServer(objects) as server:

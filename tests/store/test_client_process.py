@@ -318,30 +318,33 @@ options = {name: value for name, value in options.items() if value}
 dataset = fastload.ImageFolder("s3://bucket", lambda image: image.size[0], storage_options=options)
 print("first", dataset[0])
 loaders = {"fastload": fastload.DataLoader, "torch": torch.utils.data.DataLoader}
-for number in (0, 2):
-    batches = list(loaders[sys.argv[3]](dataset, batch_size=4, num_workers=number))
-    print(number, sum(len(labels) for _, labels in batches), {int(w) for ws, _ in batches for w in ws})
+for name, number in [(name, number) for name in sys.argv[3:] for number in (0, 2)]:
+    batches = list(loaders[name](dataset, batch_size=4, num_workers=number))
+    print(name, number, sum(len(labels) for _, labels in batches), {int(w) for ws, _ in batches for w in ws})
 print(sorted({"obstore", "s3fs"} & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("client", ["", "s3fs"])
-@pytest.mark.parametrize("loader", ["fastload", "torch"])
+# Each loader comes first once, right after the sample that is read in the trainer.
+@pytest.mark.parametrize(
+    ("client", "loaders"), [("", ["fastload", "torch"]), ("s3fs", ["torch", "fastload"])], ids=str
+)
 def test_sample_read_first_workers_start_as_torchs_without_guard_or_pickling(
-    loader: str, client: str, tmp_path: Path
+    client: str, loaders: list[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with FaultServer(PHOTOS) as server:
         done = subprocess.run(
-            [sys.executable, "-W", "error", script, server.endpoint_url, client, loader],
+            [sys.executable, "-W", "error", script, server.endpoint_url, client, *loaders],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
             timeout=PATIENCE,
         )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["first (40, 0)", "0 16 {40}", "2 16 {40}", "[]"]
+    epochs = [f"{loader} {number} 16 {{40}}" for loader in loaders for number in (0, 2)]
+    assert done.stdout.splitlines() == ["first (40, 0)", *epochs, "[]"]
 
 
 @pytest.mark.parametrize("client", ["", "s3fs"])

@@ -78,7 +78,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gives_up(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, not minutes, until it is enough."""
-    monkeypatch.setattr(retry, "READ", retry.Policy(budget=2, first=0.01, longest=0.5))
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.5))
 
 
 # --- What is there is what is read -----------------------------------------------------------------------

@@ -51,10 +51,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         "max_backoff": timedelta(seconds=1),
         "base": 2,
     }
-    client = {"connect_timeout": "3s", "read_timeout": "3s", "timeout": "30s"}
+    client = {"connect_timeout": "2s", "read_timeout": "2s", "timeout": "30s"}
     monkeypatch.setattr(native, "_WRITER", {"client": client, "retry": few})
     s3fs = pytest.importorskip("s3fs")
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 3)
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 2)
 
 
 def opened(kind: str, s3: S3Server, tmp_path: Path) -> Store:
@@ -98,7 +98,7 @@ RECOVERED = {
     "503": [Fault(status=503, code="SlowDown")] * 2,
     "an answer lost": [Fault(lost=True)],
     # An error in the end: the start of an upload in parts, carried out so late, would undo that of the retry.
-    "no answer": [Fault(delay=4, status=500)],
+    "no answer": [Fault(delay=2.5, status=500)],
 }
 
 
