@@ -18,6 +18,7 @@ Loading stays inside the record: a length that points outside it is an error, an
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,9 @@ _ALIGN = 64
 _MAX_DEPTH = 64
 _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
+# Other texts make numpy raise SyntaxError, or warn.
+_NUMPY_DTYPE = re.compile(r"[<>|=][?bBiufcmMSUV]\d*(\[\d*[A-Za-z]+\])?", re.ASCII)
+_TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
 def dump(sample: Any) -> bytes:
@@ -42,8 +46,7 @@ def dump(sample: Any) -> bytes:
 
     Raises:
         ArgumentError: a value is none of None, bool, int, float, str, bytes, numpy array, torch tensor, or
-        list,
-            tuple or dict of these. The message names the value's type and place.
+            list, tuple or dict of these. The message names the value's type and place.
     """
     out = bytearray()
     _write(out, sample, "sample", 0)
@@ -231,7 +234,9 @@ def _read_block(memory: memoryview, at: int, tag: str, readonly: bool) -> tuple[
     at += 2 + name_size
     shape = struct.unpack_from(f"<{ndim}Q", memory, at)
     at = -(-(at + 8 * ndim) // _ALIGN) * _ALIGN
-    dtype: Any = getattr(torch, name) if tag == "x" else np.dtype(name)
+    if not (_TORCH_DTYPE if tag == "x" else _NUMPY_DTYPE).fullmatch(name):
+        raise ValueError(f"dtype {name!r}")
+    dtype: Any = getattr(torch, name, None) if tag == "x" else np.dtype(name)
     kind: Any = torch.dtype if tag == "x" else np.dtype
     if not isinstance(dtype, kind) or getattr(dtype, "hasobject", False):
         raise ValueError(f"dtype {name!r}")

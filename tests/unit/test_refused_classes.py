@@ -86,7 +86,7 @@ def test_class_for_shards_is_refused(tmp_path: Path, kind: type, words: str) -> 
 
 @every_class
 def test_class_in_by_epoch_is_refused(kind: type, words: str) -> None:
-    with pytest.raises(ArgumentError, match=f"from epoch 2 on is a class: write {words}"):
+    with pytest.raises(ArgumentError, match=f"from epoch 2 is a class: write {words}"):
         ByEpoch({0: len, 2: kind})
 
 

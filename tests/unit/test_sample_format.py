@@ -166,6 +166,16 @@ def test_damage_is_an_error_or_another_value_but_never_more(data: st.DataObject)
             load(damaged)
 
 
+def test_each_damaged_byte_of_a_header_is_an_error_or_another_value() -> None:
+    record = dump({"image": np.arange(6, dtype=np.int32).reshape(3, 2), "label": torch.zeros(2)})
+    for position in range(len(record)):
+        for change in range(1, 256):
+            damaged = bytearray(record)
+            damaged[position] ^= change
+            with contextlib.suppress(DecodeError):
+                load(bytes(damaged))
+
+
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(DecodeError):
         load(b"l\1\0\0\0" * 10_000)
