@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
@@ -10,13 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from photos import pillow_jpeg, scene
 
 import fastload
+from fastload import RandomResizedCrop
 from fastload.formats.example import encode_example
 from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.shards import reader
 
+KINDS = ["tar", "tfrecord"]
+CROP = RandomResizedCrop(24, flip=0.5)
 COUNTS = [40, 0, 57, 31, 1, 44]  # records of each shard
 TOTAL = sum(COUNTS)
 FEATURES = {"image": bytes, "label": int, "name": str}
@@ -49,6 +55,11 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress
 
 def shards(kind: str, *, index: bool = False, end: str = "") -> dict[str, bytes]:
     """Key -> object."""
+    return dict(_shards(kind, index, end))
+
+
+@functools.cache
+def _shards(kind: str, index: bool, end: str) -> dict[str, bytes]:
     objects, first = {}, 0
     for number, count in enumerate(COUNTS):
         data, places = shard(kind, range(first, first + count))
@@ -57,6 +68,15 @@ def shards(kind: str, *, index: bool = False, end: str = "") -> dict[str, bytes]
             objects[f"part-{number:03d}.{kind}.idx"] = places
         first += count
     return objects
+
+
+def place_of(number: int) -> tuple[int, int]:
+    """(shard, ordinal) of a record by its number among all."""
+    for index, count in enumerate(COUNTS):
+        if number < count:
+            return index, number
+        number -= count
+    raise AssertionError
 
 
 def write(folder: Path, objects: dict[str, bytes]) -> str:
@@ -117,3 +137,41 @@ def at_random(data: Any, epoch: int = 0) -> Any:
     failures = data.fill(batch, [(row, row) for row in range(n)], 5, epoch)
     assert not failures, failures
     return batch
+
+
+def loader_of(data: Any, workers: int, **arguments: Any) -> Any:
+    return fastload.DataLoader(data, 8, shuffle=True, num_workers=workers, seed=11, **arguments)
+
+
+def numbers_of(found: list[Any], kind: str) -> list[int]:
+    """The labels of a loader's batches."""
+    return [int(one) for batch in found for one in batch[LABEL[kind]].tolist()]
+
+
+# --- Fixtures, for modules that import them ---------------------------------------------------------------
+
+_OPEN: list[Any] = []
+
+
+def closing(data: Any) -> Any:
+    """A dataset that `close_all` closes at the end of the test."""
+    _OPEN.append(data)
+    return data
+
+
+@pytest.fixture
+def close_all(no_leaks: None) -> Iterator[None]:
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of a few kilobytes arrive in many ranges."""
+    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))

@@ -1,4 +1,4 @@
-"""The shards of a dataset, listed once, and what index files say of them."""
+"""The shards of a dataset, listed once, and their index files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ShardList"]
 
 _log = logging.getLogger("fastload")
 
-_READS = 64  # of index files and of shards' first bytes, at once
+_READS = 64  # at once, of index files and of first bytes of shards
 _COMPRESSIONS = ("gzip", "zlib", "")
 
 
@@ -33,17 +33,17 @@ class ShardList:
     """Shards in the order of their keys.
 
     Args:
-        urls: see `shard_urls`.
-        shards: what to look for below a prefix.
-        compression: "gzip", "zlib", "" (none) for all; None: by the first bytes of each.
+        urls: see `shards.urls`.
+        shards: which objects below a prefix are shards.
+        compression: of all shards: "gzip", "zlib" or "" (none); None: by the first bytes of each.
         directory: where listings are kept; None: nowhere.
-        refresh: list again where a listing is kept.
+        refresh: list again although a listing is kept.
         storage_options: for `open_store`.
 
     Attributes:
-        store: holds them.
-        cacheable: whether a cache may keep what is read of them.
-        counts: shard -> number of samples, as far as wids' index says.
+        store: where the shards are.
+        cacheable: whether a cache may keep their records.
+        counts: shard -> number of samples, of the shards for which wids' index has one.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError.
@@ -84,7 +84,7 @@ class ShardList:
         }
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """What is there, however it was listed: see `datasets.fingerprint`."""
+        """The shards, whether they were listed again or not: see `datasets.fingerprint`."""
         return {name: value for name, value in vars(self).items() if name != "_refresh"}
 
     def __len__(self) -> int:
@@ -97,14 +97,14 @@ class ShardList:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Names the shards and their versions."""
+        """A text that stands for the shards and their versions."""
         digest = hashlib.blake2b(digest_size=8)
         for shard in range(len(self)):
             digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
     def weights(self) -> list[int]:
-        """What whole shards are balanced by: their samples where wids' index says, else their bytes."""
+        """Weights of whole shards: their samples if wids' index has all counts, else their bytes."""
         if len(self.counts) == len(self):
             return [self.counts[shard] for shard in range(len(self))]
         return [self[shard].size for shard in range(len(self))]
@@ -112,7 +112,7 @@ class ShardList:
     def indexes(
         self, index: str | os.PathLike[str] | bool | None, parse: Callable[[bytes, int], Offsets]
     ) -> dict[int, RecordOffsets]:
-        """Shard -> what its index file says; shards without one, and compressed ones, are left out.
+        """Shard -> the records in its index file. Compressed shards, and those without one, are left out.
 
         Args:
             index: a URL below which the index files are; None: beside the shards, if there are any; False:
@@ -147,13 +147,13 @@ class ShardList:
                 text = f"index file {manifest.key(row)!r} of shard {self[shard].key!r}: {error.message}"
                 if index is not None:
                     raise ArgumentError(text) from None
-                _log.warning("%s; it is not used", text)
+                _log.warning("%s; the file is not used", text)
         if index not in (None, True) and not indexes:
             raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
         return indexes
 
     def _find(self, named: Named) -> tuple[Store, Manifest]:
-        """What is below a prefix; or, where that is none, the one file of that name."""
+        """The objects below a prefix; if there is nothing below it, the one file of that name."""
         store = open_store(named.root, **self._options)
         try:
             return store, self._list(store, named)
@@ -168,7 +168,7 @@ class ShardList:
             raise
 
     def _plain(self, shards: list[int]) -> list[int]:
-        """Those that are not compressed: what an index file says is of the file as it lies there."""
+        """Those that are not compressed: an index file counts the bytes of the plain file."""
         if self._compressed is not None:
             return [] if self._compressed else shards
         heads = [(self[shard].key, self[shard].version, self[shard].size) for shard in shards]
@@ -182,7 +182,7 @@ class ShardList:
 
 
 def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:
-    """The shards that wids' index lists, with their counts, where `urls` is one; else as it is."""
+    """The shards in wids' index, with their counts, if `urls` names such a file; else `urls` unchanged."""
     if not isinstance(urls, str | os.PathLike) or not os.fspath(urls).endswith(".json"):
         return urls, {}
     directory, _, name = os.fspath(urls).rpartition("/")
@@ -200,7 +200,7 @@ def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, i
 
 
 def _index_names(key: str, beside: bool) -> list[str]:
-    """The names that the index file of a shard may have, by the tools that write them."""
+    """The names that tools give to the index file of a shard."""
     base = key if beside else key.rpartition("/")[2]
     stem = base.rpartition(".")[0] if "." in base.rpartition("/")[2] else base
     return [f"{base}.idx", f"{stem}.idx", f"{base}.index", f"{stem}.index"]
@@ -209,7 +209,7 @@ def _index_names(key: str, beside: bool) -> list[str]:
 def _read_all(
     store: Store, objects: Sequence[tuple[str, str | None, int | None]], most: int | None = None
 ) -> list[bytes]:
-    """The bytes of some small objects (key, version, size); `most`: of each so many, the first ones."""
+    """The bytes of small objects (key, version, size); with `most`, only the first `most` of each."""
 
     def read(one: tuple[str, str | None, int | None]) -> bytes:
         key, version, size = one

@@ -1,4 +1,4 @@
-"""Values written row by row into the batch that `default_collate` would make of them.
+"""Columns of a batch, written row by row. The batch equals the one of torch's `default_collate`.
 
 bool, int, float, numpy scalars    a tensor (n,): bool, int64, float64, the scalar's
 arrays and tensors                 a tensor (n, *shape)
@@ -40,15 +40,17 @@ def new_column(value: Any, n: int, allocate: Allocate) -> Any:
 
 
 def number_view(column: Any, value: Any) -> tuple[type, np.ndarray[Any, Any]] | None:
-    """(type, the column as an array), where values of that type can be written into the array as they are:
-    a tenth of what it costs to write a number into a tensor. None for other columns."""
+    """(type, the column as an array), if values of that type can be written into the array as they are.
+
+    That costs a tenth of writing a number into a tensor. None for other columns.
+    """
     if isinstance(column, torch.Tensor) and column.ndim == 1 and type(value) in _DTYPES:
         return type(value), column.numpy()
     return None
 
 
 class _Columns(list[Any]):
-    """The columns of a list of values, told from one column that is a list."""
+    """The columns of a list of values; a plain list is one column."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
@@ -58,7 +60,7 @@ def put_value(column: Any, row: int, value: Any, path: str) -> None:
     """Write one value into its row.
 
     Raises:
-        DecodeError: it is not like the one that the column was made for; `path` names it.
+        DecodeError: the value is unlike the one that the column was made for. `path` names it.
     """
     if isinstance(column, dict):
         if not isinstance(value, Mapping) or column.keys() != value.keys():

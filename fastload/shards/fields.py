@@ -1,9 +1,9 @@
-"""A record's named fields: split without copies, and opened only when a sample is made of them.
+"""The named fields of a record, split without copies and opened when a sample is made of them.
 
     TFRecord   the features that the spec names         {"image": view of the bytes, "label": 7}
     tar        the members, by their extension          {"__key__": "0001", "jpg": view, "cls": view}
 
-Splitting says which of them are images: these stay encoded, for a fused transform or for the cache.
+Images stay encoded, for a fused transform or for the cache.
 """
 
 from __future__ import annotations
@@ -27,32 +27,34 @@ _UNSAFE = ("pyd", "pkl", "pickle", "pth", "pt")
 
 
 class Fields(Protocol):
-    """What a format's records are made of."""
+    """The fields that the records of a format have."""
 
     @property
     def key(self) -> str:
-        """What tells these fields from those of another set-up: part of the cache's keys."""
+        """A text that differs where other arguments give other fields: part of the cache's keys."""
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         """The fields of a record, as they lie in it.
 
         Raises:
-            DecodeError: it is not what the format says.
+            DecodeError: it is no record of this format.
         """
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        """The names of those that are encoded images."""
+        """The names of the fields that are encoded images."""
 
     def open(self, name: str, value: Any) -> Any:
-        """A field that is no image -> what the sample has.
+        """A field that is no image -> its value in the sample.
 
         Raises:
-            DecodeError: its bytes are not of its kind, or of one that is refused.
+            DecodeError: its bytes are not of its kind, or its kind is refused.
         """
 
     def open_image(self, value: Any) -> Any:
-        """An image -> what the sample has where no fused transform takes it: its bytes, or (H, W, 3) pixels
-        where the cache keeps these."""
+        """An image -> its value in a sample without a fused transform.
+
+        Its bytes, or (H, W, 3) pixels where the cache keeps pixels.
+        """
 
 
 class ExampleFields:
@@ -98,7 +100,7 @@ class MemberFields:
     """Members of a tar shard's sample.
 
     Args:
-        decoders: extension -> function of its bytes, in place of those built in.
+        decoders: extension -> function of its bytes; they replace the built-in ones.
         unsafe: unpickle .pyd, .pkl, .pickle, .pth and .pt, which can run any code.
     """
 
@@ -110,7 +112,7 @@ class MemberFields:
         self._last: tuple[tuple[str, ...], list[str]] = ((), [])  # names, and those of images
 
     def __fingerprint__(self) -> Any:
-        """Without what it remembers of the last sample: see `datasets.fingerprint`."""
+        """All but the memory of the last sample: see `datasets.fingerprint`."""
         return self._decoders, self._unsafe
 
     @property
@@ -120,11 +122,13 @@ class MemberFields:
     def split(self, payload: memoryview) -> dict[str, Any]:
         key, members = read_sample(payload)
         if "__key__" in members:
-            raise DecodeError(f"sample {key!r} has a member '__key__', which is what its key is called")
+            raise DecodeError(
+                f"sample {key!r} has a member '__key__': this name is taken by the key of the sample"
+            )
         return {"__key__": key, **members}
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        # Asked for twice a sample, and the members of samples are mostly the same ones.
+        # Called twice a sample, and most samples have the same members.
         names, last = tuple(fields), self._last  # reader threads share it
         if names != last[0]:
             last = self._last = names, [n for n in names if _kind(n) in _IMAGES and self._decoder(n) is None]
@@ -139,8 +143,8 @@ class MemberFields:
         kind = _kind(name)
         if kind in _UNSAFE and not self._unsafe:
             raise DecodeError(
-                f"member {name!r} is a pickle, which can run any code: pass unsafe=True if you trust whoever "
-                f"wrote the shards, or decode={{{name!r}: function}}"
+                f"member {name!r} is a pickle, which can run any code: pass unsafe=True if you trust the "
+                f"author of the shards, or decode={{{name!r}: function}}"
             )
         open_member = _OPENERS.get(kind)
         if open_member is None:
@@ -176,7 +180,7 @@ def _open_json(value: Any) -> Any:
 
 
 def _open_npy(value: Any) -> Any:
-    """An array, its size checked against the bytes that are there before it is allocated."""
+    """An array. Its size is checked against the bytes at hand before it is allocated."""
     file = BytesIO(value)
     version = np.lib.format.read_magic(file)
     read_header = {

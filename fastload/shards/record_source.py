@@ -14,6 +14,7 @@ from fastload.formats.pieces import Record, Splitter
 from fastload.formats.shard_index import Offsets
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import ShardIndex
+from fastload.shards.reader import PIECES
 from fastload.shards.record_id import RecordId
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
@@ -22,12 +23,11 @@ __all__ = ["RecordSource", "ShardFormat", "record_name"]
 
 _log = logging.getLogger("fastload")
 
-_PIECE = 8 << 20
-_LOOK = 1 << 20  # asked for at once, of a record whose length is not to be trusted
+_LOOK = 1 << 20  # bytes of a request for a record whose length cannot be trusted
 
 
 class ShardFormat(Protocol):
-    """How shards of one kind are read. `name` names it and its version: part of the cache's keys."""
+    """How shards of one kind are read. `name`, a part of the cache's keys, names the kind and its version."""
 
     name: str
 
@@ -35,10 +35,10 @@ class ShardFormat(Protocol):
         """See `Splitter`."""
 
     def unwrap(self, record: memoryview) -> memoryview:
-        """The payload of one whole record; DecodeError where it is not one."""
+        """The payload of one whole record. Raises DecodeError if it is no record."""
 
     def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        """The offsets and sizes in an index file; DecodeError where it is not one of this shard."""
+        """The offsets and sizes in an index file. Raises DecodeError if it is not the index of this shard."""
 
 
 class _Where(NamedTuple):
@@ -103,14 +103,15 @@ class RecordSource:
         return _Where(RecordId.unpack(index).shard, *self._index.locate(index))
 
     def _read_again(self, index: int, wait: Wait) -> memoryview | None:
-        """A record that was damaged when its shard was read, maybe only on the way; None: it still is.
+        """Look again at a record that was damaged when its shard was read; None: it still is.
 
-        Once per process: what it finds then holds for the run. So it does where the store gives nothing.
+        The damage may have happened on the way. Each process looks once. What it finds holds for the run,
+        also if the store gives nothing.
         """
         where, shard = self._where(index), self._shards[RecordId.unpack(index).shard]
         compressed = self._index.compressed(where.shard)
         splitter = self._form.splitter(where.offset, None if compressed else shard.size)
-        other = False  # whether the damage was in the bytes that say how to read the shard
+        other = False  # whether the damage was in the first bytes, which say whether it is compressed
         try:
             if not where.offset and shard.compressed is None:
                 head = self.store.read_range(shard.key, 0, min(HEAD, shard.size), shard.version, wait=wait)
@@ -124,13 +125,14 @@ class RecordSource:
         self._index.settle(index)
         if record is None or record.error is None:
             _log.warning(
-                "shard %r was damaged when it was read, and is not: the next run reads it anew", shard.key
+                "the transfer of shard %r was damaged, the shard is not: the next run reads it again",
+                shard.key,
             )
             self._index.doubt(where.shard)
         return None
 
     def _bytes_from(self, where: _Where, piece: int, wait: Wait) -> Callable[[], Any]:
-        """Gives the shard's bytes from a record on, inflated if need be: a piece a call, None at the end."""
+        """Gives the bytes from a record on, one piece a call, inflated if need be; None at the end."""
         shard = self._shards[where.shard]
         compressed = self._index.compressed(where.shard)
         start = 0 if compressed else where.offset
@@ -141,7 +143,7 @@ class RecordSource:
                 return self.store.read_range(shard.key, start + first, start + stop, shard.version, wait=wait)
             return None
 
-        # Nothing leads into the middle of a compressed shard. The cache is there to make this rare.
+        # A compressed shard can only be read from its start. The cache makes this rare.
         return Inflater(more, skip=where.offset) if compressed else more
 
     def _record(self, where: _Where, wait: Wait) -> memoryview:
@@ -149,7 +151,7 @@ class RecordSource:
             shard, stop = self._shards[where.shard], where.offset + where.size
             body = self.store.read_range(shard.key, where.offset, stop, shard.version, wait=wait)
             return memoryview(body)
-        inflate = self._bytes_from(where, _PIECE, wait)
+        inflate = self._bytes_from(where, PIECES.usual, wait)
         parts, missing = [], where.size
         while missing and (part := inflate()) is not None:
             parts.append(part[:missing])
@@ -160,7 +162,7 @@ class RecordSource:
 
 
 def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
-    """The first record of what `more` gives, piece by piece; None where there is none."""
+    """The first record in the pieces that `more` gives; None: there is none."""
     record = None
     while record is None and not splitter.over and (piece := more()) is not None:
         splitter.feed(memoryview(piece))
@@ -172,5 +174,5 @@ def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
 
 
 def record_name(key: str, offset: int) -> str:
-    """A record in error messages."""
+    """The name of a record in error messages."""
     return f"{key} @ {offset}"

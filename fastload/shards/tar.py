@@ -15,7 +15,7 @@ from fastload.shards.urls import Wanted
 
 __all__ = ["TarDataset"]
 
-# What a prefix is searched for.
+# The objects below a prefix that are shards.
 _NAMES = Wanted(
     r".*\.(?:tar|tgz|tar\.gz)",
     "named as a tar (.tar, .tar.gz, .tgz). Read TFRecord files with fastload.TFRecordDataset, and objects "
@@ -24,7 +24,7 @@ _NAMES = Wanted(
 
 
 class _Tar:
-    """See `ShardFormat`. What a record's slice holds is found out when it is split into its members."""
+    """See `ShardFormat`. A record is checked when it is split into its members."""
 
     name = "tar-1"
 
@@ -42,13 +42,13 @@ class TarDataset(ShardDataset):
     """The samples of tar files in WebDataset's layout: members that differ only in their extension.
 
     A sample is a dict: "__key__", the members' path up to the first dot of its last component, and each
-    extension in lower case with what its content means: jpg, jpeg, png, webp, ... a `PIL.Image` in RGB; cls,
+    extension in lower case with its content: jpg, jpeg, png, webp, ... a `PIL.Image` in RGB; cls,
     index, id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle,
     .pth, .pt) are refused. No name in a tar ever becomes a path on this machine.
 
     Segmentation masks are treated as ordinary images, which destroys their class numbers: palettes become
     RGB, and fused transforms and the cache modes "shrunk" and "decoded" interpolate. For a mask, pass
-    `decode={"png": function of bytes}`, whose result is not changed, and crop the mask together with its
+    `decode={"png": function of bytes}`, whose result stays as it is, and crop the mask together with its
     image in a `transform` that takes the whole sample.
 
     Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
@@ -58,29 +58,29 @@ class TarDataset(ShardDataset):
     reads both.
 
     With index files and no cache it is read at random too, unless samples are smaller than 32 KiB on average
-    or the files are compressed: then it is streamed in every epoch. A tar without its end marker is accepted
-    where it ends with a member. A damaged one is an error with file and offset, or counted under `on_error`.
+    or files are compressed: then every epoch is streamed. A tar without its end marker is accepted
+    if it ends with a member. A damaged sample is an error with file and offset, or counted under `on_error`.
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these, wids' index file: any fsspec URL or
             path. `pipe:` is refused.
-        decode: a dict {extension: function of bytes} of decoders in place of those built in; or a function
-            of the dict of all members' bytes, which makes the sample; deterministic.
+        decode: a dict {extension: function of bytes} that replaces built-in decoders; or a function from the
+            dict of all members' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one image of a sample (the sample then has a uint8
             tensor in its place); a dict {extension: function or fused transform}; or any callable on the
             sample. Fused transforms write their images straight into the batch.
-        cycle_length: files open at once, over the workers of a rank.
-        block_length: samples from each in turn.
-        shuffle_buffer: of a block: samples as int, or bytes as text, per worker.
+        cycle_length: files open at once, by all workers of a rank together.
+        block_length: samples taken from each file in turn.
+        shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
-        index: where index files are: a URL; None: beside the files, if there are any; False: not at all.
-        compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.
-        unsafe: unpickle pickles, which can run any code of whoever wrote the files.
+        index: the URL of the index files; None: beside the shards, if there are any; False: use none.
+        compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.
+        unsafe: unpickle pickles. A pickle can run any code of the author of the files.
         storage_options: for `open_store`.
-        refresh: list the URL again where the cache holds an earlier listing.
+        refresh: list the URL again although the cache holds an earlier listing.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.

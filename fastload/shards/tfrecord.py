@@ -18,7 +18,7 @@ from fastload.shards.urls import Wanted
 
 __all__ = ["TFRecordDataset"]
 
-# What a prefix is searched for: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
+# The objects below a prefix that are shards: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
 _NAMES = Wanted(
     r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
     "named as a TFRecord file (.tfrecord, -00000-of-00128). Read a tar with fastload.TarDataset, and objects "
@@ -50,30 +50,30 @@ class TFRecordDataset(ShardDataset):
     read ahead in large ranges, shuffled in blocks. The same loop reads both.
 
     With index files and no cache it is read at random too, unless records are smaller than 32 KiB on average
-    or the files are compressed: then it is streamed in every epoch. A damaged record is an error with file
-    and offset, or counted under `on_error`; so is the rest of a file from where a length is damaged.
+    or files are compressed: then every epoch is streamed. A damaged record is an error with file and offset,
+    or counted under `on_error`. A damaged length ends its file, as one bad record.
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
         features: name -> bytes, str, int, float for one value, or a list of one of these such as [int] for
-            any number. The sample is then a dict of these: of bytes, str, int and float; of lists and numpy
-            arrays (int64, float32). None: records are no Examples, and the sample is its bytes.
-        decode: what to make of the bytes, or of the dict of features; deterministic.
+            any number. The sample is then a dict of bytes, str, int and float, of lists, and of numpy arrays
+            (int64, float32). None: records are no Examples; a sample is the bytes of its record.
+        decode: function from the bytes, or from the dict of features, to the sample. Deterministic.
         transform: a fused transform, which takes the one feature of type bytes as an image (the sample then
             has a uint8 tensor in its place); a dict {feature: function or fused transform}; or any callable
             on the sample. Fused transforms write their images straight into the batch.
-        cycle_length: files open at once, over the workers of a rank.
-        block_length: records from each in turn.
-        shuffle_buffer: of a block: records as int, or bytes as text, per worker.
+        cycle_length: files open at once, by all workers of a rank together.
+        block_length: records taken from each file in turn.
+        shuffle_buffer: size of a shuffled block per worker: records as int, or bytes as text ("64MB").
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
-        index: where index files of tfrecord2idx are: a URL; None: beside the files, if there are any; False:
-            not at all.
-        compression: "gzip", "zlib" or "" for all files; None: by the first bytes of each, whatever its name.
+        index: the URL of the index files of tfrecord2idx; None: beside the shards, if there are any; False:
+            use none.
+        compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.
         storage_options: for `open_store`.
-        refresh: list the URL again where the cache holds an earlier listing.
+        refresh: list the URL again although the cache holds an earlier listing.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.

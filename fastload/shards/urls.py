@@ -1,7 +1,7 @@
-"""What users write to name shards: a prefix, one shard, braces, a glob, a list of these, an index of wids.
+"""The ways to name shards: a prefix, one shard, braces, a glob, a list of these, wids' index.
 
 s3://bucket/train/                      all shards below
-s3://bucket/train/{0000..0146}.tar      one for each; also {train,val}, {00..98..2}, nested
+s3://bucket/train/{0000..0146}.tar      147 shards; also {train,val}, {00..98..2}, nested
 s3://bucket/**/part-*.tfrecord          ? and * within a path component, ** across, [a-z]
 s3://bucket/train/index.json            the shards that wids' index lists, relative to it
 """
@@ -26,7 +26,7 @@ _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _INDEX_FILES = r".*\.(?:idx|index)"
 
 
-# What only one kind of shard is called, and who reads it.
+# Names that only one kind of shard has, and its dataset.
 _KINDS = (
     (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
     (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
@@ -34,16 +34,16 @@ _KINDS = (
 
 
 class Wanted(NamedTuple):
-    """The shards below a prefix: a regular expression of their keys, and what they are in words."""
+    """Which objects below a prefix are shards: a regular expression of their keys, and the same in words."""
 
     pattern: str
     words: str
 
 
 class Named(NamedTuple):
-    """Where shards are: the URL that holds all of them, and which of its objects they are.
+    """Named shards: the URL that holds all of them, and the selection of its objects.
 
-    `alone`: the same name as that of one file, where it may be a prefix or a file without a known ending.
+    `alone`: the name taken as one file, if it may be a prefix as well as a file without a known ending.
     """
 
     root: str
@@ -52,14 +52,14 @@ class Named(NamedTuple):
 
 
 def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wanted: Wanted) -> Named:
-    """What `urls` names.
+    """The shards that `urls` names.
 
     Args:
         urls: as above.
-        wanted: what to look for below a prefix.
+        wanted: which objects below a prefix are shards.
 
     Raises:
-        ArgumentError: nothing is named, shards of two places, or a file of another kind.
+        ArgumentError: `urls` names nothing, shards in two buckets, a shard twice, or a file of another kind.
     """
     given = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
     names = [name for url in given for name in expand_braces(_text(url))]
@@ -76,7 +76,7 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wan
     split = [_split(name) for name in names]
     root = _common([directory for directory, _ in split])
     if not root and "://" in names[0]:
-        raise ArgumentError("url names shards of several buckets: one dataset reads one")
+        raise ArgumentError("url names shards of several buckets: one dataset reads one bucket")
     prefix = f"{root}/" if root not in ("", "/") else root
     keys = [name.removeprefix(prefix) for name in names]
     patterns = [glob_pattern(key) for key in keys if _SPECIAL.search(key)]
@@ -87,7 +87,7 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wan
 
 
 def _prefix(name: str, wanted: Wanted) -> Named:
-    """The shards below a name; or what it names, where that is one file."""
+    """The shards below a name, or the one file that has this name."""
     directory, _, base = name.rpartition("/")
     for ending, words, reader in _KINDS:
         if ending.fullmatch(base):
@@ -106,10 +106,10 @@ def is_index(key: str) -> bool:
 
 
 def expand_braces(text: str) -> Iterator[str]:
-    """Every text that the braces stand for, in order; bash's rules.
+    """All texts that the braces stand for, in order, by the rules of bash.
 
     Raises:
-        ArgumentError: more than a million.
+        ArgumentError: a brace is not closed, or there are more than a million texts.
     """
     found, open_braces = [text], True
     while open_braces:
@@ -124,7 +124,7 @@ def expand_braces(text: str) -> Iterator[str]:
 
 
 def _outer_braces(text: str) -> tuple[int, int] | None:
-    """Where the first brace opens, and where it closes."""
+    """The positions of the first opening brace and of its closing one; None: there is no brace."""
     start = text.find("{")
     if start < 0:
         return None
@@ -133,7 +133,7 @@ def _outer_braces(text: str) -> tuple[int, int] | None:
         depth += (text[at] == "{") - (text[at] == "}")
         if not depth:
             return start, at
-    raise ArgumentError(f"url {text!r}: a brace is opened and not closed")
+    raise ArgumentError(f"url {text!r}: a brace is not closed")
 
 
 def _alternatives(text: str, start: int, stop: int) -> list[str]:
@@ -182,7 +182,9 @@ def glob_pattern(glob: str) -> str:
 def _text(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if text.startswith("pipe:"):
-        raise ArgumentError("url is a pipe:, a command to run; fastload runs none: give the shards' own URL")
+        raise ArgumentError(
+            "url is a pipe:, a command to run. fastload runs none: give the URL of the shards"
+        )
     return text
 
 

@@ -10,23 +10,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sharddata import COUNTS, LABEL, TOTAL, at_random, batches, dataset, labels, read, shard, shards, write
+from sharddata import (
+    COUNTS,
+    CROP,
+    LABEL,
+    TOTAL,
+    at_random,
+    batches,
+    dataset,
+    labels,
+    read,
+    shard,
+    shards,
+    write,
+)
+from sharddata import kind as kind
+from sharddata import small_pieces as small_pieces
 from typer.testing import CliRunner
 
-from fastload import RandomResizedCrop
 from fastload.cli.app import app
 from fastload.errors import ArgumentError, DecodeError
-from fastload.shards import reader
 
-KINDS = ["tar", "tfrecord"]
-CROP = RandomResizedCrop(24)
 WRITERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zlib": zlib.compress}
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -41,12 +47,6 @@ def opened(no_leaks: None) -> Iterator[Callable[..., Any]]:
     yield make
     while found:  # what a fixture has returned is kept until after the look for leaks
         found.pop().close()
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of a few kilobytes arrive in many ranges."""
-    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
 
 
 def misnamed(kind: str) -> dict[str, bytes]:
@@ -97,13 +97,13 @@ def test_misnamed_shards_are_read_at_random_from_the_cache_and_without_it(
     assert not data.must_stream()
     assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
     data.close()
-    data.cache.clear()  # the tables too; they are in memory
+    data.cache.clear()  # the index too, which stays in memory
     for number in (0, COUNTS[0], TOTAL - 1):
         assert int(data[number][LABEL[kind]]) == number
 
 
 def test_index_beside_a_compressed_shard_is_not_used(kind: str, tmp_path: Path, opened: Any) -> None:
-    """Compressed at level 0, the shard is larger than it was: every place in the index lies within it."""
+    """Compressed at level 0, the shard is larger than it was: every offset in the index lies within it."""
     objects = shards(kind, index=True)
     key = f"part-000.{kind}"
     objects[key] = gzip.compress(objects[key], 0)

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 from faultserver import Fault, FaultServer
-from sharddata import COUNTS, LABEL, TOTAL, dataset, labels, ordinary, read, shards
+from sharddata import COUNTS, CROP, KINDS, LABEL, TOTAL, dataset, labels, ordinary, read, shards
 
-from fastload import RandomResizedCrop
 from fastload.errors import DecodeError
 
-KINDS = ["tar", "tfrecord"]
-CROP = RandomResizedCrop(24)
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
@@ -56,7 +53,7 @@ def filled(data: Any, ids: list[int]) -> tuple[list[int], list[str]]:
 
 
 def test_record_damaged_on_the_way_is_read_again(tmp_path: Path, opened: Any) -> None:
-    """Its place is sure, so its number stays: only the error goes."""
+    """Its offset is sure, so its index stays: only the error goes."""
     with FaultServer(shards("tfrecord")) as server:
         data = opened("tfrecord", server, tmp_path)
         server.script("part-002.tfrecord", Fault(flip=len(server.objects["part-002.tfrecord"]) // 2))
@@ -138,7 +135,7 @@ def test_damage_of_the_shard_itself_stays_and_is_looked_at_once_a_run(
         assert server.count(key) == before + 1
         server.script(key, Fault(status=403, code="AccessDenied"), repeat=True)
         offline = opened(kind, server, tmp_path)
-        assert filled(offline, list(range(len(offline))))[1] == bad, "who cannot look believes the table"
+        assert filled(offline, list(range(len(offline))))[1] == bad, "without access the index is believed"
 
 
 @pytest.mark.parametrize("kind", KINDS)

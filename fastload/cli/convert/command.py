@@ -48,15 +48,15 @@ class To(str, Enum):
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="s3://bucket/prefix, gs://, a path, ...")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Where the shards go: any such URL.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="URL or path of the new shards.")],
     to: Annotated[To, typer.Option("--to", help="WebDataset tars, or TFRecord files of tf.train.Example.")],
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="About so large is a shard.")] = "256MB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard, about.")] = "256MB",
     shuffle: Annotated[
         int | None,
         typer.Option(
             metavar="SEED",
-            help="Put samples into a random order. Of objects exactly; of shards 16 at a time are mixed, and "
-            "each new shard once more in memory.",
+            help="Put samples into a random order: exact for objects; shards are mixed 16 at a time, "
+            "and the samples of each new shard are shuffled.",
         ),
     ] = None,
     kind: Annotated[
@@ -71,14 +71,14 @@ def convert(
     storage_option: StorageOption = None,
     dst_option: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="As --storage-option, for DST; those above are for SRC."),
+        typer.Option(metavar="NAME=VALUE", help="A --storage-option for DST. The options above are for SRC."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write shards, with indexes, and read them again. After an interruption, run it again to resume.
 
-    Labels are class indexes; NAME.json in DST has the class names. Nothing half is ever seen in DST, and
-    nothing of others is overwritten. Samples are made from files as KEY.jpg and KEY.cls in a tar, and as
+    Labels are class indexes; NAME.json in DST has the class names. DST never shows a partial file.
+    Foreign files are not overwritten. Samples are made from files as KEY.jpg and KEY.cls in a tar, and as
     features image (bytes), label (int), key (bytes) of an Example; other files keep their extension as name.
     """
     with answering(as_json) as output:
@@ -102,10 +102,10 @@ def convert(
 
 
 def _name(given: str | None, source: str) -> str:
-    """NAME: as it was given, or what is usable of the source's last part."""
+    """NAME: as it was given, or the last part of the source with other characters replaced."""
     if given is not None:
         if not re.fullmatch(r"[\w.-]+", given):
-            raise ArgumentError(f"--name {given!r}: letters, digits, '_', '-' and '.' only")
+            raise ArgumentError(f"--name {given!r}: give letters, digits, '_', '-' and '.' only")
         return given
     last = source.rstrip("/").rpartition("/")[2].partition("?")[0]
     return re.sub(r"[^\w.-]", "_", last.removeprefix(".")) or "data"
@@ -114,7 +114,7 @@ def _name(given: str | None, source: str) -> str:
 def _run(
     source: Any, destination: str, options: dict[str, Any], wanted: dict[str, Any], output: Output
 ) -> dict[str, Any]:
-    """Write what is missing, then read all of it."""
+    """Write the missing shards, then read all of them again."""
     from fastload.cli.convert.shard_set import Form, ShardSet
     from fastload.cli.convert.verify import verify
     from fastload.cli.machine import describe_machine
@@ -167,7 +167,7 @@ def _run(
 
 
 class Rate:
-    """What was done so far, and how fast."""
+    """Samples and bytes so far, and their rates."""
 
     def __init__(self) -> None:
         self.samples = self.bytes = 0
@@ -183,7 +183,7 @@ class Rate:
 
 
 class Writing:
-    """Makes shards, and sends each while the next one is made: two temporary files at a time."""
+    """Makes shards and sends each while the next one is made: two temporary files at a time."""
 
     def __init__(self, source: Any, shards: Any) -> None:
         self._source, self._shards = source, shards
@@ -191,7 +191,7 @@ class Writing:
         self._sending: tuple[threading.Thread, Any, list[BaseException]] | None = None
 
     def run(self, bars: Bars) -> None:
-        """Write the shards that are missing. After an exception those that were sent are still counted."""
+        """Write the missing shards. After an exception those that arrived are still counted."""
         source, done = self._source, self._shards.shards
         if done:
             source.position = done[-1].next
@@ -225,13 +225,13 @@ class Writing:
             except BaseException as error:
                 errors.append(error)
 
-        # Not of a pool: a second Ctrl-C must not wait for a store that has stopped to answer.
+        # No pool: a second Ctrl-C must not wait for a store that no longer answers.
         thread = threading.Thread(target=send, name="fastload-send", daemon=True)
         thread.start()
         self._sending = thread, made.shard, errors
 
     def _wait(self) -> None:
-        """Until the shard under way has arrived."""
+        """Wait until the shard that is being sent has arrived."""
         if self._sending is None:
             return
         thread, shard, errors = self._sending
@@ -243,14 +243,14 @@ class Writing:
 
 
 def _give_up(error: StoreError, seconds: float) -> None:
-    """Do not try again: something else went wrong before."""
+    """Do not retry: another error came before."""
     raise error
 
 
 def _announce(source: Any, shards: Any, output: Output) -> None:
     where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
     kept = len(shards.shards)
-    there = f"; {kept:,} shards of an earlier run are there" if kept else ""
+    there = f"; {kept:,} shards of an earlier run are kept" if kept else ""
     output.console.print(f"{where} -> {shards.store.url}{there}", markup=False, soft_wrap=True)
 
 
@@ -265,8 +265,10 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
     for fault in document["faults"]:
         console.print(f"  {fault['shard']} {fault['fault']}", markup=False, soft_wrap=True)
     if document["faults"]:
-        console.print("the shards from the first of these on are written anew when you type the same again")
+        console.print(
+            "run the same command again: it writes the first of these shards, and all after it, again"
+        )
     elif document["interrupted"]:
         console.print("interrupted: type the same again to go on")
     else:
-        console.print(f"read again in {document['verify_seconds']:.1f} s: all is as it was written")
+        console.print(f"read again in {document['verify_seconds']:.1f} s: all shards hold what was written")

@@ -1,4 +1,4 @@
-"""A sample between two forms: members of a WebDataset tar, and features of a tf.train.Example.
+"""The two forms of a sample: members of a WebDataset tar, and features of a tf.train.Example.
 
     member                      feature
     KEY.jpg, .png, .webp, ...   image: bytes       the first image; its bytes say what it is
@@ -31,13 +31,13 @@ _LABEL_FEATURES = ("label", "image/class/label")
 
 
 class Sample(NamedTuple):
-    """One sample on its way. `record` is the Example it came as; then `members` is empty.
+    """One sample between source and shard. With `record`, the Example that was read, `members` is empty.
 
     Args:
-        key: "" where the source gave none.
+        key: "" if the source has none.
         members: extension -> bytes.
         record: a view, or None.
-        size: bytes of it in the source.
+        size: its bytes in the source.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class Digest:
-    """A running checksum of samples, for comparing what was to be written with what is read."""
+    """A running checksum of samples, to compare what is read with what was to be written."""
 
     def __init__(self) -> None:
         self._hash = xxh3_64()
@@ -62,7 +62,7 @@ class Digest:
             self.add(extension, content)
 
     def add_features(self, features: Mapping[str, Any]) -> None:
-        """Of single values; as they are given to `encode_example`, or as `read_example` has them."""
+        """Features with single values, as `encode_example` takes them or as `read_example` returns them."""
         self.add("", b"")
         for name in sorted(features):
             value = features[name]

@@ -1,12 +1,13 @@
-"""A set of shards in a store, as `fastload convert` writes it: NAME-... shards, their indexes, and NAME.json.
+"""The shards of `fastload convert` in a store: the files NAME-*, an index beside each, and NAME.json.
 
-NAME.json is written first, and again as shards are done, so it always says which ones are whole:
+NAME.json is written first, and again as shards are done. It always lists the shards that are whole:
 
 {"made_by": "fastload convert", "format": 1, "complete", "settings": {...}, "classes": [...] or null,
  "samples", "bytes", "shards": [{"name", "bytes", "samples", "xxh3" (of the bytes), "content" (of the samples,
- as they were before they were written), "places" (of the index), "next" (where the source goes on)}, ...]}
+ as they were before they were written), "places" (xxh3 of the index), "next" (where the source goes on)},
+  ...]}
 
-A shard is made in a temporary file, and is seen whole or not at all.
+A shard is made in a temporary file. Readers see it whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from fastload.store.retry import Wait
 __all__ = ["Form", "ShardSet", "UnsentShard", "WrittenShard", "index_name"]
 
 FORMAT = 1
-_REST = 4  # times as long as it took to write NAME.json, it is left alone
+_REST = 4  # times the duration of a write of NAME.json, before it is written again
 
 
 class Form(NamedTuple):
-    """What shards look like.
+    """The form of shards.
 
     Args:
         kind: "tar" or "tfrecord".
-        copied: whether records are taken over as they are (TFRecord to TFRecord).
-        shards: how many there will be; None: not known.
+        copied: whether records are copied unchanged (TFRecord to TFRecord).
+        shards: their number; None: not known before.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Form(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A shard that is whole, as NAME.json has it."""
+    """A shard that is whole: its entry in NAME.json."""
 
     name: str
     bytes: int
@@ -67,7 +68,7 @@ class WrittenShard(NamedTuple):
 
 
 class UnsentShard(NamedTuple):
-    """A shard that is still to be sent."""
+    """A shard in a temporary file, not sent yet, and the bytes of its index."""
 
     shard: WrittenShard
     file: Any
@@ -83,18 +84,18 @@ class ShardSet:
     """The shards NAME-* below a URL.
 
     Args:
-        store: where they are.
+        store: where the shards are.
         name: NAME.
-        form: what they look like.
-        settings: what makes them: with others it would be another set.
+        form: of the shards.
+        settings: of the conversion. Other settings make another set.
         classes: class names, for NAME.json.
 
     Attributes:
         shards: those that are whole.
-        complete: whether all are there, and were verified.
+        complete: whether all are there and were verified.
 
     Raises:
-        ArgumentError: something else is there under these names, or the settings are others.
+        ArgumentError: other files have these names, or the settings differ.
         StoreError: the store cannot be read or written.
     """
 
@@ -111,16 +112,16 @@ class ShardSet:
             self._resume(present)
         elif present:
             raise ArgumentError(
-                f"{store.url!r} has {min(present)!r} already, and no '{name}.json' that says where it is "
-                "from: it is not overwritten; give another --name or destination"
+                f"{store.url!r} has {min(present)!r} already, and no '{name}.json' that says that "
+                "fastload wrote it: it is not overwritten; give another --name or destination"
             )
         self.save()
 
     def present(self) -> dict[str, ObjectInfo]:
-        """What is there under our names."""
+        """The objects in the store with names of this set."""
         try:
             listed = [info for page in self.store.list() for info in page]
-        except NotFoundError:  # a directory that is still to be made; without a bucket the first write fails
+        except NotFoundError:  # the directory is made later; without a bucket the first write fails
             return {}
         return {info.key: info for info in listed if self._is_ours(info.key)}
 
@@ -129,17 +130,19 @@ class ShardSet:
         return shard or key == f"{self.name}.json"
 
     def _resume(self, present: dict[str, ObjectInfo]) -> None:
-        """Take over the shards of an earlier run, up to the first one that is not there as it was."""
+        """Take over the shards of an earlier run, up to the first one that is gone or has another size."""
         file = f"{self.name}.json"
         document = json.loads(bytes(self.store.read(file)))
         if not isinstance(document, dict) or document.get("made_by") != "fastload convert":
-            raise ArgumentError(f"{self.store.url!r} has a {file!r} of others; give another --name")
+            raise ArgumentError(
+                f"{self.store.url!r} contains a {file!r} that fastload did not write; give another --name"
+            )
         was, now = document["settings"], json.loads(json.dumps(self._settings))
         other = sorted(name for name in {*was, *now} if was.get(name) != now.get(name))
         if other or document["format"] != FORMAT:
             raise ArgumentError(
-                f"{self.store.url!r} has shards {self.name!r} that were made otherwise ({', '.join(other)}): "
-                "they are not overwritten; give another --name or destination"
+                f"{self.store.url!r} has shards {self.name!r} that were made with other settings "
+                f"({', '.join(other)}): they are not overwritten; give another --name or destination"
             )
         for shard in (WrittenShard(**shard) for shard in document["shards"]):
             found = present.get(shard.name)
@@ -155,8 +158,8 @@ class ShardSet:
         position: Callable[[], Any],
         progress: Callable[[Sample], None],
     ) -> UnsentShard:
-        """Shard `number`, of `samples`, in a file. `position()` is asked when they are through."""
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it was sent
+        """Shard `number`, of `samples`, in a file. `position()` is called after the last sample."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed after it was sent
         whole, content, keys = xxh3_64(), Digest(), set[str]()
         writer: Any = (TarWriter if self.form.kind == "tar" else TFRecordWriter)(_Spool(file, whole))
         try:
@@ -187,14 +190,14 @@ class ShardSet:
             writer.write(encode_example(features))
             return
         key = member_key(key)
-        if key in keys:  # in two shards of the source, or but for its dots the same
+        if key in keys:  # twice in the source, or the same but for its dots
             key = f"{key}-{serial}"
         keys.add(key)
         content.add_members(key, sample.members)
         writer.write(key, sample.members)
 
     def send(self, made: UnsentShard) -> None:
-        """Put a shard there. Its index is there first: no shard is ever seen without one."""
+        """Write a shard to the store. Its index comes first: no shard is ever seen without one."""
         with made.file:
             self.store.write(index_name(made.shard.name), made.places)
             self.store.write(made.shard.name, Path(f"/proc/self/fd/{made.file.fileno()}"))
@@ -206,7 +209,7 @@ class ShardSet:
             self.save()
 
     def keep(self, count: int, *, complete: bool) -> None:
-        """Only the first `count` shards are as they should be."""
+        """Keep the first `count` shards only."""
         self.shards, self.complete = self.shards[:count], complete
         self.save()
 
@@ -230,7 +233,7 @@ class ShardSet:
 
 
 class _Spool(NamedTuple):
-    """Writes to a file, and keeps the checksum of what is in it."""
+    """Writes to a file and updates a checksum of its bytes."""
 
     file: Any
     hash: Any

@@ -1,0 +1,288 @@
+"""The fields of tar samples and Examples, transforms by field, and the columns of their batches."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sharddata import (
+    CROP,
+    closing,
+    jpeg,
+    ordinary,
+    read,
+    shards,
+    write,
+)
+from sharddata import close_all as close_all
+from sharddata import kind as kind
+from sharddata import small_pieces as small_pieces
+from torch.utils.data import default_collate
+
+import fastload
+from fastload import Cache, RandomResizedCrop
+from fastload.errors import (
+    ArgumentError,
+    DecodeError,
+)
+from fastload.formats.write import TarWriter
+from fastload.shards.columns import copy_value, new_column, put_value
+
+pytestmark = pytest.mark.usefixtures("close_all")
+
+
+# --- Fields ------------------------------------------------------------------------------------------------
+
+
+def tar_of(*samples: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    writer = TarWriter(file)
+    for number, members in enumerate(samples):
+        writer.write(f"{number:03d}", members)
+    writer.close()
+    return file.getvalue()
+
+
+def npy(array: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **options)
+    return file.getvalue()
+
+
+def only(tmp_path: Path, members: dict[str, bytes], **arguments: Any) -> Any:
+    data = closing(fastload.TarDataset(write(tmp_path, {"x.tar": tar_of(members)}), **arguments))
+    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=True, rank=0, ranks=1)[0])
+    (one,) = stream.take(5)
+    return data[one]
+
+
+def test_members_are_opened_by_their_extension(tmp_path: Path) -> None:
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    sample = only(
+        tmp_path,
+        {
+            "jpg": jpeg(1),
+            "seg.png": jpeg(2),
+            "cls": b" 12\n",
+            "id": b"-3",
+            "json": b'{"a": [1, 2.5]}',
+            "txt": "grün".encode(),
+            "npy": npy(array),
+            "f.npy": npy(np.asfortranarray(array)),
+            "bin": b"\0\1",
+        },
+    )
+    assert next(iter(sample)) == "__key__" and sample["__key__"] == "000"
+    assert sample["jpg"].size == (48, 36) and sample["seg.png"].size == (56, 40)
+    assert (sample["cls"], sample["id"], sample["txt"], sample["bin"]) == (12, -3, "grün", b"\0\1")
+    assert sample["json"] == {"a": [1, 2.5]}
+    assert np.array_equal(sample["npy"], array) and np.array_equal(sample["f.npy"], array)
+
+
+def test_a_member_that_is_called_like_the_key(tmp_path: Path) -> None:
+    with pytest.raises(DecodeError, match="member '__key__'"):
+        only(tmp_path, {"jpg": jpeg(1), "__key__": b"x"})
+
+
+@pytest.mark.parametrize("name", ["pyd", "pkl", "pickle", "pth", "pt"])
+def test_pickles_are_refused_unless_opted_in(name: str, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "ran",)
+
+    with pytest.raises(DecodeError, match="unsafe=True"):
+        only(tmp_path, {name: pickle.dumps(Bomb())})
+    with pytest.raises(DecodeError, match="pickle"):
+        only(tmp_path, {"npy": npy(np.array([Bomb()], dtype=object), allow_pickle=True)})
+    assert not (tmp_path / "ran").exists()
+    assert only(tmp_path, {name: b"7"}, decode={name: int})[name] == 7
+    if name in ("pth", "pt"):
+        file = io.BytesIO()
+        torch.save({"a": 1}, file)
+        content = file.getvalue()
+    else:
+        content = pickle.dumps({"a": 1})
+    assert only(tmp_path, {name: content}, unsafe=True)[name] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"cls": b"seven"}, "cls"),
+        ({"cls": b"1" * 5000}, "5000 bytes"),
+        ({"json": b"{"}, "json"),
+        ({"json": b"[" * 100_000}, "json"),
+        ({"txt": b"\xff"}, "txt"),
+        ({"npy": b"\x93NUMPY"}, "npy"),
+        ({"npy": npy(np.zeros(3))[:-1]}, "more bytes"),
+        ({"npy": npy(np.zeros(3)).replace(b"(3,)", b"(9999999999,)")}, "npy"),
+        ({"jpg": b"\xff\xd8\xffnot one"}, "decode"),
+    ],
+)
+def test_members_that_are_not_what_they_say(members: dict[str, bytes], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DecodeError, match=says) as caught:
+        only(tmp_path, members)
+    assert caught.value.key is not None and "x.tar" in str(caught.value.key)
+
+
+def test_transforms_by_field(tmp_path: Path) -> None:
+    objects = {"x.tar": tar_of(*({"jpg": jpeg(i), "seg.png": jpeg(i), "cls": b"%d" % i} for i in range(20)))}
+    both = {"jpg": CROP, "seg.png": RandomResizedCrop(24, flip=0.5), "cls": lambda label: label + 100}
+    data = closing(fastload.TarDataset(write(tmp_path, objects), transform=both))
+    ((_, batch), *_) = read(data, workers=1, shuffle=False)
+    assert batch["cls"].tolist() == list(range(100, 116))
+    assert torch.equal(batch["jpg"], batch["seg.png"]), "drawn with the same seed: a mask is cut as its image"
+    with pytest.raises(DecodeError, match=r"takes one image, and sample '0\d\d' has jpg"):
+        read(closing(fastload.TarDataset(str(tmp_path), transform=CROP)), workers=1)
+    with pytest.raises(DecodeError, match="has no 'png'"):
+        read(closing(fastload.TarDataset(str(tmp_path), transform={"png": CROP})), workers=1)
+    with pytest.raises(ArgumentError, match="pass features="):
+        fastload.TFRecordDataset(write(tmp_path / "t", shards("tfrecord")), transform=CROP)
+    with pytest.raises(ArgumentError, match="write features="):
+        fastload.TFRecordDataset(str(tmp_path / "t"), {"image": str}, transform={"image": CROP})
+
+
+def test_missing_members_are_an_error_of_their_sample(tmp_path: Path) -> None:
+    complete = {"jpg": jpeg(0), "cls": b"0"}
+    url = write(tmp_path, {"x.tar": tar_of(complete, {"jpg": jpeg(1)}, {"cls": b"2"}, complete)})
+    data = closing(fastload.TarDataset(url, transform=CROP))
+    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
+    ids = stream.take(9)
+    failures = data.fill(data.new_batch(4, ordinary), list(enumerate(ids)), 0, 0)
+    assert [row for row, _ in failures] == [1, 2]
+    assert "others in the batch" in str(failures[0][1]) and "x.tar @" in str(failures[0][1])
+
+
+def test_records_that_are_no_examples(tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards("tfrecord", index=True))
+    whole = closing(fastload.TFRecordDataset(url))
+    assert isinstance(whole[0], bytes)
+    size = closing(fastload.TFRecordDataset(url, decode=len, transform=lambda n: -n))
+    assert size[0] == -len(whole[0])
+    kept = closing(fastload.TFRecordDataset(url, decode=len, cache=Cache(tmp_path / "c", "decoded")))
+    assert kept[0] == len(whole[0])
+    for mode in ("shrunk", "decoded"):
+        with pytest.raises(ArgumentError, match="cache mode"):
+            fastload.TFRecordDataset(url, cache=Cache(tmp_path / "c", mode))  # type: ignore[arg-type]
+
+
+def test_tensorflows_own_files() -> None:
+    folder = Path(__file__).parents[1] / "data"
+    features = {"image": bytes, "label": int, "key": str, "counts": [int], "words": [bytes]}
+    for end in ("", ".gz", ".zlib"):
+        data = closing(fastload.TFRecordDataset(f"{folder}/tensorflow.tfrecord{end}", features))
+        found = [sample for _, samples in read(data, workers=1, shuffle=False) for sample in samples]
+        assert [sample["key"] for sample in found] == [f"class_{n % 3}/ä {n}" for n in range(12)]
+        assert found[3]["counts"].tolist() == [-(2**63), -3, 0, 127, 128, 2**63 - 1]
+
+
+# --- Columns -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 2, 3],
+        [True, False, True],
+        [0.5, 1.5, -2.0],
+        ["a", "b", "c"],
+        [b"a", b"b", b"c"],
+        [np.float32(1), np.float32(2), np.float32(3)],
+        [np.arange(3), np.arange(3) + 1, np.arange(3) + 2],
+        [torch.ones(2, 2), torch.zeros(2, 2), torch.ones(2, 2)],
+        [{"a": 1, "b": [1.0, "x"]}, {"a": 2, "b": [2.0, "y"]}, {"a": 3, "b": [3.0, "z"]}],
+        [[1, 2], [3, 4], [5, 6]],
+    ],
+)
+def test_columns_are_what_default_collate_makes(values: list[Any]) -> None:
+    column = new_column(values[0], 3, ordinary)
+    for row, value in enumerate(values):
+        put_value(column, row, value, "x")
+    wanted = default_collate(values)
+    assert same(column, wanted), (column, wanted)
+    copy_value(column, 0, 2)
+    assert same(column, default_collate([values[2], values[1], values[2]]))
+    assert type(pickle.loads(pickle.dumps(column))) in (torch.Tensor, dict, list)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(
+        x == y if isinstance(x, str | bytes) else same(x, y) for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (1, 1.5),
+        (1, "a"),
+        (1, 2**70),
+        (np.arange(3), np.arange(4)),
+        ({"a": 1}, {"b": 1}),
+        ([1], [1, 2]),
+        (1, None),
+    ],
+)
+def test_values_that_cannot_share_a_column(first: Any, second: Any) -> None:
+    column = new_column(first, 2, ordinary)
+    put_value(column, 0, first, "x")
+    with pytest.raises(DecodeError, match="others in the batch"):
+        put_value(column, 1, second, "x")
+
+
+# --- What is said ------------------------------------------------------------------------------------------
+
+
+def failures_of(url: str, transform: Any) -> list[str]:
+    data = closing(fastload.TarDataset(url, transform=transform))
+    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
+    ids = stream.take(9)
+    stream.close()
+    return [str(error) for _, error in data.fill(data.new_batch(9, ordinary), list(enumerate(ids)), 0, 0)]
+
+
+@pytest.mark.parametrize("transform", [CROP, {"jpg": CROP}])
+def test_other_extension_in_the_middle_of_a_shard_is_said_with_the_sample(
+    transform: Any, tmp_path: Path
+) -> None:
+    url = write(tmp_path, {"x.tar": tar_of({"jpg": jpeg(0)}, {"jpeg": jpeg(1)}, {"jpg": jpeg(2)})})
+    (error,) = failures_of(url, transform)
+    for part in ("x.tar @ ", "sample '001'", "jpeg", "'jpg'" if isinstance(transform, dict) else "lacks jpg"):
+        assert part in error
+    assert "function of the whole sample" in error
+
+
+@pytest.mark.parametrize("first", [{"jpg": jpeg(0)}, {"jpg": jpeg(0), "txt": b"t"}])
+def test_member_that_only_some_samples_have_is_an_error_whichever_comes_first(
+    first: dict[str, bytes], tmp_path: Path
+) -> None:
+    second = {"jpg": jpeg(1), "txt": b"t"} if len(first) == 1 else {"jpg": jpeg(1)}
+    (error,) = failures_of(write(tmp_path, {"x.tar": tar_of(first, second)}), CROP)
+    assert f"sample '001' {'has' if len(first) == 1 else 'lacks'} txt, which others in the batch" in error
+    with pytest.raises(DecodeError, match=r"'a', 'b'.*others in the batch have.*'a'"):
+        put_value(new_column({"a": 1}, 2, ordinary), 0, {"a": 1, "b": 2}, "json")
+
+
+@pytest.mark.parametrize(("mode", "warned"), [("P", True), ("L", True), ("RGB", False)])
+def test_png_that_may_be_a_mask_under_a_fused_transform_is_warned_of(
+    mode: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = io.BytesIO()
+    Image.new(mode, (48, 36)).save(file, "png")
+    sample = {"jpg": jpeg(0), "png": file.getvalue()}
+    url = write(tmp_path, {"x.tar": tar_of(sample, sample)})
+    assert failures_of(url, {"jpg": CROP, "png": CROP}) == []
+    said = [text for text in caplog.messages if "If it is a mask" in text]
+    assert len(said) == warned and all("decode={'png': function of its bytes}" in text for text in said)
+    assert failures_of(url, {"jpg": CROP, "png": lambda image: image.size[0]}) == []
+    assert len([text for text in caplog.messages if "If it is a mask" in text]) == warned

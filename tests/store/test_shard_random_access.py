@@ -1,0 +1,244 @@
+"""Shards at random: from the cache that an epoch filled, by the index that it built, by index files."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faultserver import FaultServer
+from sharddata import (
+    COUNTS,
+    CROP,
+    IMAGE,
+    LABEL,
+    TOTAL,
+    at_random,
+    batches,
+    closing,
+    dataset,
+    labels,
+    place_of,
+    read,
+    shards,
+    write,
+)
+from sharddata import close_all as close_all
+from sharddata import kind as kind
+from sharddata import small_pieces as small_pieces
+from torch.utils.data import Subset
+
+import fastload
+from fastload import Cache
+from fastload.errors import (
+    ArgumentError,
+)
+from fastload.shards import reader
+
+pytestmark = pytest.mark.usefixtures("close_all")
+
+
+# --- The cache, and numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path) -> None:
+    """The same pixels as the streams gave, no request for data, in this process and in a new one."""
+    with FaultServer(shards(kind)) as server:
+
+        def make() -> Any:
+            cache = Cache(tmp_path / "cache", mode, short_side=20)
+            options = {"storage_options": server.options, "cache": cache, "transform": CROP}
+            return closing(dataset(kind, "s3://bucket", **options))
+
+        data = make()
+        with pytest.raises(TypeError, match="no length yet"):
+            len(data)
+        with pytest.raises(TypeError, match="not indexed yet"):
+            data[3]
+        found = read(data)
+        data.flush_cache()
+        pixels = {one: batch[IMAGE[kind]][row] for ids, batch in found for row, one in enumerate(ids)}
+        assert not data.must_stream() and len(data) == TOTAL
+        data.close()
+        before = sum(server.count(key) for key in server.objects)
+        for one in (data, make(), pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
+            assert not one.must_stream()
+            batch = at_random(one)
+            assert batch[LABEL[kind]].tolist() == list(range(TOTAL))
+            for number in range(TOTAL):
+                shard_number, ordinal = place_of(number)
+                assert torch.equal(batch[IMAGE[kind]][number], pixels[shard_number << 32 | ordinal])
+            one.close()
+        assert sum(server.count(key) for key in server.objects) == before
+
+
+def test_a_record_the_cache_lost_is_read_again(kind: str, tmp_path: Path) -> None:
+    with FaultServer(shards(kind)) as server:
+        cache = Cache(tmp_path / "cache", size_limit=100_000)  # not all fits
+        options = {"storage_options": server.options, "cache": cache, "transform": CROP}
+        data = closing(dataset(kind, "s3://bucket", **options))
+        read(data)
+        data.flush_cache()
+        assert 0 < cache.info()["entries"] < TOTAL
+        assert len(data) == TOTAL
+        assert data.must_stream(), "small records, and many of them missing: streams cost fewer requests"
+        assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
+
+
+def test_an_interrupted_first_epoch_does_not_read_complete_shards_again(kind: str, tmp_path: Path) -> None:
+    with FaultServer(shards(kind)) as server:
+        options = {"storage_options": server.options, "cache": str(tmp_path / "cache"), "transform": CROP}
+        data = closing(dataset(kind, "s3://bucket", cycle_length=1, shuffle_buffer=16, **options))
+        (state,) = data.plan_streams(1, seed=1, epoch=0, shuffle=False, rank=0, ranks=1)
+        stream = data.open_stream(state)
+        reading = batches(data, stream)
+        for _ in range(6):  # 96 of 173 records: the first shards are complete
+            next(reading)
+        data.close()
+        complete = {key for key in server.objects if key < "part-002"}
+        server.requests.clear()
+        again = closing(dataset(kind, "s3://bucket", **options))
+        assert again.must_stream()
+        assert sorted(labels(read(again, shuffle=False), LABEL[kind])) == list(range(TOTAL))
+        assert not any(server.count(key) for key in complete)
+        assert all(server.count(key) for key in sorted(server.objects)[3:])
+        again.flush_cache()
+        assert not again.must_stream()
+
+
+@pytest.mark.parametrize("end", [".gz", ".zlib"])
+def test_compressed_shards_are_random_from_the_cache(kind: str, end: str, tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards(kind, end=end))
+    options = {"cache": str(tmp_path / "cache"), "transform": CROP}
+    data = closing(dataset(kind, f"{url}/*{end}", **options))
+    read(data)
+    data.flush_cache()
+    assert not data.must_stream()
+    assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
+    data.close()
+    data.cache.clear()  # the index too, which stays in memory
+    assert int(data[TOTAL - 1][LABEL[kind]]) == TOTAL - 1  # the shard is read again for one record
+
+
+def test_indexes_of_other_ranks_are_taken_over_and_kept(kind: str, tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards(kind))
+    ours = closing(dataset(kind, url, cache=str(tmp_path / "ours"), transform=CROP))
+    read(ours)
+    indexes = ours.known_indexes()
+    assert sorted(indexes) == list(range(len(COUNTS)))
+    theirs = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
+    damaged = {shard: index[:-1] + b"?" for shard, index in indexes.items()}
+    theirs.learn_indexes(damaged | {99: indexes[0]})
+    with pytest.raises(TypeError):
+        len(theirs)
+    theirs.learn_indexes(indexes)
+    assert len(theirs) == TOTAL
+    worker = closing(dataset(kind, url, cache=str(tmp_path / "theirs"), transform=CROP))
+    assert len(worker) == TOTAL, "kept where this node's processes find them"
+
+
+def test_damaged_and_foreign_index_files_of_the_cache_are_not_used(kind: str, tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards(kind))
+    data = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
+    read(data)
+    data.flush_cache()
+    data.close()
+    kept = sorted((tmp_path / "cache" / "manifests").glob("*.places"))
+    assert len(kept) == len(COUNTS)
+    kept[0].write_bytes(kept[1].read_bytes())
+    kept[2].write_bytes(kept[2].read_bytes()[:-5])
+    again = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
+    assert again.must_stream() and len(list((tmp_path / "cache" / "manifests").glob("*.places"))) < len(
+        COUNTS
+    )
+    assert sorted(labels(read(again), LABEL[kind])) == list(range(TOTAL))
+    assert not again.must_stream()
+
+
+# --- Index files -------------------------------------------------------------------------------------------
+
+
+def test_index_files_make_it_a_map_at_once(kind: str, tmp_path: Path) -> None:
+    with FaultServer(shards(kind, index=True)) as server:
+        options = {"storage_options": server.options, "transform": CROP}
+        data = closing(dataset(kind, "s3://bucket", **options))
+        assert len(data) == TOTAL and data[-1][LABEL[kind]] == TOTAL - 1
+        assert at_random(data)[LABEL[kind]].tolist() == list(range(TOTAL))
+        assert data.must_stream(), "records of 2 KB, and no cache: streams cost fewer requests"
+        assert sorted(labels(read(data, workers=7, ranks=2), LABEL[kind])) == list(range(TOTAL))
+        counts = [len(labels(read_one(data, stream, 14), LABEL[kind])) for stream in range(14)]
+        assert max(counts) - min(counts) <= 1, "ranges within shards: streams are equal within one"
+        beside = closing(dataset(kind, "s3://bucket", index=False, **options))
+        with pytest.raises(TypeError):
+            len(beside)
+
+
+def read_one(data: Any, number: int, streams: int) -> list[tuple[list[int], Any]]:
+    state = data.plan_streams(streams, seed=1, epoch=0, shuffle=True, rank=0, ranks=1)[number]
+    stream = data.open_stream(state)
+    found = list(batches(data, stream))
+    stream.close()
+    return found
+
+
+def test_index_files_elsewhere_or_of_other_shards(kind: str, tmp_path: Path) -> None:
+    objects = shards(kind, index=True)
+    url = write(tmp_path / "a", {key: body for key, body in objects.items() if not key.endswith(".idx")})
+    places = {key: body for key, body in objects.items() if key.endswith(".idx")}
+    index = write(tmp_path / "b", {key.replace(f".{kind}", ""): body for key, body in places.items()})
+    assert len(closing(dataset(kind, url, index=index, transform=CROP))) == TOTAL
+    (tmp_path / "a" / f"part-000.{kind}.idx").write_bytes(places[f"part-002.{kind}.idx"])
+    with pytest.raises(TypeError):
+        len(closing(dataset(kind, url, transform=CROP)))  # found beside them: not used, and a warning says so
+    with pytest.raises(ArgumentError, match="part-000"):
+        dataset(kind, url, index=True, transform=CROP)
+    with pytest.raises(ArgumentError, match="holds no index file"):
+        dataset(kind, url, index=write(tmp_path / "c", {"x.idx": b""}), transform=CROP)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("tar", 0), ("tfrecord", 2)])
+def test_through_the_loader_with_an_index(kind: str, workers: int, tmp_path: Path) -> None:
+    """Torch's samplers, Subset and batches, as for any map-style dataset; also without a fused transform."""
+    url = write(tmp_path / "shards", shards(kind, index=True))
+    data = closing(dataset(kind, url, cache=str(tmp_path / "cache"), transform=CROP))
+    loader = fastload.DataLoader(Subset(data, range(10, 60)), 8, shuffle=True, num_workers=workers)
+    for _ in range(2):
+        found = list(loader)
+        assert sorted(torch.cat([batch[LABEL[kind]] for batch in found]).tolist()) == list(range(10, 60))
+        assert found[0][IMAGE[kind]].shape == (8, 3, 24, 24)
+    plain = closing(dataset(kind, url, transform=just_label if kind == "tar" else just_label_of_features))
+    loader = fastload.DataLoader(Subset(plain, range(10, 60)), 8, num_workers=workers)
+    assert torch.cat(list(loader)).tolist() == list(range(10, 60))
+
+
+def just_label(sample: dict[str, Any]) -> int:
+    assert sample["jpg"].size[0] >= 40
+    return int(sample["cls"])
+
+
+def just_label_of_features(sample: dict[str, Any]) -> int:
+    return int(sample["label"])
+
+
+# --- Guards have twins -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("removed", [False, pytest.param(True, marks=pytest.mark.stress)])
+def test_cached_shards_are_not_read_again_unless_guard_removed(
+    kind: str, removed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FaultServer(shards(kind)) as server:
+        options = {"storage_options": server.options, "cache": str(tmp_path / "cache"), "transform": CROP}
+        data = closing(dataset(kind, "s3://bucket", **options))
+        read(data)
+        data.flush_cache()
+        server.requests.clear()
+        if removed:
+            monkeypatch.setattr(reader.CachedReader, "complete", lambda cached: False)
+        assert sorted(labels(read(data, epoch=1), LABEL[kind])) == list(range(TOTAL))
+        gets = [one for one in server.requests if one.method == "GET" and one.key in server.objects]
+        assert bool(gets) == removed

@@ -1,0 +1,279 @@
+"""TFRecordDataset and TarDataset as streams: every record once and unchanged; resume; faults of stores."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faultserver import Fault, FaultServer
+from sharddata import (
+    CROP,
+    IMAGE,
+    KINDS,
+    LABEL,
+    TOTAL,
+    at_random,
+    closing,
+    dataset,
+    jpeg,
+    labels,
+    loader_of,
+    numbers_of,
+    place_of,
+    read,
+    shards,
+    write,
+)
+from sharddata import close_all as close_all
+from sharddata import kind as kind
+from sharddata import small_pieces as small_pieces
+
+from fastload import Cache
+from fastload.datasets.protocols import RowDataset, StreamDataset
+from fastload.demo.s3_server import serve_s3
+from fastload.errors import (
+    ArgumentError,
+    ObjectChangedError,
+    StoreError,
+)
+from fastload.images.rng import sample_seed
+from fastload.store import retry
+
+pytestmark = pytest.mark.usefixtures("close_all")
+
+
+# --- Exactly once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("end", "shuffle"), [("", True), ("", False), (".gz", True), (".zlib", False)])
+def test_streams_give_every_record_once(
+    kind: str, end: str, shuffle: bool, tmp_path: Path, small_pieces: None
+) -> None:
+    url = write(tmp_path, shards(kind, end=end))
+    data = closing(dataset(kind, f"{url}/*", transform=CROP, cycle_length=3, shuffle_buffer=50))
+    assert isinstance(data, StreamDataset) and isinstance(data, RowDataset) and data.must_stream()
+    orders = []
+    for workers, ranks in ((1, 1), (3, 2), (9, 1)):
+        found = read(data, workers=workers, ranks=ranks, shuffle=shuffle)
+        numbers = labels(found, LABEL[kind])
+        assert sorted(numbers) == list(range(TOTAL))
+        orders.append(numbers)
+        again = labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle), LABEL[kind])
+        assert again == numbers
+        other = labels(read(data, workers=workers, ranks=ranks, shuffle=shuffle, epoch=1), LABEL[kind])
+        assert (other == numbers) != shuffle and sorted(other) == sorted(numbers)
+    assert data.counters["get.samples"] == 9 * TOTAL
+
+
+def test_contents_are_those_of_the_files(kind: str, tmp_path: Path, small_pieces: None) -> None:
+    """Bytes as they were written, and pixels as the transform makes them of these."""
+    url = write(tmp_path, shards(kind))
+    decode = (lambda members: members) if kind == "tar" else None
+    raw = closing(dataset(kind, url, decode=decode))
+    for _, samples in read(raw):
+        for sample in samples:
+            number = int(sample[LABEL[kind]])
+            assert sample[IMAGE[kind]] == jpeg(number)
+    fused = closing(dataset(kind, url, transform=CROP))
+    seen = 0
+    for ids, batch in read(fused):
+        for row, one in enumerate(ids):
+            number = int(batch[LABEL[kind]][row])
+            assert (one >> 32, one & 0xFFFF) == place_of(number)
+            wanted = torch.empty((1, *CROP.sample_shape), dtype=torch.uint8)
+            assert not CROP.fill(wanted.numpy(), [jpeg(number)], [sample_seed(5, 0, one)])
+            assert torch.equal(batch[IMAGE[kind]][row], wanted[0])
+            seen += 1
+    assert seen == TOTAL
+
+
+# --- Resume ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("end", "cached"), [("", False), ("", True), (".gz", False)])
+def test_a_state_goes_on_with_the_very_next_record(
+    kind: str, end: str, cached: bool, tmp_path: Path, small_pieces: None
+) -> None:
+    url = write(tmp_path / "shards", shards(kind, end=end))
+    arguments: dict[str, Any] = {
+        "transform": CROP,
+        "cycle_length": 3,
+        "block_length": 2,
+        "shuffle_buffer": 40,
+    }
+    if cached:
+        arguments["cache"] = str(tmp_path / "cache")
+    data = closing(dataset(kind, f"{url}/*", **arguments))
+    (start,) = data.plan_streams(1, seed=7, epoch=2, shuffle=True, rank=0, ranks=1)
+    stream = data.open_stream(start)
+    states, ids = [stream.state()], []
+    draw = random.Random(end)
+    while taken := stream.take(draw.randrange(1, 12)):
+        data.cancel(taken)
+        ids += taken
+        states.append(json.loads(json.dumps(stream.state())))
+        assert len(json.dumps(states[-1])) < 2000
+    stream.close()
+    assert len(ids) == TOTAL == len(set(ids))
+    if not cached:
+        with pytest.raises(TypeError, match="not available"):  # `cancel` has let go of it
+            data[ids[-1]]
+    position = {json.dumps(state): number for number, state in enumerate(states)}
+    other = closing(dataset(kind, f"{url}/*", **arguments))
+    for state in [*draw.sample(states, 6), states[0], states[-1]]:
+        number = position[json.dumps(state)]
+        resumed = other.open_stream(state)
+        left = []
+        while taken := resumed.take(9):
+            other.cancel(taken)
+            left += taken
+        resumed.close()
+        assert left == ids[len(ids) - len(left) :]
+        assert len(left) == len(ids) - sum_before(states, number, data, start)
+    with pytest.raises(ArgumentError, match="other shards"):
+        closing(dataset(kind, f"{url}/part-00[0-3]*", **arguments)).open_stream(states[3])
+
+
+def sum_before(states: list[Any], number: int, data: Any, start: Any) -> int:
+    """How many records had been handed out at a state, counted by reading again."""
+    stream = data.open_stream(start)
+    count = 0
+    while json.loads(json.dumps(stream.state())) != states[number]:
+        data.cancel(stream.take(1))
+        count += 1
+    stream.close()
+    return count
+
+
+# --- Stores ------------------------------------------------------------------------------------------------
+
+
+def test_real_server_gives_every_record_as_streams_and_at_random(tmp_path: Path) -> None:
+    for form in KINDS:
+        write(tmp_path / "bucket" / form, shards(form, index=True))
+    with serve_s3(tmp_path) as server:
+        options = {"storage_options": server.options, "transform": CROP}
+        for form in KINDS:
+            data = closing(dataset(form, f"s3://bucket/{form}", index=False, **options))
+            assert sorted(labels(read(data), LABEL[form])) == list(range(TOTAL))
+            indexed = closing(dataset(form, f"s3://bucket/{form}/part-{{000..005}}.{form}", **options))
+            assert at_random(indexed)[LABEL[form]].tolist() == list(range(TOTAL))
+
+
+FAULTS = {
+    "503": Fault(status=503, code="SlowDown"),
+    "cut": Fault(cut_after=100),
+    "reset": Fault(reset_after=100),
+    "short 200": Fault(body=b"short"),
+    "XML": Fault(body=b"<?xml version='1.0'?><Error><Code>InternalError</Code></Error>"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_that_pass_are_retried_unseen(kind: str, fault: str, small_pieces: None) -> None:
+    with FaultServer(shards(kind)) as server:
+        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        for number in (0, 2, 3):
+            server.script(f"part-00{number}.{kind}", None, FAULTS[fault], None, FAULTS[fault])
+        assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
+        assert data.counters["get.retries"] >= 6
+
+
+@pytest.mark.parametrize("honours_if_match", [True, False])
+def test_a_shard_that_changes_while_it_is_read_is_an_error(
+    kind: str, honours_if_match: bool, small_pieces: None
+) -> None:
+    with FaultServer(shards(kind)) as server:
+        server.honours_if_match = honours_if_match
+        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        server.script(f"part-002.{kind}", None, None, Fault(etag="0" * 32), repeat=True)
+        with pytest.raises(ObjectChangedError, match="part-002"):
+            read(data)
+    assert "if-match" in {name for request in server.requests for name in request.headers}
+
+
+def test_store_that_is_down_is_an_error_with_the_shard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "READ", retry.Policy(budget=0.5, first=0.05))
+    with FaultServer(shards(kind)) as server:
+        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        server.script(f"part-003.{kind}", Fault(status=500), repeat=True)
+        with pytest.raises(StoreError, match="part-003"):
+            read(data)
+
+
+def test_a_complete_shard_is_asked_for_once(kind: str, small_pieces: None) -> None:
+    """Each range once; together they are the shard."""
+    with FaultServer(shards(kind)) as server:
+        data = closing(dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP))
+        read(data)
+        for key, body in server.objects.items():
+            spans = sorted(
+                tuple(map(int, request.headers["range"].removeprefix("bytes=").split("-")))
+                for request in server.requests
+                if request.method == "GET" and request.key == key
+            )
+            edges = [0] + [stop + 1 for _, stop in spans]
+            assert [first for first, _ in spans] == edges[:-1]
+            # Padding behind a tar's end mark is not read.
+            assert edges[-1] == len(body) or (kind == "tar" and not any(body[edges[-1] - 1024 :]))
+
+
+# --- Through the loader, as streams ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "mode"),
+    [
+        ("tar", 2, None),
+        ("tar", 0, "raw"),
+        ("tar", 2, "shrunk"),
+        ("tar", 0, "decoded"),
+        ("tfrecord", 0, None),
+        ("tfrecord", 2, "raw"),
+        ("tfrecord", 0, "shrunk"),
+        ("tfrecord", 2, "decoded"),
+    ],
+)
+def test_epochs_through_the_loader(kind: str, workers: int, mode: Any, tmp_path: Path) -> None:
+    """Streams, then, with a cache, random access without a request; every record once in each epoch."""
+    with FaultServer(shards(kind)) as server:
+        cache = None if mode is None else Cache(tmp_path / "cache", mode, short_side=20)
+        data = closing(
+            dataset(kind, "s3://bucket", storage_options=server.options, transform=CROP, cache=cache)
+        )
+        loader = loader_of(data, workers)
+        orders, gets = [], []
+        for _ in range(3):
+            found = numbers_of(list(loader), kind)
+            assert sorted(found) == list(range(TOTAL))
+            orders.append(tuple(found))
+            gets.append(sum(server.count(key) for key in server.objects))
+        assert len(set(orders)) == 3
+        if mode is None:
+            assert gets[2] > gets[1] > gets[0]
+        else:
+            assert gets[2] == gets[0] and len(data) == TOTAL and len(loader) == -(-TOTAL // 8)
+
+
+@pytest.mark.parametrize(("kind", "workers"), [("tar", 0), ("tfrecord", 2)])
+def test_resumed_in_the_middle_of_a_streamed_epoch(kind: str, workers: int, tmp_path: Path) -> None:
+    url = write(tmp_path / "shards", shards(kind))
+    data = closing(dataset(kind, url, transform=CROP, shuffle_buffer=30))
+    whole = list(loader_of(data, 2))
+    loader = loader_of(data, 2)
+    running = iter(loader)
+    head = [next(running) for _ in range(9)]
+    state = json.loads(json.dumps(loader.state_dict()))
+    del running
+    resumed = loader_of(data, workers)
+    resumed.load_state_dict(state)
+    found = head + list(resumed)
+    if workers == 2:
+        for one, other in zip(found, whole, strict=True):
+            assert torch.equal(one[IMAGE[kind]], other[IMAGE[kind]])
+            assert torch.equal(one[LABEL[kind]], other[LABEL[kind]])
+    assert sorted(numbers_of(found, kind)) == list(range(TOTAL))
