@@ -708,7 +708,7 @@ def test_nothing_shows_a_secret(s3: S3Server) -> None:
                 call(*arguments)
             shown += [str(caught.value), repr(caught.value), repr(caught.value.__dict__)]
     web = open_store(f"http://user:{CANARY}@127.0.0.1:1/base")
-    shown += [repr(web), web.url, web.identity, repr(vars(web)["_place"])]
+    shown += [repr(web), web.url, web.identity, repr(vars(web)["_location"])]
     with pytest.raises(StoreError) as caught:
         web.head("x")
     shown.append(str(caught.value))
