@@ -19,6 +19,7 @@ import pytest
 from fastload.fetch import threads
 from fastload.loader.worker_iterator import _PRELOADED
 from fastload.store import client_process
+from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.

@@ -376,11 +376,12 @@ def test_versions_travel_with_every_read(client: dict[str, Any], faults: FaultSe
     assert {request.headers.get("if-match") for request in reads} == {f'"{old.version}"'}
 
 
+@pytest.mark.stress
 @clients
-def test_without_the_guards_wrong_bytes_come_through(
+def test_guard_removed_wrong_bytes_come_through(
     client: dict[str, Any], faults: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The twin of the tests above: they would fail without `check_version` and `check_length`."""
+    """The tests above would fail without `check_version` and `check_length`."""
     module = s3fs_store if client else native
     monkeypatch.setattr(module, "check_version", lambda *arguments: None)
     monkeypatch.setattr(module, "check_length", lambda *arguments: None)
@@ -777,17 +778,18 @@ def test_a_fork_of_a_process_that_keeps_its_client_is_an_error_not_a_hang(faults
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
-def test_without_the_guard_that_fork_would_hang(faults: FaultServer) -> None:
-    """The twin: the same script with the record of use taken out dies by its alarm.
+@pytest.mark.stress
+def test_guard_removed_that_fork_would_hang(faults: FaultServer) -> None:
+    """The same script without the record of use dies by its alarm.
 
     Or its parent does. The two share an epoll instance; what a new connection of the child announces there is
     an address in the child's memory, and the parent's threads follow it.
     """
-    twin = FORKED.replace(
+    unguarded = FORKED.replace(
         "pid = os.fork()",
         "from fastload.store.object_store import obstore_in_use as used; used.drop(); pid = os.fork()",
     )
-    result = _ran(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
+    result = _ran(unguarded.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
     assert result.stdout.split() == ["14"] or result.returncode in _CRASHES, result
 
 
