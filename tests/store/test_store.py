@@ -41,6 +41,7 @@ BODY = bytes(range(256)) * 800  # 204,800 bytes
 CANARY = "canarySECRETcanary0123456789"
 
 clients = pytest.mark.parametrize("client", CLIENTS, ids=CLIENT_NAMES)
+pytestmark = pytest.mark.usefixtures("no_aws_settings")
 
 
 def everything(store: Store) -> dict[str, ObjectInfo]:
@@ -48,14 +49,6 @@ def everything(store: Store) -> dict[str, ObjectInfo]:
     found = {info.key: info for info in infos}
     assert len(found) == len(infos), "a key was listed twice"
     return found
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
 
 
 @pytest.fixture
