@@ -1,20 +1,20 @@
 """Every error that fastload raises on purpose.
 
     FastloadError
-    ├── ArgumentError      (ValueError)          a bad argument, found before any work starts
-    ├── StoreError         (OSError)             the object store failed, after the retries that could help
+    ├── ArgumentError      (ValueError)          an invalid argument, found before any work starts
+    ├── StoreError         (OSError)             the object store failed, after all retries that could help
     │   ├── NotFoundError      (FileNotFoundError)   no such object, bucket or prefix
     │   ├── AccessDeniedError  (PermissionError)     credentials missing, refused or expired
     │   ├── ObjectChangedError                       the object is not the version that was listed
     │   ├── ShortReadError                           fewer bytes than the store promised
     │   └── StoreTimeoutError  (TimeoutError)        no progress within the deadline
     ├── CacheError         (OSError)             a cache directory that cannot be used at all
-    ├── DecodeError        (ValueError)          bytes that are not the image or record they should be
+    ├── DecodeError        (ValueError)          bytes that are not a valid image or record
     ├── PlatformError      (ImportError)         this system is not Linux
     └── WorkerError        (RuntimeError)        a worker process died or did not answer
 
-Each carries `stage` (where on the path from store to batch it happened) and `key` (which sample), so that
-a message read at the consumer says both. Builtin parents are there for callers who catch those.
+Each carries `stage` (the place on the path from store to batch) and `key` (the sample), so that a message
+names both at the consumer. The builtin parents are for callers who catch those.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FastloadError(Exception):
     """Base of all fastload errors.
 
     Args:
-        message: what was found and what to do next.
+        message: the finding, and the next thing to do.
         stage: "argument", "list", "get", "put", "cache", "decode", "transform", "collate" or "worker".
         key: the object key or sample index, where there is one.
     """
@@ -63,7 +63,7 @@ class FastloadError(Exception):
         return f"[{where}] {self.message}" if where else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The instance's own dict is the state: notes and the like cross process borders too.
+        # The instance's own dict is the state: notes cross process borders too.
         return _rebuild, (type(self), self.message, self.stage, self.key), self.__dict__
 
 
@@ -72,18 +72,18 @@ def _rebuild(cls: type[FastloadError], message: str, stage: str, key: object) ->
 
 
 class ArgumentError(FastloadError, ValueError):
-    """An argument has a value that cannot work; raised before any worker starts."""
+    """An argument has an invalid value. Raised before any worker starts."""
 
     stage = "argument"
 
 
 def refuse_class(argument: str, value: Any) -> None:
-    """Raise where a class was given and an instance is meant: its instances can be called, or are fastload's.
+    """Refuse a class where an instance is meant: a class with callable instances, or one of fastload's.
 
-    Other classes, such as `float`, are let through: their constructor is a function like any other.
+    Other classes, such as `float`, pass: their constructor is a function like any other.
 
     Raises:
-        ArgumentError: it is such a class; the message says what to write.
+        ArgumentError: it is such a class; the message names the call to write.
     """
     if not isinstance(value, type):
         return
@@ -92,7 +92,7 @@ def refuse_class(argument: str, value: Any) -> None:
 
 
 def _call_of(kind: type) -> str:
-    """How an instance is made, as far as the signature tells."""
+    """The call that makes an instance, as far as the signature tells."""
     empty = inspect.Parameter.empty
     try:
         parameters = inspect.signature(kind).parameters.values()
@@ -107,8 +107,8 @@ class StoreError(FastloadError, OSError):
     """The object store failed, and retrying did not help or could not.
 
     Attributes:
-        retry: how asking again may help: "never"; "later"; "slower" (the store asked for fewer requests);
-            "renewed" (with new credentials); "reachable" (once the server is there at all).
+        retry: how a retry may help: "never"; "later"; "slower" (the store asked for fewer requests);
+            "renewed" (with new credentials); "reachable" (once the server answers at all).
     """
 
     stage = "get"

@@ -25,6 +25,7 @@ import pytest
 from fastload.fetch import threads
 from fastload.store import client_process
 from fastload.workers.executor import PRELOADED
+from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and all that they start.

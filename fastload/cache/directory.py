@@ -7,7 +7,7 @@
         segments/<host>-<pid>-<id>.seg
         claims0, claims1, ...        no bytes, only locks: see `InflightLocks`
 
-The first process to open the directory (nobody else holds the lock) repairs what a crash can have left:
+The first process to open the directory (no other holds the lock) repairs the traces of a crash:
 
 * a killed process leaves bytes that no index entry names, and reserved bytes never written: recount;
 * a machine that went down may have written the pages of the index in any order, and LMDB trusts its file:
@@ -63,9 +63,9 @@ REINDEX_BATCH = 1000
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_DAMAGED_BOOT = "damaged"  # in the place of a boot: the index is to be made anew, whoever leaves after that
+_DAMAGED_BOOT = "damaged"  # in the place of a boot: a new index is needed, whichever process leaves later
 
-# What LMDB says when the bytes of its file are wrong, as opposed to a full disk or too many readers.
+# LMDB's errors when the bytes of its file are wrong, as opposed to a full disk or too many readers.
 DAMAGED = (
     lmdb.CorruptedError,
     lmdb.InvalidError,
@@ -80,7 +80,7 @@ class _State(NamedTuple):
     """How the directory was left, kept in the marker file."""
 
     boot: str = ""  # the boot of the machine in which it was last written
-    clean: bool = False  # the last one out had synced the index
+    clean: bool = False  # the last process to leave had synced the index
     reindex: bool = False  # the segments hold records that the index may not know yet
 
 
@@ -140,7 +140,7 @@ class Directory:
         if not state.clean and state.boot != _boot_id():
             raise CacheError(
                 f"cache {self.path} is read-only and was not closed before the machine stopped; "
-                "open it once where it can be written, or fill it anew"
+                "open it once where it can be written, or fill another cache"
             )
         return Index(self.path / "index", readonly=True)
 
@@ -178,7 +178,7 @@ class Directory:
             time.sleep(0.005)
 
     def _open_first(self) -> Index:
-        """Open with nobody else inside: repair, then mark as in use."""
+        """Open as the only process: repair, then mark as in use."""
         state = self._read_state()
         for name in filter(is_part, os.listdir(self.root_fd)):  # noqa: PTH208 (a descriptor, not a path)
             os.unlink(name, dir_fd=self.root_fd)
@@ -205,7 +205,7 @@ class Directory:
         return Index(self.path / "index")
 
     def _discard_index(self) -> None:
-        # Renamed before deletion: whoever still has it open keeps a whole, if lonely, index.
+        # Unlinked, not truncated: processes that have it open keep a consistent but orphaned index.
         for name in ("data.mdb", "lock.mdb"):
             with contextlib.suppress(FileNotFoundError):
                 (self.path / "index" / name).unlink()
@@ -236,7 +236,7 @@ class Directory:
     # -- records
 
     def read(self, key: bytes, entry: Entry) -> memoryview | None:
-        """The verified payload; None when somebody cleared the cache since the lookup.
+        """The verified payload; None when the cache was cleared since the lookup.
 
         Raises CorruptRecordError when the bytes are not what the entry promises, OSError or lmdb.Error when
         they cannot be read.
@@ -302,7 +302,7 @@ class Directory:
         self.index.sync()
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # What others have noted stays: that the index is damaged, or does not know all records yet.
+            # Notes of other processes stay: that the index is damaged, or does not know all records yet.
             state = self._read_state()
             if not self._damaged and state.boot != _DAMAGED_BOOT:
                 self._write_state(state._replace(boot=_boot_id(), clean=True))
@@ -316,7 +316,7 @@ class Directory:
         self.segments_fd = self._lock_fd = self.root_fd = -1
 
     def forget(self, held: bool) -> None:
-        """After a fork, in the child: let go of what belongs to the parent, touching none of its locks."""
+        """After a fork, in the child: let go of the parent's files, touching none of its locks."""
         self.files.forget()
         if self.writer is not None:
             self.writer.forget()

@@ -1,10 +1,10 @@
 """The index: an LMDB environment with key -> entry, segment number -> file name, and the byte counter.
 
 The index is derived data. Each record describes and verifies itself, so an index that is lost, stale or wrong
-costs misses, never wrong bytes; that is why commits are not synced (`sync=False`).
+costs misses, never wrong bytes. So commits are not synced (`sync=False`).
 
-py-lmdb forbids an environment to be open twice in one process, or to be used after a fork; `directory.py`
-sees to both. No read transaction outlives the call that began it: one that stays pins old pages, and the file
+py-lmdb forbids an environment to be open twice in one process, or to be used after a fork; `registry.py`
+prevents both. No read transaction outlives the call that began it: an open one pins old pages, and the file
 grows without bound.
 """
 

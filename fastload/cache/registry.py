@@ -1,8 +1,8 @@
-"""Which directories this process has open: one Directory each, whatever path leads there.
+"""The directories that this process has open: one Directory each, whatever path leads there.
 
 LMDB forbids a file to be open twice in one process, and to be used in a forked child. So directories are
-known by their inode, and a fork waits until no transaction is open; the child then closes what it inherited
-and opens anew on first use.
+known by their inode, and a fork waits until no transaction is open. The child then closes the inherited
+environments, and opens its own on first use.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _release(directory: Directory, user: object) -> None:
 
 
 def abandon(directory: Directory | None, user: object) -> None:
-    """`release` for a collected Cache. Collection happens in any thread at any moment, also in one that is
-    about to take a directory here: so this never waits for the lock, which is not a reentrant one, and does
-    not let a writer thread join itself."""
+    """`release` for a collected user. Collection happens in any thread at any moment, also in one that holds
+    the lock here: so this never waits for the lock, which is not reentrant, and does not let a writer thread
+    join itself."""
     if directory is None or not _lock.acquire(blocking=False):
         return
     try:
@@ -77,7 +77,7 @@ def abandon(directory: Directory | None, user: object) -> None:
 
 
 def close_all() -> None:
-    """Close every directory that this process has open, whatever becomes of the one before."""
+    """Close every directory that this process has open, even if one of them fails."""
     with _lock:
         for directory in list(_opened.values()):
             with contextlib.suppress(OSError, lmdb.Error):

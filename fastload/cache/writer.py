@@ -24,7 +24,7 @@ from fastload.cache.write_queue import Batch, Item, WriteQueue
 __all__ = ["Writer"]
 
 SEGMENT_BYTES = 1 << 30
-# Left free on the disk, for the LMDB file and for everybody else: 1 % of it, at most this.
+# Left free on the disk, for the LMDB file and for other users: 1 % of it, at most this.
 RESERVE_BYTES = 256 << 20
 
 
@@ -153,7 +153,7 @@ class Writer:
             accepted = self._reserve(items)
             if accepted:
                 self._append(accepted)
-        except SegmentGoneError:  # cleared by somebody while we wrote: these records went with the rest
+        except SegmentGoneError:  # cleared during the write: these records went with the rest
             self._leave_segment()
 
     def _reserve(self, items: list[Item]) -> list[Item]:
@@ -196,7 +196,7 @@ class Writer:
     def _open_segment(self) -> None:
         self._leave_segment()
         name = new_segment_name()
-        # Registered first: who clears the cache meanwhile takes a file without a number for a dead process's.
+        # Registered first: `clear` takes a file without a number for a dead process's.
         self._number = self._index.add_segment(name)
         self._segment = SegmentWriter(self._segments_fd, name)
 

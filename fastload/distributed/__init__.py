@@ -1,4 +1,4 @@
-"""Several ranks: who started them, and which one this is."""
+"""The ranks of a job: who started them, which one this is, and which samples are its own."""
 
 from fastload.distributed.launcher import Launched, find_launched, find_rank, local_ranks
 

@@ -1,17 +1,16 @@
 """What the ranks of a job tell each other while an epoch is read as streams.
 
-They meet when it begins, and say how far each is before it hands out a batch. All of it goes through the
-key-value store that torch.distributed keeps for its own start-up. Collective operations were rejected: they
-would mingle with the trainer's on its process groups, and a rank that is at its end waits in none.
+The ranks agree on the epoch when it begins, and publish their progress before each batch. All of it goes
+through the key-value store that torch.distributed keeps for its own start-up. Collective operations were
+rejected: they would interleave with the trainer's collectives, and a finished rank would not take part.
 
-Steps are equal. Before a rank hands out its own batch k it has posted that it has more than k batches, and
-as soon as it has no more it posts how many they were. At its end it goes on, with repeated samples, while
-another rank has posted more than k, and ends once all have posted that they have not.
+All ranks take equally many steps. Before a rank hands out its own batch k, it publishes that it has more than
+k batches. Once it has no more, it publishes its total. It then goes on with repeated samples while another
+rank has published more than k, and ends once all have published a total of at most k.
 
-No rank waits for ever. Let all ranks have handed out batch k - 1. Each either has a batch k of its own, and
-posts that without asking anyone, or is at its end and has posted it. So every question about k is answered by
-a rank that waits for nobody, and as answers are facts (a total is above k or it is not) all ranks come to the
-same end, even if each finds out at another time.
+No deadlock: let all ranks have handed out batch k - 1. Then each rank either has a batch k of its own, and
+publishes that without waiting, or it has published its total. So every question about k has an answer that
+waits for no rank, and published answers never change: all ranks reach the same decision, if not at one time.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from torch.distributed.distributed_c10d import PrefixStore
 from fastload.errors import ArgumentError, WorkerError
 from fastload.metrics.torch_private import default_store
 
-__all__ = ["Ranks", "can_meet"]
+__all__ = ["Ranks", "can_agree"]
 
-_PATIENCE = 1800.0  # seconds that a rank may be behind, as long as gloo's collectives wait for one
-_PAUSES = (0.001, 0.05)  # seconds between two looks at the store, from the first to the later ones
+PATIENCE_SECONDS = 1800.0  # that a rank may be behind; gloo's collectives wait as long
+_PAUSES = (0.001, 0.05)  # seconds between two polls of the store: the first pause, and the longest
 _PIECE = 1 << 20  # the store takes values up to 8 MiB
-_loaders = itertools.count()  # that have met, in this process; one loader has one number on all ranks
+_numbers = itertools.count()  # of the loaders of this process; one loader has one number on all ranks
 
 
-def can_meet() -> bool:
-    """Whether the ranks of this job can tell each other anything."""
+def can_agree() -> bool:
+    """Whether the ranks of this job have a store in common: torch.distributed is initialized."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
@@ -46,47 +45,55 @@ class Ranks:
     """The ranks that share the epochs of one loader.
 
     Args:
-        rank, ranks: this one, of so many.
+        rank: this one.
+        ranks: how many there are.
+        root: the key-value store; None: that of torch.distributed.
+        number: of the loader, the same on all ranks; None: the next one in this process.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, *, root: Any = None, number: int | None = None) -> None:
         self.rank = rank
         self.ranks = ranks
+        self._root = root
+        self._number = number
         self._others = [*range(rank + 1, ranks), *range(rank)]
-        self._corner = ""  # of the store, for this loader in this start of the job
-        self._meetings = 0
+        self._namespace = ""  # in the store, for this loader in this start of the job
+        self._epochs = 0
         self._store: Any = None
         self._posted: list[str] = []  # keys
-        self._had = 0
+        self._published = 0
         self._seen: dict[int, tuple[int, bool]] = {}  # rank -> (batches it has at least, whether that is all)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_store": None, "_posted": []}  # a store does not pickle
+        return self.__dict__ | {"_root": None, "_store": None, "_posted": []}  # a store does not pickle
 
-    def meet(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    def begin_epoch(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
         """Wait until every rank has begun its next epoch; their summaries, by rank.
 
         Raises:
-            ArgumentError: torch.distributed is not initialized. WorkerError: a rank did not come.
+            ArgumentError: torch.distributed is not initialized.
+            WorkerError: a rank did not begin the epoch in time.
         """
-        root = _store()
-        if not self._corner:
-            self._corner = _corner(PrefixStore(f"fastload/{next(_loaders)}", root), self.rank, self.ranks)
+        root = _default_store() if self._root is None else self._root
+        if not self._namespace:
+            number = next(_numbers) if self._number is None else self._number
+            store = PrefixStore(f"fastload/{number}", root)
+            self._namespace = agree_on_namespace(store, self.rank, self.ranks)
         before, posted, self._posted = self._store, self._posted, []
-        self._meetings += 1
-        self._store = PrefixStore(f"fastload/{self._corner}/{self._meetings}", root)
-        self._had, self._seen = 0, dict.fromkeys(self._others, (0, False))
+        self._epochs += 1
+        self._store = PrefixStore(f"fastload/{self._namespace}/{self._epochs}", root)
+        self._published, self._seen = 0, dict.fromkeys(self._others, (0, False))
         self._set(f"at/{self.rank}", b"0 0")
         self._post(f"summary/{self.rank}", json.dumps(summary).encode())
         summaries = [
             json.loads(self._wait(rank, "summary", "to begin the epoch")) for rank in range(self.ranks)
         ]
-        for key in posted:  # whoever has come here has left the epoch before
+        for key in posted:  # every rank has now left the epoch before
             before.delete_key(key)
         return summaries
 
     def exchange(self, tables: Mapping[int, bytes], known: Sequence[set[int]]) -> dict[int, bytes]:
-        """Send what other ranks lack, and get what this one lacks. `meet_again` has to follow.
+        """Send the tables that other ranks lack, and get those that this one lacks. `all_gather` must follow.
 
         Args:
             tables: shard -> bytes, of this rank.
@@ -100,35 +107,38 @@ class Ranks:
             self._post(f"table/{shard}", tables[shard])
         mine = known[self.rank]
         return {
-            shard: self._wait(rank, f"table/{shard}", "to send its places", by_rank=False)
+            shard: self._wait(rank, f"table/{shard}", "to send its record offsets", by_rank=False)
             for shard, rank in first.items()
             if shard not in mine
         }
 
-    def meet_again(self, answer: Any) -> list[Any]:
-        """What every rank answers. What `exchange` has posted is taken out of the store."""
+    def all_gather(self, answer: Any) -> list[Any]:
+        """The answers of all ranks, by rank. Removes from the store the tables that `exchange` has sent."""
         self._post(f"answer/{self.rank}", json.dumps(answer).encode())
-        answers = [json.loads(self._wait(rank, "answer", "to take in places")) for rank in range(self.ranks)]
+        answers = [
+            json.loads(self._wait(rank, "answer", "to take over record offsets"))
+            for rank in range(self.ranks)
+        ]
         for key in [key for key in self._posted if key.startswith("table/")]:
             self._store.delete_key(key)
             self._posted.remove(key)
         return answers
 
-    def have(self, batches: int) -> None:
-        """This rank has at least so many batches of its own."""
-        if batches > self._had:
-            self._had = batches
+    def publish_progress(self, batches: int) -> None:
+        """Tell the others that this rank has at least this many batches of its own."""
+        if batches > self._published:
+            self._published = batches
             self._store.set(f"at/{self.rank}", b"%d 0" % batches)
 
-    def ended(self, batches: int) -> None:
-        """This rank has so many, and no more."""
+    def publish_total(self, batches: int) -> None:
+        """Tell the others that this rank has this many batches, and no more."""
         self._store.set(f"at/{self.rank}", b"%d 1" % batches)
 
-    def any_beyond(self, batches: int) -> bool:
-        """Whether another rank has more than so many batches; waits until it is certain.
+    def any_has_more(self, batches: int) -> bool:
+        """Whether another rank has more batches than this. Waits until that is certain.
 
         Raises:
-            WorkerError: a rank does not say.
+            WorkerError: a rank did not publish its progress in time.
         """
         clock = _Clock()
         while True:
@@ -145,7 +155,7 @@ class Ranks:
             clock.tick(silent[0], f"to say whether it has batch {batches}")
 
     def _post(self, key: str, value: bytes) -> None:
-        """For values of any size; readers find all of it once they find its number of pieces."""
+        """Set a value of any size. The number of its pieces comes last, so readers never see a part of it."""
         pieces = [value[start : start + _PIECE] for start in range(0, max(1, len(value)), _PIECE)]
         for number, piece in enumerate(pieces):
             self._set(f"{key}/{number}", piece)
@@ -158,7 +168,7 @@ class Ranks:
     def _wait(self, rank: int, key: str, what: str, *, by_rank: bool = True) -> bytes:
         key = f"{key}/{rank}" if by_rank else key
         clock = _Clock()
-        # The store's own wait would hold its lock, which torch's watchdogs need, and be deaf to Ctrl-C.
+        # The store's own wait would hold its lock, which torch's watchdogs need, and ignore Ctrl-C.
         while not self._store.check([key]):
             clock.tick(rank, what)
         pieces = int(self._store.get(key))
@@ -166,16 +176,16 @@ class Ranks:
 
 
 class _Clock:
-    """Between two looks at the store."""
+    """Pauses between two polls of the store, and gives up when a rank takes too long."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._pause = _PAUSES[0]
 
     def tick(self, rank: int, what: str) -> None:
-        if time.monotonic() - self._start > _PATIENCE:
+        if time.monotonic() - self._start > PATIENCE_SECONDS:
             raise WorkerError(
-                f"waited {_PATIENCE:.0f} s for rank {rank} {what}: either it has died, or the ranks do not "
+                f"waited {PATIENCE_SECONDS:.0f} s for rank {rank} {what}: it has died, or the ranks do not "
                 "iterate over their loaders equally often, in the same order and as far",
                 stage="ranks",
             )
@@ -183,20 +193,20 @@ class _Clock:
         self._pause = min(2 * self._pause, _PAUSES[1])
 
 
-def _corner(store: Any, rank: int, ranks: int) -> str:
-    """A name that all ranks of this start agree on.
+def agree_on_namespace(store: Any, rank: int, ranks: int) -> str:
+    """A name that all ranks of this start of the job have in common, and no earlier start.
 
-    torchrun may keep one store over its restarts, with all that ranks which have died had said in it. So each
-    rank says a word that nobody can have said before, and is answered under it.
+    torchrun may keep one store over its restarts, which still holds keys written by ranks that died. So each
+    rank writes a random word, and rank 0 answers under that word with the name.
     """
     mine, clock = uuid.uuid4().hex, _Clock()
     if rank:
         store.set(f"hello/{rank}", mine)
         while not store.check([f"welcome/{mine}"]):
             clock.tick(0, "to begin the epoch")
-        corner = str(store.get(f"welcome/{mine}").decode())
-        store.set(f"joined/{corner}/{rank}", b"1")
-        return corner
+        name = str(store.get(f"welcome/{mine}").decode())
+        store.set(f"joined/{name}/{rank}", b"1")
+        return name
     waiting = set(range(1, ranks))
     while waiting:
         for other in sorted(waiting):
@@ -209,11 +219,11 @@ def _corner(store: Any, rank: int, ranks: int) -> str:
     return mine
 
 
-def _store() -> Any:
+def _default_store() -> Any:
     """The key-value store of torch.distributed, for which there is no public name."""
-    if not can_meet():
+    if not can_agree():
         raise ArgumentError(
-            "several ranks have to agree how to read an epoch whose samples are not numbered yet, and "
+            "the samples are not indexed yet, so the ranks must agree on who reads which shard, and "
             "torch.distributed is not initialized: call init_process_group() before iterating, or give the "
             "dataset index files"
         )

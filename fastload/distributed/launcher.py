@@ -1,7 +1,7 @@
-"""This process's rank, world size and place on its node, as its launcher tells them.
+"""This process's rank, world size and position on its node, as its launcher tells them.
 
 A launcher that runs inside another one comes first: torchrun, mpirun and Ray under SLURM leave SLURM's
-variables unchanged, and these then describe another process. So what a launcher says of the node is used
+variables unchanged, and these then describe another process. So a launcher's facts about the node are used
 only if its rank is the rank of this process.
 """
 
@@ -22,18 +22,18 @@ __all__ = ["Launched", "find_launched", "find_rank", "local_ranks"]
 
 
 class Launched(NamedTuple):
-    """What one launcher says. None: it does not say that."""
+    """The facts that one launcher gives. None: it does not give that one."""
 
     rank: int
     replicas: int
-    local: int | None = None  # rank among those of its node
-    local_ranks: int | None = None  # how many those are
+    local: int | None = None  # rank among the ranks of its node
+    local_ranks: int | None = None  # number of ranks on its node
     node: int | None = None
     nodes: int | None = None
 
 
 class _Variables(NamedTuple):
-    """The environment variables of a launcher; "" where it has none for that."""
+    """The environment variables of a launcher; "" where it has none for a fact."""
 
     rank: str
     replicas: str
@@ -62,7 +62,7 @@ def find_rank() -> tuple[int, int]:
     """(rank, number of ranks) of this process, from torch.distributed or from its launcher; else (0, 1).
 
     Raises:
-        ArgumentError: a launcher's variables are no integers.
+        ArgumentError: a launcher's variables are not integers.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -70,13 +70,13 @@ def find_rank() -> tuple[int, int]:
 
 
 def find_launched(rank: int, replicas: int) -> Iterator[Launched]:
-    """What launchers say of this rank. What is said of another one was inherited, and is left out."""
+    """The launchers' facts about this rank. Facts about another rank were inherited, and are left out."""
     return (said for said in _said(strict=False) if (said.rank, said.replicas) == (rank, replicas))
 
 
 def local_ranks() -> int:
-    """How many ranks of this job run on this node; 1 where no launcher says so."""
-    with contextlib.suppress(ArgumentError):  # raised where the rank itself is asked for
+    """The number of ranks of this job on this node; 1 where no launcher tells it."""
+    with contextlib.suppress(ArgumentError):  # raised where the rank itself is needed
         for said in find_launched(*find_rank()):
             if said.local_ranks:
                 return said.local_ranks
@@ -87,7 +87,7 @@ def local_ranks() -> int:
 
 
 def _said(*, strict: bool) -> Iterator[Launched]:
-    """What each launcher says, the innermost one first. `strict`: variables that are no integers raise."""
+    """The facts of each launcher, the innermost first. `strict`: variables that are not integers raise."""
     for names in (_TORCHRUN, _HOROVOD, _OPEN_MPI):
         yield from _from_environment(names, strict)
     # A Ray worker inherits the variables of the node's daemon, and they describe the daemon.
@@ -106,7 +106,7 @@ def _from_environment(names: _Variables, strict: bool) -> Iterator[Launched]:
             return
         raise ArgumentError(
             f"the environment has {names.rank}={os.environ[names.rank]!r} and "
-            f"{names.replicas}={os.environ[names.replicas]!r}, which are no integers: correct them, or pass "
+            f"{names.replicas}={os.environ[names.replicas]!r}, which are not integers: correct them, or pass "
             "rank and num_replicas"
         ) from None
     each = _number(names.local_ranks)
@@ -125,7 +125,7 @@ def _with_slurms_nodes(said: Launched) -> Launched:
 
 
 def _of_node(counts: str, node: int) -> int | None:
-    """The number of a node in SLURM's "4(x2),3"; None where it is no such list, or the node is not in it."""
+    """The ranks of a node in SLURM's "4(x2),3"; None for another text, or if the node is not in the list."""
     for part in counts.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if found is None:

@@ -1,10 +1,10 @@
-"""Which node reads which sample, when every node keeps to a share of its own.
+"""The samples that each node reads, where every node keeps to a share of its own.
 
     n nodes     base:  b0 b1 ... bn-1 │ bn bn+1 ...        position p belongs to node p mod n
     an epoch    order: each node's share shuffled inside, so position p is still node (p mod n)'s
 
-The shares depend on the dataset's length and the number of nodes, on nothing else: what a run has put on a
-node's SSD, or `fastload warm` before it, serves the next run, whatever its seed.
+The shares depend only on the dataset's length and the number of nodes. So the records that a run, or
+`fastload warm`, has put on a node's SSD serve the next run, whatever its seed.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ import torch
 from fastload.distributed import find_launched
 from fastload.errors import ArgumentError
 
-__all__ = ["RankPosition", "find_place", "node_order", "node_shares"]
+__all__ = ["RankPosition", "find_position", "node_order", "node_shares"]
 
 
 class RankPosition(NamedTuple):
-    """Where a rank is: rank `local` of node `node` of `nodes`."""
+    """A rank's position in the job: rank `local` of node `node` of `nodes`."""
 
     node: int
     local: int
     nodes: int
 
 
-def find_place(rank: int, replicas: int, nodes: int | None) -> RankPosition:
-    """The place of a rank: from `nodes`, the ranks of a node then being neighbours, or from the launcher.
+def find_position(rank: int, replicas: int, nodes: int | None) -> RankPosition:
+    """The position of a rank: from `nodes`, neighbouring ranks then sharing one, or from the launcher.
 
     Raises:
-        ArgumentError: no launcher says it, or the nodes have not equally many ranks.
+        ArgumentError: no launcher tells it, or the nodes do not have equally many ranks.
     """
-    place = _given(rank, replicas, nodes) if nodes is not None else _launched(rank, replicas)
-    if place is None and replicas > 1:
+    position = _given(rank, replicas, nodes) if nodes is not None else _launched(rank, replicas)
+    if position is None and replicas > 1:
         raise ArgumentError(
-            f"partition='node' with {replicas} ranks: no launcher (torchrun, Horovod, Ray Train, srun) says "
-            f"on which node rank {rank} runs; pass num_nodes"
+            f"partition='node' with {replicas} ranks: no launcher (torchrun, Horovod, Ray Train, srun) tells "
+            f"the node of rank {rank}; pass num_nodes"
         )
-    place = place or RankPosition(0, 0, 1)
-    per_node, left = divmod(replicas, place.nodes)
-    if left or not (0 <= place.node < place.nodes and 0 <= place.local < per_node):
+    position = position or RankPosition(0, 0, 1)
+    per_node, left = divmod(replicas, position.nodes)
+    if left or not (0 <= position.node < position.nodes and 0 <= position.local < per_node):
         raise ArgumentError(
             f"partition='node' needs equally many ranks on every node, found {replicas} ranks on "
-            f"{place.nodes} nodes, this one being number {place.local} of node {place.node}"
+            f"{position.nodes} nodes; this one is number {position.local} of node {position.node}"
         )
-    return place
+    return position
 
 
 def _given(rank: int, replicas: int, nodes: int) -> RankPosition:
@@ -63,17 +63,16 @@ def _launched(rank: int, replicas: int) -> RankPosition | None:
 
 
 def node_shares(length: int, nodes: int) -> torch.Tensor:
-    """The samples (int64, shape (length,)) such that those at positions k, k + nodes, ... are node k's.
+    """The samples (int64, shape (length,)); those at positions k, k + nodes, ... are node k's.
 
-    Each `nodes` neighbours of the listing go to different nodes, in random order: where it is sorted by
-    class every node gets its part of each class, and one that alternates (left image, right image) is no
-    trap.
+    Each `nodes` neighbours of the listing go to different nodes, in random order. So every node gets its part
+    of each class in a sorted listing, and of both kinds in one that alternates (left image, right image).
     """
     if nodes == 1:
         return torch.arange(length, device="cpu")
     generator = torch.Generator().manual_seed(0)
     rows, tail = divmod(length, nodes)
-    # All with dtype and device: the defaults are the training script's, and not alike in each run.
+    # All with dtype and device: the defaults are the training script's, and may differ between runs.
     within = torch.rand((rows, nodes), generator=generator, dtype=torch.float32, device="cpu")
     first = torch.arange(0, rows * nodes, nodes, device="cpu")[:, None]
     shares = torch.arange(length, device="cpu")

@@ -1,11 +1,11 @@
-"""Which rank reads which sample, in which order: arithmetic on an order that (seed, epoch, length) determine.
+"""The samples of each rank, in order: arithmetic on an order that (seed, epoch, length) determine.
 
     order of the epoch    o0 o1 o2 o3 o4 o5 o6 o7 o8 ...        the same on every rank
     rank r of N           o[r], o[r + N], o[r + 2N], ...        so N ranks in step have read a prefix of it
 
-A prefix has a length and nothing else, which is why a position can be taken up by any other number of ranks.
-With `partition="node"` the order is such that this deals every node its own share; see
-`fastload.distributed.partition`.
+The samples that all ranks have read are a prefix of the order, and a prefix has only a length. So any other
+number of ranks can resume at a position. With `partition="node"` the order deals every node its own share;
+see `fastload.distributed.partition`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.utils.data
 
 from fastload.distributed import find_rank
-from fastload.distributed.partition import RankPosition, find_place, node_order, node_shares
+from fastload.distributed.partition import RankPosition, find_position, node_order, node_shares
 from fastload.errors import ArgumentError
 
 __all__ = ["DistributedSampler", "ShardSampler"]
@@ -38,9 +38,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     * `mode="eval"` covers the dataset exactly: no index is repeated or dropped, so the first
       `len(dataset) % num_replicas` ranks get one more than the others, and `len()` differs by rank. Combine
       results by sums and counts, with no collective operation per batch: the longer ranks would wait in it.
-    * Where nobody calls `set_epoch`, every iteration is the next epoch. An iterator counts once something was
-      drawn from it, and all ranks have to iterate equally often. After the first `set_epoch`, only it changes
-      the epoch, as in torch.
+    * Without `set_epoch`, every iteration is the next epoch. An iterator counts once something was drawn from
+      it, and all ranks have to iterate equally often. After the first `set_epoch`, only it changes the epoch,
+      as in torch.
     * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
       with any batch size: no sample is lost or repeated. Ranks save it when each has drawn equally many (at
       the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch is padded or
@@ -48,24 +48,23 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
       among themselves. Its SSD then has to hold 1 / num_nodes of the data, and the store is read once per
       cluster. The shares depend on the dataset's length and num_nodes only, and are those of `fastload warm`.
-      What it costs: a batch of one node is drawn from that node's samples. Nguyen et al., "Why Globally
+      The price: a batch of one node is drawn from that node's samples. Nguyen et al., "Why Globally
       Re-shuffle?" (IPDPS 2022), report that exchanging a part of the samples each epoch kept the accuracy of
-      the global shuffle up to 2,048 GPUs. For that there is `exchange`: each
-      epoch, this fraction of every node's samples, drawn anew, is read by
-      another node (from the store: as many GETs per epoch, unless its cache has room for them too).
+      the global shuffle up to 2,048 GPUs. `exchange` does that: in each epoch, another random fraction of
+      every node's samples is read by another node, from the store unless its cache has room for them too.
 
     Args:
         dataset: anything with a length.
         num_replicas, rank: default to torch.distributed where it is initialized, else to what the launcher
-            says (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else to 1 and 0.
+            tells (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else to 1 and 0.
         shuffle: order by a permutation drawn from seed + epoch; else by index.
         seed: the same on all ranks.
         drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
         mode: "train" (every rank gets equally many, padded or cut) or "eval" (exact cover).
         partition: None, or "node".
         exchange: with "node", 0 to 1.
-        num_nodes: with "node": how many nodes the ranks are on, neighbouring ranks sharing one, equally many
-            on each. Default: what torchrun, Horovod, Ray Train or SLURM says.
+        num_nodes: with "node": the number of nodes, with equally many neighbouring ranks on each. Default:
+            the number that torchrun, Horovod, Ray Train or SLURM tells.
 
     Raises:
         ArgumentError: a rank outside of its world, an unknown mode or partition, drop_last with "eval", or
@@ -106,17 +105,17 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.mode = mode
         self.exchange = exchange
         by_node = partition == "node"
-        self.place = find_place(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
-        # Which of a row of `num_replicas` positions is this rank's.
+        self.place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
+        # This rank's column in a row of `num_replicas` samples.
         self._column = self.place.local * self.place.nodes + self.place.node
-        self._dealt = (self.place.nodes, exchange)  # what the order of self.epoch is made for
+        self._dealt = (self.place.nodes, exchange)  # the nodes and the exchange of the order of self.epoch
         if mode == "eval":
             self.num_samples = self._share(0)
             self.total_size = len(dataset)
-        self._advances = True  # nobody has called set_epoch
+        self._advances = True  # until the first set_epoch
         self._begun = False  # something was drawn in self.epoch
         self._start: int | None = None  # where the next iteration starts, once that is settled
-        self._position = (0, 0)  # (epoch, samples consumed on all ranks) after what happened last
+        self._position = (0, 0)  # (epoch, samples consumed on all ranks)
 
     def __iter__(self) -> Iterator[int]:
         # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
@@ -204,7 +203,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 "load what state_dict() of a fastload.DistributedSampler returned"
             )
         for name in ("version", "seed", "shuffle", "length"):
-            if state_dict[name] != own[name] and not (name == "length" and self._was_unnumbered(state_dict)):
+            if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
                     "make it with the arguments and the dataset of the run that is resumed"
@@ -223,7 +222,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         """Of the dataset; None where only a `ShardSampler` can go on."""
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def _was_unnumbered(self, state_dict: Mapping[str, Any]) -> bool:
+    def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return False
 
     def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
@@ -242,16 +241,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
 
 class ShardSampler(DistributedSampler):
-    """This rank's part of a shard dataset: what `fastload.DataLoader` uses for one where no sampler is given.
+    """This rank's part of a shard dataset: the default sampler of `fastload.DataLoader` for such a dataset.
 
-    While the places of its samples are not known the dataset has no length, and the loader reads it as
-    streams: the epoch and `shuffle` then decide the order of the shards, and each rank reads its own.
-    Afterwards this is a `DistributedSampler`.
+    While the shards are not indexed the dataset has no length, and the loader reads it as streams: the epoch
+    and `shuffle` then decide the order of the shards, and each rank reads its own. Afterwards this is a
+    `DistributedSampler`.
 
-    In such an epoch, too, mode "train" gives every rank equally many batches: one that is through its shards
-    repeats its first samples (those of the next rank, if it has none) until the longest rank is through. Mode
-    "eval" repeats nothing. A state from the middle of such an epoch is this rank's own, and can be loaded by
-    it only; between epochs any number of ranks may load it.
+    In an epoch of streams, too, mode "train" gives every rank equally many batches: a rank that has read its
+    shards repeats its first samples (those of the next rank, if it has none) until the longest rank ends.
+    Mode "eval" repeats nothing. A state from the middle of such an epoch belongs to this rank, and only this
+    rank can load it; between epochs any number of ranks may load it.
 
     Args:
         dataset: one of fastload's shard datasets, or any with a length.
@@ -280,7 +279,7 @@ class ShardSampler(DistributedSampler):
         """Samples of this rank in a whole epoch.
 
         Raises:
-            TypeError: the samples of the dataset are not numbered yet.
+            TypeError: the shards of the dataset are not indexed yet.
         """
         return self._share(0)
 
@@ -297,12 +296,12 @@ class ShardSampler(DistributedSampler):
         self._start, self._begun = None, True
 
     def check_streamable(self) -> None:
-        """Raise ArgumentError where a position was loaded that only numbers can be passed over to."""
+        """Raise ArgumentError for a loaded position that only an indexed dataset can resume at."""
         if self._start:
             raise ArgumentError(
-                f"the state that was loaded is {self._start} samples into an epoch that went by number, and "
-                "the samples are not numbered here: use the cache directory of that run, or give the dataset "
-                "index files"
+                f"the loaded state is {self._start} samples into an epoch of an indexed dataset, and the "
+                "shards are not indexed here: use the cache directory of that run, or give the dataset index "
+                "files"
             )
 
     def _length(self) -> int | None:
@@ -311,7 +310,7 @@ class ShardSampler(DistributedSampler):
         except TypeError:
             return None
 
-    def _was_unnumbered(self, state_dict: Mapping[str, Any]) -> bool:
+    def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return state_dict["length"] is None or self._length() is None
 
 
@@ -323,4 +322,4 @@ def _check_partition(partition: str | None, exchange: float, num_nodes: int | No
     if partition is None and (exchange or num_nodes is not None):
         raise ArgumentError("exchange and num_nodes go with partition='node': add it, or leave them out")
     if exchange and not shuffle:
-        raise ArgumentError("exchange draws what it moves, and shuffle=False draws nothing: leave one out")
+        raise ArgumentError("exchange moves random samples, which shuffle=False forbids: leave one out")

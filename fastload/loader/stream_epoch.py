@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastload.datasets.protocols import StreamDataset, as_streams
-from fastload.distributed.agreement import Ranks, can_meet
+from fastload.distributed.agreement import Ranks, can_agree
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, WorkerError
 from fastload.workers.stream_reader import TakeNext
@@ -78,7 +78,7 @@ class Streams:
             plan = _plan(dataset, sampler, count)
             shared = _shared(dataset, sampler)
             assert self._ranks is not None
-            answers = self._ranks.meet_again([dataset.must_stream(), shared if shared == before else None])
+            answers = self._ranks.all_gather([dataset.must_stream(), shared if shared == before else None])
             if not any(must for must, _ in answers):
                 return False, []
             if all(other == shared for _, other in answers):
@@ -90,7 +90,7 @@ class Streams:
     ) -> int | None:
         """How many streams a rank has, or None for no streams; the ranks know what each of them knew."""
         must = saved is not None or dataset.must_stream()
-        if not must and not can_meet():
+        if not must and not can_agree():
             return None  # numbered without learning, as it seems: there is nothing to agree on
         if self._ranks is None:
             self._ranks = Ranks(sampler.rank, sampler.num_replicas)
@@ -104,7 +104,7 @@ class Streams:
             # In "eval" some ranks have more than others.
             "batches": saved["batches"] if saved is not None and sampler.mode == "train" else 0,
         }
-        summaries = self._ranks.meet(alike | {"must": must, "count": count, "known": sorted(tables)})
+        summaries = self._ranks.begin_epoch(alike | {"must": must, "count": count, "known": sorted(tables)})
         for rank, summary in enumerate(summaries):
             for name, value in alike.items():
                 if summary[name] != value:
@@ -191,7 +191,7 @@ class StreamEpoch:
         self._first, self._count = saved["first"], saved["count"]
         self._put(saved["streams"])
         if self._ranks is not None and self.lap:
-            self._ranks.ended(self.batches)  # or fewer: nobody asks about those any more
+            self._ranks.publish_total(self.batches)  # or fewer: nobody asks about those any more
 
     def _put(self, streams: Any) -> None:
         self._states: dict[int, dict[str, Any]] = dict(streams)
@@ -215,10 +215,10 @@ class StreamEpoch:
             return ready > 0
         if self.lap == 0:
             if ready:
-                self._ranks.have(self.batches + ready)
+                self._ranks.publish_progress(self.batches + ready)
                 return True
-            self._ranks.ended(self.batches)
-        if not self._ranks.any_beyond(self.batches):
+            self._ranks.publish_total(self.batches)
+        if not self._ranks.any_has_more(self.batches):
             return False
         if not ready:
             self._next_lap(self._ranks.ranks)

@@ -45,11 +45,12 @@ class ObjectInfo(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a loader is to read a store. Part of `storage_options`, whatever the protocol.
+    """How a loader reads a store. Part of `storage_options`, whatever the protocol.
 
     Args:
         max_requests: in flight from this node, all ranks and workers together; None: found by measuring.
-        hedge: ask a second time for what takes longer than 95 % of the reads do, in 3 % of the reads at most.
+        hedge: request a slow read a second time, if it takes longer than 95 % of the reads, and for at most
+            3 % of them.
     """
 
     max_requests: int | None = None
@@ -65,15 +66,15 @@ class Store(ABC):
     Attributes:
         url: the URL as it was given, without user information and query.
         identity: names the place (protocol, endpoint, bucket, prefix); equal for equal places, no secrets.
-        unidentified: why `identity` may stand for several places, in words, or "". Nothing of such a store is
-            cached.
-        reading: how a loader is to read it.
-        reached: whether it ever answered. What never did is wrong, and soon given up; what did is waited for.
+        unidentified: the reason why `identity` may stand for several places, in words, or "". Nothing of such
+            a store is cached.
+        reading: how a loader reads it.
+        reached: whether it ever answered. A store that never answered fails fast; one that has is retried.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
     `AccessDeniedError`, `ObjectChangedError`, `ShortReadError`, `StoreTimeoutError` or plain `StoreError`,
-    each naming the key. What may go away by itself is tried again for three minutes; the error then says how
-    often and how long; the first write is given up after seconds. Threads may share it.
+    each naming the key. A failure that may pass is retried for three minutes; the error then says how often
+    and how long. The first write is given up after seconds. Threads may share it.
     """
 
     def __init__(self, url: str, identity: str) -> None:
@@ -88,11 +89,11 @@ class Store(ABC):
         return f"<{type(self).__name__} {self.url}>"
 
     def __fingerprint__(self) -> Any:
-        """Which place it is, without whether it ever answered: see `datasets.fingerprint`."""
+        """The place, without whether it ever answered: see `datasets.fingerprint`."""
         return self.identity
 
     def _state(self) -> dict[str, Any]:
-        """What a copy in another process knows of this one."""
+        """The state that a copy in another process takes over."""
         return {"reading": self.reading, "reached": self.reached}
 
     @property
@@ -106,8 +107,8 @@ class Store(ABC):
     def list(self) -> Iterator[Page]:
         """Yield the objects below the URL in pages, in no promised order, without directory markers.
 
-        Raises within 10 s what a first contact shows: no such bucket or directory, refused credentials, an
-        endpoint that does not answer. A prefix without objects yields nothing.
+        Raises within 10 s when the bucket or directory does not exist, the credentials are refused, or the
+        endpoint does not answer. A prefix without objects yields nothing.
         """
         return self._list() if self._client_is_here() else self._process.iterate(self, "_list")
 
@@ -145,12 +146,12 @@ class Store(ABC):
     def write(self, key: str, body: Buffer | Path, *, wait: Wait = retry.sleep) -> None:
         """Put an object there, in place of one that has this key already. `wait` as in `read`.
 
-        It is seen whole or not at all, whatever becomes of this process. A `Path` is a local file that is
-        sent piece by piece: the way for what is too large to be held in memory.
+        Readers see it whole or not at all, even if this process is killed. A `Path` is a local file that is
+        sent piece by piece, for bodies that are too large for memory.
         """
         if not isinstance(body, Path) and not self._client_is_here():
             body = bytes(body)
-        # A store that never took anything may be one that is only for reading: it is not waited for long.
+        # A store that never took a write may be read-only: retries end soon.
         self._retried(lambda: self._attempt("_write", key, body), wait, patient=self._written)
         self._written = True
 
@@ -162,7 +163,7 @@ class Store(ABC):
         return not self.native or clients_live_here()
 
     def _attempt(self, method: str, *arguments: Any) -> Any:
-        """One attempt of a method below, where the client is."""
+        """One attempt of a method below, in the process that has the client."""
         if self._client_is_here():
             return getattr(self, method)(*arguments)
         return self._process.call(self, method, *arguments)

@@ -1,6 +1,6 @@
 """Work in a short-lived forked child, so that this process starts no native client and stays safe to fork.
 
-The child lists a store and dies; what it found comes back in a file in memory (memfd) that both inherit.
+The child lists a store and ends. The listing comes back in a file in memory (memfd) that both inherit.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Child:
         self._wait(os.WNOHANG)
         return self._status is not None
 
-    def verdict(self) -> str:
+    def describe_end(self) -> str:
         """How it ended, in words. Waits for the end."""
         self._wait(0)
         status = self._status or 0
@@ -86,7 +86,7 @@ class _Child:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self._pid, options)
-            except ChildProcessError:  # somebody else waited for it (SIGCHLD ignored)
+            except ChildProcessError:  # it was waited for elsewhere (SIGCHLD ignored)
                 pid, status = self._pid, 0
             if pid:
                 self._status = status
@@ -109,7 +109,7 @@ def _follow(child: _Child, receiver: Connection, progress: Callable[[int], None]
                 raise EOFError
         except EOFError:
             raise StoreError(
-                f"the listing process {child.verdict()}; if memory ran out, list a smaller prefix",
+                f"the listing process {child.describe_end()}; if memory ran out, list a smaller prefix",
                 stage="list",
             ) from None
         if time.monotonic() - heard > _SILENT_SECONDS:

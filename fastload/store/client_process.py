@@ -31,41 +31,44 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fastload.errors import FastloadError, StoreError, StoreTimeoutError
+from fastload.store.client_messages import (
+    BYTES,
+    ERROR,
+    ITEM,
+    RESULT,
+    FileArgument,
+    receive,
+    receive_request,
+    send,
+)
 
 __all__ = ["ClientProcess", "clients_live_here", "keep_clients_here"]
 
 IDLE_SECONDS = 10.0  # without a request, after which it ends; the next request forks a new one
 _LOOK_SECONDS = 1.0
 _START_SECONDS = 60.0
-_SILENT_SECONDS = 60.0  # after which one that does not answer is asked whether it lives
-_HEADER = struct.Struct("<BQ")  # kind and length of what follows
-_BYTES, _RESULT, _ITEM, _ERROR = range(4)
+_SILENT_SECONDS = 60.0  # without an answer, after which the process is asked whether it lives
 _BUFFER = 4 << 20  # asked for as a socket's buffer; the kernel grants what the system allows
 _PING = pickle.dumps(("", []))
-_MOST_FILES = 4  # sent with a request
 _PR_SET_NAME = 15
 
 _keep_here = False
 
 
 def keep_clients_here() -> None:
-    """From now on this process uses native clients itself: for one that forks nothing that uses them."""
+    """From now on this process uses native clients itself: it will fork no process that uses them."""
     global _keep_here
     _keep_here = True
 
 
 def clients_live_here() -> bool:
-    """Whether this process uses native clients itself: a worker does, as nothing is forked from it."""
+    """Whether this process uses native clients itself. A worker does, because nothing is forked from it."""
     return _keep_here or multiprocessing.current_process().daemon
-
-
-class _File:
-    """The place of a file among the arguments of a request: its descriptor comes beside."""
 
 
 class ClientProcess:
@@ -84,15 +87,17 @@ class ClientProcess:
         return ClientProcess, ()
 
     def call(self, target: Any, method: str, *arguments: Any) -> Any:
-        """What `target.method(*arguments)` returns there; what has the buffer protocol comes as `bytes`.
+        """The result of `target.method(*arguments)` there. One with the buffer protocol comes as `bytes`.
 
         Raises:
             FastloadError: what the method raised.
             StoreError: no process could be started, or it was killed at this request, twice.
         """
-        # The client process has another working directory, perhaps, and other descriptors: files go open.
+        # The client process may have another working directory: files are sent as open descriptors.
         paths = [argument for argument in arguments if isinstance(argument, Path)]
-        request = pickle.dumps((method, [_File() if isinstance(one, Path) else one for one in arguments]))
+        request = pickle.dumps(
+            (method, [FileArgument() if isinstance(one, Path) else one for one in arguments])
+        )
         with contextlib.ExitStack() as opened:
             files = [opened.enter_context(path.open("rb")) for path in paths]
             for last in (False, True):
@@ -104,7 +109,7 @@ class ClientProcess:
                     running.close()
                     if last:
                         raise _killed() from None
-        if kind == _ERROR:
+        if kind == ERROR:
             raise value
         return value
 
@@ -115,8 +120,8 @@ class ClientProcess:
             running = self._start(target)
             try:
                 with running.connection() as connection:  # one that is left half-way is closed
-                    _send(connection, _RESULT, pickle.dumps((method, [])))
-                    while (answer := _receive(connection, running.check))[0] == _ITEM:
+                    send(connection, RESULT, pickle.dumps((method, [])))
+                    while (answer := receive(connection, running.check))[0] == ITEM:
                         started = True
                         yield answer[1]
                 break
@@ -125,7 +130,7 @@ class ClientProcess:
                 if started:
                     raise _killed() from None
                 started = True
-        if answer[0] == _ERROR:
+        if answer[0] == ERROR:
             raise answer[1]
 
     def _start(self, target: Any) -> _Running:
@@ -136,7 +141,7 @@ class ClientProcess:
             return self._running
 
     def forget(self) -> None:
-        """In a forked child: the parent's client process is the parent's."""
+        """In a forked child: leave the parent's client process to the parent."""
         self._lock = threading.Lock()
         if self._running is not None:
             self._running.close()
@@ -161,18 +166,18 @@ class _Running:
     def ask(self, request: bytes, files: Sequence[int] = ()) -> tuple[int, Any]:
         """Send one request, and these descriptors with it; the answer's kind and value."""
         with self.connection() as connection:
-            _send(connection, _RESULT, request, files)
-            return _receive(connection, self.check)
+            send(connection, RESULT, request, files)
+            return receive(connection, self.check)
 
     def check(self) -> None:
-        """Ask whether it lives, where an answer takes long: requests have the client's own deadlines.
+        """Ask whether it lives, when an answer takes long: requests have the client's own deadlines.
 
         Raises:
             StoreTimeoutError: it does not answer.
         """
         with self.connection() as connection:
-            _send(connection, _RESULT, _PING)
-            _receive(connection, self._give_up)
+            send(connection, RESULT, _PING)
+            receive(connection, self._give_up)
 
     def _give_up(self) -> None:
         self.close()
@@ -258,7 +263,7 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _fork(target: Any, control: socket.socket) -> None:
-    """Fork a child that forks the client process and ends: nobody has to wait for that one."""
+    """Fork a child that forks the client process and ends: then no process has to wait for that one."""
     with warnings.catch_warnings():
         # Python 3.12 warns of forks beside threads. This child takes no lock of theirs.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -318,7 +323,7 @@ def _let_go_of_files(keep: int) -> None:
 
 
 class _Work:
-    """What the threads of a client process do."""
+    """The work of the threads of a client process."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -326,18 +331,18 @@ class _Work:
         self._last = time.monotonic()
 
     def idle(self) -> bool:
-        """Whether nothing was asked for in a while."""
+        """Whether there was no request for a while."""
         return not self._busy and time.monotonic() - self._last > IDLE_SECONDS
 
     def serve(self, connection: socket.socket) -> None:
         """Answer the requests of one connection until it is closed."""
         with connection, contextlib.suppress(EOFError, ConnectionError):
             while True:
-                files, (method, arguments) = _receive_request(connection)
+                files, (method, arguments) = receive_request(connection)
                 self._busy.add(connection)
                 try:
                     for kind, body in self._answer(method, arguments):
-                        _send(connection, kind, body)
+                        send(connection, kind, body)
                 finally:
                     for file in files:
                         os.close(file)
@@ -345,70 +350,24 @@ class _Work:
                     self._busy.discard(connection)
 
     def _answer(self, method: str, arguments: list[Any]) -> Iterator[tuple[int, Any]]:
-        """What goes back for a request: (kind, bytes)."""
+        """The answers to a request, as (kind, bytes)."""
         try:
             result: Any = getattr(self._target, method)(*arguments) if method else None
             if isinstance(result, types.GeneratorType):
                 for item in result:
-                    yield _ITEM, pickle.dumps(item)
+                    yield ITEM, pickle.dumps(item)
                 result = None
             try:
-                yield _BYTES, memoryview(result)
+                yield BYTES, memoryview(result)
             except TypeError:
-                yield _RESULT, pickle.dumps(result)
+                yield RESULT, pickle.dumps(result)
         except FastloadError as error:
-            yield _ERROR, pickle.dumps(error)
-        except GeneratorExit:  # nobody listens any more
+            yield ERROR, pickle.dumps(error)
+        except GeneratorExit:  # the other side has gone
             raise
         except BaseException:  # a panic of the client is no Exception
             said = f"the client process of the store failed:\n{traceback.format_exc()}"
-            yield _ERROR, pickle.dumps(StoreError(said))
-
-
-def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] = ()) -> None:
-    header = _HEADER.pack(kind, len(body))
-    # All at once: the other side is woken once.
-    sent = socket.send_fds(connection, (header, body), files) if files else connection.sendmsg((header, body))
-    if sent < len(header) + len(body):
-        connection.sendall(header[sent:])
-        connection.sendall(memoryview(body)[max(sent - len(header), 0) :])
-
-
-def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, list[Any]]]:
-    """(descriptors that came with it, (method, arguments)). Raises EOFError where nobody asks any more."""
-    header, files, _, _ = socket.recv_fds(connection, _HEADER.size, _MOST_FILES)
-    if not header:
-        raise EOFError
-    method, arguments = pickle.loads(_exactly(connection, _HEADER.unpack(header)[1], lambda: None))
-    left = iter(files)
-    arguments = [Path(f"/proc/self/fd/{next(left)}") if isinstance(one, _File) else one for one in arguments]
-    return files, (method, arguments)
-
-
-def _receive(connection: socket.socket, silent: Callable[[], None]) -> tuple[int, Any]:
-    """(kind, what was sent); `silent` is called now and then while nothing comes, and may raise.
-
-    Raises:
-        EOFError: the other side has ended.
-    """
-    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
-    body = _exactly(connection, length, silent)
-    return kind, body if kind == _BYTES else pickle.loads(body)
-
-
-def _exactly(connection: socket.socket, length: int, silent: Callable[[], None]) -> bytes:
-    parts: list[bytes] = []  # more than one: a signal came between, or it is larger than one call gives
-    missing = length
-    while missing:
-        try:
-            parts.append(connection.recv(missing, socket.MSG_WAITALL))
-        except BlockingIOError:
-            silent()
-            continue
-        if not parts[-1]:
-            raise EOFError
-        missing -= len(parts[-1])
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+            yield ERROR, pickle.dumps(StoreError(said))
 
 
 def _timeval(seconds: float) -> bytes:

@@ -1,8 +1,7 @@
-"""Folders that only this user can change, and what datasets keep in the one beside the records: listings of
-stores and tables of shards. A file there is written whole or not at all, and read only where nobody else can
-have written it: whoever writes a listing decides which objects and labels a training gets.
+"""Folders that only this user can change, and the files that datasets keep there: listings and shard indexes.
 
-Everything is looked at by its descriptor: a path may lead to something else by the time it is opened.
+Such a file is read only if no other user can have written it: a listing decides which objects and labels a
+training gets. Everything is checked by its descriptor: a path may lead to another file when it is opened.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def refuse_unsafe(path: str, found: os.stat_result) -> None:
-    """CacheError unless `path` is a directory in which nobody else can put files of their making.
+    """Raise CacheError unless `path` is a directory into which no other user can put files.
 
     Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
     """
@@ -39,17 +38,18 @@ def refuse_unsafe(path: str, found: os.stat_result) -> None:
 
 
 def make_root(path: str | Path) -> None:
-    """Make the directory of a cache, for this user only; whoever comes first, cache or listing, makes it so.
+    """Make the directory of a cache, for this user only, unless it exists.
 
     Raises:
-        CacheError: it is there, and others can put files into it. OSError: it cannot be made.
+        CacheError: it exists, and other users can put files into it.
+        OSError: it cannot be made.
     """
     Path(path).mkdir(0o700, parents=True, exist_ok=True)
     refuse_unsafe(str(path), Path(path).stat())
 
 
 def _refuse_foreign(path: Path, found: os.stat_result) -> None:
-    """CacheError unless only this user, or root, can have made it and can change it."""
+    """Raise CacheError unless only this user or root can have made and can change it."""
     if found.st_uid not in (os.geteuid(), 0):
         raise CacheError(f"{path} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}")
     if found.st_mode & 0o022:
@@ -67,7 +67,7 @@ def _open_folder(folder: Path) -> int:
 
 
 def may_keep(folder: Path) -> bool:
-    """Whether to trust what is kept in a folder and keep more there. If not, a RuntimeWarning says why."""
+    """Whether the files in a folder can be trusted, and more kept there; a RuntimeWarning tells why not."""
     try:
         os.close(_open_folder(folder))
     except CacheError as error:
@@ -77,13 +77,13 @@ def may_keep(folder: Path) -> bool:
             stacklevel=4,
         )
         return False
-    except OSError:  # not there yet; or whoever reads or writes there finds out, and says it
+    except OSError:  # it does not exist yet, or the next read or write reports the error
         return True
     return True
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder is there and only this user, or root, can have written what is in it."""
+    """Whether a folder exists and only this user or root can have written the files in it."""
     try:
         os.close(_open_folder(folder))
     except OSError:
@@ -95,7 +95,8 @@ def open_kept(path: Path) -> int:
     """A descriptor of a kept file, to read.
 
     Raises:
-        CacheError: others can have written it. OSError: it is not there, or cannot be opened.
+        CacheError: other users can have written it.
+        OSError: it does not exist, or cannot be opened.
     """
     folder = _open_folder(path.parent)
     try:
@@ -114,10 +115,11 @@ def open_kept(path: Path) -> int:
 
 
 def save_kept(path: Path, content: bytes | mmap.mmap) -> None:
-    """Write a kept file, whole or not at all; makes its folder and the cache's directory around it.
+    """Write a kept file, whole or not at all. Makes its folder and the cache's directory around it.
 
     Raises:
-        CacheError: others can write there. OSError: the disk is full, or cannot be written to.
+        CacheError: other users can write there.
+        OSError: the disk is full, or cannot be written.
     """
     make_root(path.parent.parent)
     with contextlib.suppress(FileExistsError):

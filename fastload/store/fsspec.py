@@ -24,7 +24,7 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
-from fastload.store.identity import place_of
+from fastload.store.fsspec_identity import identity_of
 from fastload.store.options import secret_values
 from fastload.store.process import ProcessLocal
 from fastload.store.translate import StoreLocation, public_url
@@ -65,10 +65,10 @@ class FsspecStore(Store):
         self._root = str(cls._strip_protocol(url)).rstrip("/")
         self._asynchronous = bool(cls.async_impl)
         shown = public_url(url)
-        self._place = StoreLocation(
+        self._location = StoreLocation(
             shown, f"directory {self._root!r}", secrets=secret_values(self._arguments)
         )
-        place, why = place_of(cls, self._arguments)
+        place, why = identity_of(cls, self._arguments)
         super().__init__(shown, f"{protocol}|{place}|{self._root}")
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
@@ -81,7 +81,7 @@ class FsspecStore(Store):
         return self._asynchronous
 
     def _list(self) -> Iterator[Page]:
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             fs, root = self._fs.get(), self._root or "/"
             if not fs.isdir(root):
                 raise NotFoundError(f"no directory {root!r}: check the url {self.url!r}", stage="list")
@@ -96,7 +96,7 @@ class FsspecStore(Store):
                 yield page
 
     def _folders(self) -> set[str]:
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             entries = self._fs.get().ls(self._root or "/", detail=True)
             names = [str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory"]
             # Some name the directory itself too.
@@ -104,7 +104,7 @@ class FsspecStore(Store):
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        with self._place.errors("get", key):
+        with self._location.errors("get", key):
             return self._stat(key, path)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
@@ -115,7 +115,7 @@ class FsspecStore(Store):
 
     def _cat(self, key: str, span: dict[str, int], version: str | None, size: int | None) -> Buffer:
         path = self._path(key)
-        with self._place.errors("get", key):
+        with self._location.errors("get", key):
             if version:
                 self._check(key, path, version)
             body: bytes = self._fs.get().cat_file(path, **span)
@@ -128,7 +128,7 @@ class FsspecStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = self._path(key)
-        with self._place.errors("put", key):
+        with self._location.errors("put", key):
             fs = self._fs.get()
             fs.makedirs(path.rpartition("/")[0] or "/", exist_ok=True)
             if type(fs).mv is fsspec.AbstractFileSystem.mv:

@@ -42,7 +42,7 @@ TABLE = struct.Struct("<Q" + "QQ" * len(SECTIONS))
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-# ending -> what it is, and which dataset reads it: for people who give shards to an ImageFolder
+# ending -> (kind, the dataset that reads it), for the error when shards are given to an ImageFolder
 _SHARDS = {
     (".tar", ".tar.gz", ".tgz"): ("tar", "TarDataset"),
     (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz"): ("TFRecord", "TFRecordDataset"),
@@ -56,7 +56,7 @@ class Selection(NamedTuple):
     pattern: a regular expression; keys that match it as a whole are taken.
     required: keys that are taken and must be there, by name.
     heads: ask for the required ones one by one, where a store cannot list (http).
-    wanted: the kind of these, and what to use for others, for the error where there is none.
+    wanted: the kind of these objects and the way to read others, for the error where there is none.
     """
 
     pattern: str
@@ -77,62 +77,56 @@ def write_listing(
     """List `store` and write the manifest's bytes to an empty file.
 
     Args:
-        store: what to list.
+        store: the store to list.
         descriptor: the file, open for writing.
         images_only: leave out keys without an image extension.
         labels: torchvision's ImageFolder: a class is a folder directly below the URL, with images or without,
             only images count, ordered by class, then directory, then file name. Else the order is that of the
             keys.
-        selection: which objects to take; None: all.
+        selection: the objects to take; None: all.
         progress: called with the number of objects listed so far, after every page.
 
     Raises:
         NotFoundError: nothing to read below the URL.
         StoreError: the listing failed.
     """
-    rows = _Rows(images_only=images_only or labels, labels=labels, selection=selection)
+    chosen = _Filter(images_only=images_only or labels, labels=labels, selection=selection)
+    columns = _Columns(labels=labels)
     for page in _heads(store, selection.required) if selection and selection.heads else store.list():
-        rows.add(page)
-        progress(rows.listed)
+        columns.add(chosen.select(page, len(columns.sizes)))
+        progress(chosen.listed)
     if labels:
-        rows.folders.update(store.folders())
-    rows.check(store.url, local=isinstance(store, LocalStore))
-    rows.arrange()
+        chosen.folders.update(store.folders())
+    chosen.check(store.url, len(columns.sizes), local=isinstance(store, LocalStore))
+    columns.arrange(chosen.folders)
     facts = {
         "identity": store.identity,
         "images_only": images_only,
-        "classes": rows.classes if labels else None,
+        "classes": columns.classes if labels else None,
         "listed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    _write(descriptor, rows, facts)
+    _write(descriptor, columns, facts)
 
 
-class _Rows:
-    """Listed objects in flat arrays, whose memory is that of the names and numbers alone."""
+class _Filter:
+    """Selects objects from the pages of a listing, and explains a listing without any."""
 
     def __init__(self, *, images_only: bool, labels: bool, selection: Selection | None) -> None:
-        self._images_only, self._labels = images_only, labels
+        self.listed = 0
+        self.folders: set[str] = set()  # directly below the URL, with images or without
+        self._images_only, self._labels, self._selection = images_only, labels, selection
         self._pattern = None if selection is None else re.compile(selection.pattern, re.DOTALL)
         self._required = frozenset(() if selection is None else selection.required)
         self._missing = set(self._required)
-        self._wanted = "" if selection is None else selection.wanted
         self._example = ""  # the first key listed
-        self.listed = 0
-        self.keys, self.versions = bytearray(), bytearray()
-        self.key_lengths, self.version_lengths = array("Q"), array("Q")
-        self.sizes, self.labels = array("q"), array("q")
-        self.classes: list[str] = []  # in order of appearance, until arranged
-        self._class_of: dict[str, int] = {}
-        self.folders: set[str] = set()  # directly below the URL, with images or without
         self._shards = dict.fromkeys(_SHARDS, 0)
-        self._ordered, self._last = True, b""
 
-    def add(self, page: Page) -> None:
-        """Take over a page, as far as it is selected."""
+    def select(self, page: Page, taken: int) -> Page:
+        """The selected objects of a page. `taken`: the number of objects selected before."""
         self.listed += len(page)
         self._example = self._example or next((info.key for info in page), "")
         if self._labels:
-            if not self.sizes:  # once there is an image, it is an image folder
+            if not taken:  # once there is an image, it is an image folder
                 for endings in _SHARDS:
                     self._shards[endings] += sum(info.key.lower().endswith(endings) for info in page)
             page = [info for info in page if "/" in info.key]
@@ -143,27 +137,16 @@ class _Rows:
             self._missing.difference_update(info.key for info in page)
         if self._images_only:
             page = [info for info in page if info.key.lower().endswith(IMAGE_EXTENSIONS)]
-        keys = [info.key.encode("utf-8", "surrogateescape") for info in page]
-        versions = [info.version.encode() for info in page]
-        self.keys += b"".join(keys)
-        self.versions += b"".join(versions)
-        self.key_lengths.extend(map(len, keys))
-        self.version_lengths.extend(map(len, versions))
-        self.sizes.extend(info.size for info in page)
-        if self._labels:
-            self.labels.extend(self._label(info.key) for info in page)
-        for rank in map(self._rank, keys):
-            self._ordered = self._ordered and self._last <= rank
-            self._last = rank
+        return page
 
-    def check(self, url: str, *, local: bool = False) -> None:
-        """Raise `NotFoundError` where torchvision, or common sense, would."""
+    def check(self, url: str, taken: int, *, local: bool = False) -> None:
+        """Raise `NotFoundError` where there is nothing to read. `taken`: the number of objects selected."""
         known = ", ".join(IMAGE_EXTENSIONS)
         if not self.listed and not self.folders and local:
             why = "this directory holds no files: check the path"
         elif not self.listed and not self.folders:
             why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
-        elif self._labels and not self.sizes and any(self._shards.values()):
+        elif self._labels and not taken and any(self._shards.values()):
             endings, count = max(self._shards.items(), key=lambda item: item[1])
             kind, reader = _SHARDS[endings]
             why = (
@@ -181,19 +164,46 @@ class _Rows:
             some = sorted(self._missing)
             names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
             why = f"{len(some):,} of the objects named are not there: {names}"
-        elif not self.sizes and self._pattern is not None:
-            why = (
-                f"{self.listed:,} objects there (the first is {self._example!r}), but none is {self._wanted}"
-            )
-        elif not self.sizes:
+        elif not taken and self._selection is not None:
+            first = f"{self.listed:,} objects there (the first is {self._example!r})"
+            why = f"{first}, but none is {self._selection.wanted}"
+        elif not taken:
             why = f"{self.listed:,} objects there, but none is an image. Supported extensions: {known}"
         else:
             return
         raise NotFoundError(f"{url!r}: {why}", stage="list")
 
-    def arrange(self) -> None:
+
+class _Columns:
+    """Listed objects as flat arrays, which take the memory of the names and numbers alone."""
+
+    def __init__(self, *, labels: bool) -> None:
+        self.keys, self.versions = bytearray(), bytearray()
+        self.key_lengths, self.version_lengths = array("Q"), array("Q")
+        self.sizes, self.labels = array("q"), array("q")
+        self.classes: list[str] = []  # in order of appearance, until arranged
+        self._labels = labels
+        self._class_of: dict[str, int] = {}
+        self._ordered, self._last = True, b""
+
+    def add(self, page: Page) -> None:
+        """Append the objects of a page."""
+        keys = [info.key.encode("utf-8", "surrogateescape") for info in page]
+        versions = [info.version.encode() for info in page]
+        self.keys += b"".join(keys)
+        self.versions += b"".join(versions)
+        self.key_lengths.extend(map(len, keys))
+        self.version_lengths.extend(map(len, versions))
+        self.sizes.extend(info.size for info in page)
+        if self._labels:
+            self.labels.extend(self._label(info.key) for info in page)
+        for rank in map(self._rank, keys):
+            self._ordered = self._ordered and self._last <= rank
+            self._last = rank
+
+    def arrange(self, folders: set[str]) -> None:
         """Number the classes by name, and put the rows in order unless they came so."""
-        names = sorted(self.folders)
+        names = sorted(folders)
         if names != self.classes:
             position = {name: index for index, name in enumerate(names)}
             renumber = np.array([position[name] for name in self.classes], dtype=np.int64)
@@ -220,7 +230,7 @@ class _Rows:
         return label
 
     def _rank(self, key: bytes) -> bytes:
-        """What rows are sorted by. UTF-8 sorts as the strings do; 0 comes before every character."""
+        """The sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
         if not self._labels:
             return key
         directory, _, name = key.rpartition(b"/")
@@ -243,14 +253,14 @@ def _split(joined: bytearray, lengths: array[int]) -> list[bytes]:
     return [bytes(joined[start:stop]) for start, stop in pairwise(stops)]
 
 
-def _write(descriptor: int, rows: _Rows, facts: dict[str, Any]) -> None:
+def _write(descriptor: int, columns: _Columns, facts: dict[str, Any]) -> None:
     parts: dict[str, Any] = {
-        "key_offsets": _offsets(rows.key_lengths),
-        "sizes": rows.sizes,
-        "labels": rows.labels,
-        "version_offsets": _offsets(rows.version_lengths),
-        "keys": rows.keys,
-        "versions": rows.versions,
+        "key_offsets": _offsets(columns.key_lengths),
+        "sizes": columns.sizes,
+        "labels": columns.labels,
+        "version_offsets": _offsets(columns.version_lengths),
+        "keys": columns.keys,
+        "versions": columns.versions,
         "facts": json.dumps(facts).encode(),
     }
     pieces: list[memoryview] = []
@@ -262,7 +272,7 @@ def _write(descriptor: int, rows: _Rows, facts: dict[str, Any]) -> None:
         table += [position, data.nbytes]
         pieces += [data, memoryview(padding)]
         position += data.nbytes + len(padding)
-    pieces.insert(0, memoryview(TABLE.pack(len(rows.sizes), *table)))
+    pieces.insert(0, memoryview(TABLE.pack(len(columns.sizes), *table)))
     checksum = xxhash.xxh3_64()
     for piece in pieces:
         checksum.update(piece)

@@ -39,7 +39,7 @@ class LocalStore(Store):
 
     def __init__(self, url: str, root: str) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - no link must be resolved
-        self._place = StoreLocation(url=url, bucket=f"directory {self._root!r}")
+        self._location = StoreLocation(url=url, bucket=f"directory {self._root!r}")
         super().__init__(url, f"file||{self._root}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,7 +50,7 @@ class LocalStore(Store):
         return os.path.commonpath([root, inner]) == root
 
     def _list(self) -> Iterator[Page]:
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             if not Path(self._root).exists():
                 raise NotFoundError(
                     f"directory {self._root!r} does not exist; check the url{_bucket_meant(self.url)}",
@@ -68,7 +68,7 @@ class LocalStore(Store):
                 yield page
 
     def _folders(self) -> set[str]:
-        with self._place.errors("list"), os.scandir(self._root) as entries:
+        with self._location.errors("list"), os.scandir(self._root) as entries:
             return {entry.name for entry in entries if entry.is_dir()}
 
     def _walk(self, below: str, parents: frozenset[tuple[int, int]]) -> Iterator[ObjectInfo]:
@@ -90,14 +90,14 @@ class LocalStore(Store):
             yield from self._walk(name, parents | {identity})
 
     def _head(self, key: str) -> ObjectInfo:
-        with self._place.errors("get", key):
+        with self._location.errors("get", key):
             status = os.stat(self._path(key))  # noqa: PTH116
             if not stat.S_ISREG(status.st_mode):  # as `list` has it: a directory is no object
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
             return _info(key, status)
 
     def _read(self, key: str, version: str | None, size: int | None) -> Buffer:
-        with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
+        with self._location.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
             before = _info(key, os.fstat(file.fileno()))
             check_version(key, before.version, version)
             body = file.readall()
@@ -106,7 +106,7 @@ class LocalStore(Store):
             return body
 
     def _read_range(self, key: str, start: int, stop: int, version: str | None) -> Buffer:
-        with self._place.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
+        with self._location.errors("get", key), open(self._path(key), "rb", buffering=0) as file:  # noqa: PTH123
             before = _info(key, os.fstat(file.fileno()))
             check_version(key, before.version, version)
             check_end(key, stop, before.size)
@@ -117,7 +117,7 @@ class LocalStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         path = Path(self._path(key))
-        with self._place.errors("put", key):
+        with self._location.errors("put", key):
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(path, mode=0o666, durable=True) as file:
                 if isinstance(body, Path):

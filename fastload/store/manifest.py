@@ -24,9 +24,10 @@ import numpy.typing as npt
 import xxhash
 
 from fastload.errors import CacheError, FastloadError
-from fastload.store import Store, clients_live_here
+from fastload.store.base import Store
 from fastload.store.child import run_in_child
 from fastload.store.classes import check_classes
+from fastload.store.client_process import clients_live_here
 from fastload.store.folder import open_kept, save_kept
 from fastload.store.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.store.listing_progress import ListingProgress
@@ -143,8 +144,8 @@ class Manifest:
             saved = cls._load(path, store.identity)
             if saved is not None and labels:
                 try:
-                    check_classes(saved, store.url, classes, allow_empty)
-                except FastloadError:  # of what was there then: what is there now decides
+                    saved.check_classes(store.url, classes, allow_empty)
+                except FastloadError:  # of an older listing; the store of today decides
                     saved = None
             if saved is not None:
                 _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
@@ -205,11 +206,16 @@ class Manifest:
         store.reached = True
         manifest = cls(descriptor)
         if labels:
-            check_classes(manifest, store.url, classes, allow_empty)
+            manifest.check_classes(store.url, classes, allow_empty)
         return manifest
 
+    def check_classes(self, url: str, classes: Sequence[str] | None, allow_empty: bool) -> None:
+        """Compare the classes with those that are wanted; only for a manifest with labels. See `classes`."""
+        assert self.labels is not None and self.classes is not None, "this manifest was made without labels"
+        check_classes(url, self.classes, self.labels, classes, allow_empty)
+
     def why_not_cached(self, store: Store) -> str:
-        """Why nothing of this store may be cached, in words; "" where it may."""
+        """The reason why nothing of this store may be cached, in words; "" where it may."""
         if self.unversioned:
             return (
                 f"the store names no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "

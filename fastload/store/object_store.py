@@ -28,8 +28,8 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
-from fastload.store.markers import SlashKeys
 from fastload.store.process import ProcessLocal
+from fastload.store.slash_keys import SlashKeys
 from fastload.store.translate import StoreLocation, as_bucket, public_url
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class NativeStore(Store):
     """A prefix of a bucket, or an http(s) base URL, read by obstore.
 
     obstore's paths have no empty, "." or ".." segments, no slash at the ends and no control characters. A
-    listing that meets such a key fails and names it (of a slash at the end, see `markers`); a read of one is
+    listing fails at such a key and names it (for a slash at the end, see `slash_keys`); a read of one is
     refused. `client="s3fs"` takes them.
     """
 
@@ -106,7 +106,7 @@ class NativeStore(Store):
         self._connection = _connection(self._address, options)
         kind, bucket, prefix, _ = self._address
         account = str(self._connection.config.get("account_name", ""))
-        self._place = self._described(self._connection)
+        self._location = self._described(self._connection)
         where = "/".join(filter(None, (self._connection.endpoint.rstrip("/"), account)))
         identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
         super().__init__(public_url(url), identity)
@@ -140,13 +140,13 @@ class NativeStore(Store):
                 "TarDataset and TFRecordDataset take a list of URLs, or "
                 f"'{self.url.rstrip('/')}/{{000..099}}.tar'"
             )
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             for _ in obstore.list(self._client(_CONTACT), _CONTACT_PREFIX):
                 pass
             pages = _pages(self._lister.get())
         slashes, over = SlashKeys(self._lister.get), False
         while not over:
-            with self._place.errors("list"):
+            with self._location.errors("list"):
                 page = next(pages, None)
                 over = page is None
                 infos = [ObjectInfo(m["path"], m["size"], _version(m)) for m in page or ()]
@@ -156,7 +156,7 @@ class NativeStore(Store):
     def _folders(self) -> set[str]:
         import obstore
 
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             return set(obstore.list_with_delimiter(self._lister.get())["common_prefixes"])
 
     def _head(self, key: str) -> ObjectInfo:
@@ -198,7 +198,7 @@ class NativeStore(Store):
             if connection.credentials is not None and connection.credentials == self._connection.credentials:
                 return False
             self._connection, self._renewed = connection, time.monotonic()
-            self._place = self._described(connection)
+            self._location = self._described(connection)
             self._reader.drop()
             self._writer.drop()
             self._first_writer.drop()
@@ -217,7 +217,7 @@ class NativeStore(Store):
     def _errors(self, key: str, stage: str = "get") -> Any:
         why = "obstore would take another one for it. For s3:// pass client='s3fs', or rename it"
         check_key(key, why=why)
-        return self._place.errors(stage, key)
+        return self._location.errors(stage, key)
 
     def _client(self, patience: Mapping[str, Any]) -> Any:
         _refuse_forked()

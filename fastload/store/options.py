@@ -50,7 +50,7 @@ _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
 
 
 class Connection(NamedTuple):
-    """What a client is built from.
+    """The configuration of a client.
 
     Args:
         config: obstore's configuration of the store class.
@@ -58,7 +58,7 @@ class Connection(NamedTuple):
         credentials: fixed credentials (S3 only), used instead of everything that obstore would look up.
         profile: the AWS profile that boto3 must resolve (roles, SSO), or "".
         endpoint: the server's URL as messages may show it, or "" for the provider's own.
-        tried: where credentials were looked for, in words, for error messages.
+        tried: the places where credentials were looked for, in words, for error messages.
         secrets: values to keep out of messages.
         provider: the user's own source of credentials, which expire (S3 only).
     """
@@ -111,7 +111,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
     """The arguments of `s3fs.S3FileSystem`, the endpoint as messages may show it ("": Amazon's), and the
     values to keep out of them.
 
-    s3fs reads the environment and the profiles itself; what these say of the endpoint is looked up here too.
+    s3fs reads the environment and the profiles itself; only their endpoint is looked up here too.
 
     Raises:
         ArgumentError: an endpoint_url that holds a user and password, with keys to sign requests.
@@ -127,7 +127,7 @@ def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ..
     effective: dict[str, Any] = {**conf.get("s3", {}), **conf.get("s3a", {}), **arguments}
     endpoint = effective.get("endpoint_url") or dict(effective.get("client_kwargs", {})).get("endpoint_url")
     endpoint = endpoint or _configured_endpoint(effective)
-    if not effective.get("anon"):  # who signs the requests has no header left for a user
+    if not effective.get("anon"):  # a signature takes the header that would carry a user
         refuse_user("endpoint_url", endpoint, "key and secret")
     return arguments, _shown(endpoint), (*secret_values(effective), *_user_of(endpoint))
 
@@ -318,7 +318,7 @@ def _profile(name: str | None, *, strict: bool = True) -> tuple[dict[str, str], 
             parser.read(file, encoding="utf-8")
         except (OSError, configparser.Error, UnicodeDecodeError):
             raise ArgumentError(
-                f"the AWS profile file {str(file)!r} cannot be read; mend or remove it"
+                f"the AWS profile file {str(file)!r} cannot be read; correct or remove it"
             ) from None
         for section in (chosen, f"profile {chosen}"):
             if parser.has_section(section):

@@ -1,4 +1,4 @@
-"""What belongs to one process: a forked child must not use its parent's clients, threads and locks.
+"""Values that belong to one process: a forked child must not use its parent's clients, threads and locks.
 
 `ProcessLocal` is the rule for values. Five modules need more than that when a process forks, and register
 hooks of their own:

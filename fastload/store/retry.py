@@ -1,7 +1,7 @@
-"""Asking again: when it may help, after how long, and when to stop. Pure rules, and a thin loop.
+"""Retries: when one may help, after how long, and when to stop. Pure rules, and a thin loop.
 
-The clients' own retries are switched off for reads: two loops inside each other multiply, and what happens in
-the inner one (a store that asks for fewer requests) stays hidden from the window.
+The clients' own retries are switched off for reads: two loops inside each other multiply, and the prefetcher
+would not see that a store asks for fewer requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Wait = Callable[[StoreError, float], None]  # (what failed, seconds to pause); m
 
 
 class Policy(NamedTuple):
-    """How long to go on.
+    """How long to retry.
 
     Args:
         budget: seconds from the first attempt after which no further one begins.
@@ -47,13 +47,13 @@ def pause_before(attempt: int, policy: Policy, draw: Callable[[], float] = _rand
 
 
 class Attempts:
-    """What was tried so far for one request.
+    """The attempts made so far for one request.
 
     Args:
         start: when the first attempt began, by `time.monotonic`.
-        policy: how long to go on.
-        renew: get new credentials unless they are newer than the given time; whether there are any.
-        reached: whether this store ever answered. An address that never did is wrong, not busy.
+        policy: how long to retry.
+        renew: gets new credentials unless they are newer than the given time; returns whether there are any.
+        reached: whether this store ever answered. An address that never answered is wrong, not busy.
     """
 
     def __init__(self, start: float, policy: Policy, renew: Callable[[float], bool], reached: bool) -> None:
@@ -64,10 +64,10 @@ class Attempts:
         self._failures = self._renewals = 0
 
     def next_pause(self, error: StoreError) -> float:
-        """Seconds to wait before asking again after `error`.
+        """Seconds to wait before the next attempt after `error`.
 
         Raises:
-            StoreError: `error` itself, where asking again cannot help or the budget is spent.
+            StoreError: `error` itself, where a retry cannot help or the budget is spent.
         """
         now = time.monotonic()
         began, self._began = self._began, now
@@ -93,7 +93,7 @@ def sleep(error: StoreError, seconds: float) -> None:
 
 
 def retried(attempt: Callable[[], T], attempts: Callable[[float], Attempts], wait: Wait = sleep) -> T:
-    """What `attempt` returns, tried as often as `attempts` allows."""
+    """The result of `attempt`, tried as often as `attempts` allows."""
     start, tried = time.monotonic(), None
     while True:
         try:

@@ -51,7 +51,7 @@ class S3fsStore(Store):
         known_options.refuse_user("url", url, "key and secret")
         self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix.strip("/") else ""
         self._arguments, endpoint, secrets = known_options.s3fs(options)
-        self._place = StoreLocation(
+        self._location = StoreLocation(
             public_url(url),
             f"bucket {bucket!r}",
             endpoint,
@@ -70,7 +70,7 @@ class S3fsStore(Store):
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
         # An answer at once or not at all: the pages themselves may take their time.
         contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             self._call("list_objects_v2", contact, _CONTACT_SECONDS)
         while True:
             answer = self._retried(lambda: self._page(request))
@@ -93,11 +93,11 @@ class S3fsStore(Store):
             request["ContinuationToken"] = answer["NextContinuationToken"]
 
     def _page(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        with self._place.errors("list"):
+        with self._location.errors("list"):
             return self._call("list_objects_v2", request)
 
     def _head(self, key: str) -> ObjectInfo:
-        with self._place.errors("get", key):
+        with self._location.errors("get", key):
             answer = self._call("head_object", self._object(key, None), _CONTACT_SECONDS)
             return self._info(key, answer["ContentLength"], answer)
 
@@ -109,7 +109,7 @@ class S3fsStore(Store):
         return self._get(key, request, version, stop - start)
 
     def _get(self, key: str, request: dict[str, Any], version: str | None, size: int | None) -> Buffer:
-        with self._place.errors("get", key):
+        with self._location.errors("get", key):
             fs = self._fs.get()
             answer, body = sync(fs.loop, _get, fs, request)
             if "ETag" not in answer and is_error_document(body):
@@ -127,7 +127,7 @@ class S3fsStore(Store):
 
     def _write(self, key: str, body: Buffer | Path) -> None:
         request = {"Bucket": self._bucket, "Key": self._prefix + key}
-        with self._place.errors("put", key):
+        with self._location.errors("put", key):
             if isinstance(body, Path):
                 if body.stat().st_size > _MOST_IN_A_PUT:
                     raise ArgumentError(

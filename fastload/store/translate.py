@@ -1,14 +1,14 @@
 """The one place where errors of obstore, fsspec, botocore and the system become fastload's.
 
-Foreign exceptions are not chained: their texts, and those of their own causes, may hold what a log must not
-(signed URLs, tokens). What they say is kept as the redacted first line.
+Foreign exceptions are not chained: their texts, and the texts of their causes, may hold secrets that no log
+may show (signed URLs, tokens). The redacted first line of the text is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from fastload.errors import (
     StoreTimeoutError,
 )
 
-__all__ = ["StoreLocation", "as_bucket", "public_url"]
+__all__ = ["StoreLocation", "as_bucket", "public_url", "redacted"]
 
 # Matched against a text without URLs, quoted names, the key, times and sizes: a key may be called "403", and
 # a 503 may have come "in 404.1ms".
@@ -92,7 +92,7 @@ def public_url(url: str) -> str:
 
 
 def as_bucket(url: str) -> str:
-    """What to open in place of an http(s) URL, in words: a bucket can be listed."""
+    """The bucket to open in place of an http(s) URL, in words: a bucket can be listed."""
     parts = urlsplit(public_url(url))
     path = parts.path.strip("/")
     amazon = _AMAZON.fullmatch(parts.hostname or "")
@@ -107,17 +107,29 @@ def as_bucket(url: str) -> str:
     )
 
 
+def redacted(text: str) -> str:
+    """One line of `text`, at most a few hundred characters, without the secrets and query strings of URLs."""
+    return _bounded(_without_secrets(text))
+
+
+def _without_secrets(text: str, secrets: Sequence[str] = ()) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "<secret>")
+    text = _TOKEN.sub(r"<\1><secret>", text)
+    return _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
+
+
 @dataclass(frozen=True)
 class StoreLocation:
-    """What an error message may say of a store.
+    """The facts about a store that an error message may show; translates foreign errors with them.
 
     Args:
         url: without secrets.
         bucket: bucket, container or base directory, as users call it.
         endpoint: the server, or "" where there is none.
-        tried: where credentials were looked for, in words.
+        tried: the places where credentials were looked for, in words.
         secrets: values that must not appear in any message.
-        unread: what else an object may be that was listed and is not there, in words.
+        unread: another cause for a listed object that is not found, in words.
     """
 
     url: str
@@ -145,9 +157,11 @@ class StoreLocation:
     def translate(self, error: BaseException, stage: str, key: str | None) -> FastloadError:
         """Return the fastload error for a foreign one."""
         names = {cls.__name__ for cls in type(error).__mro__}
-        whole = self._without_secrets(f"{error}".split("\n\nDebug source")[0] or type(error).__name__)
+        whole = _without_secrets(
+            f"{error}".split("\n\nDebug source")[0] or type(error).__name__, self.secrets
+        )
         said, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
-        # Types first: what a text says is the last resort.
+        # Types first: the text is the last resort.
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         denied = not missing and not names.isdisjoint(_DENIED_TYPES)
         if "PreconditionError" in names or _CHANGED.search(text):
@@ -156,7 +170,7 @@ class StoreLocation:
             )
         denied = denied or (not missing and bool(_DENIED.search(text)))
         if denied or (not missing and _METADATA.search(whole)):
-            # No answer of the machine that hands credentials out may be a bad moment of it.
+            # If the machine that hands out credentials gave no answer, a later request may succeed.
             unanswered = not denied and not _MISSING.search(text)
             none = not missing and bool(_METADATA.search(whole) or _NO_CREDENTIALS.search(text))
             refused = "renewed" if _REFUSED_CREDENTIALS.search(text) else "never"
@@ -195,18 +209,8 @@ class StoreLocation:
         failed = StoreError(f"{self.url!r} failed{where}: {said}", stage=stage, key=key)
         return _retryable(failed, _when(error, text))
 
-    def redact(self, text: str) -> str:
-        """Return one bounded line of `text` without secrets and query strings."""
-        return _bounded(self._without_secrets(text))
-
-    def _without_secrets(self, text: str) -> str:
-        for secret in self.secrets:
-            text = text.replace(secret, "<secret>")
-        text = _TOKEN.sub(r"<\1><secret>", text)
-        return _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
-
     def _denied(self, said: str, stage: str, key: str | None, none: bool) -> AccessDeniedError:
-        """`none`: there are no credentials; the last that was asked for some, the machine, has none."""
+        """`none`: no credentials were found; the machine, the last source that was asked, has none."""
         tried, text = self.tried, f"{self.url!r} refused access."
         if none:
             text = f"no credentials found for {self.url!r}."
@@ -245,9 +249,9 @@ def _bounded(text: str) -> str:
 
 
 def _searchable(error: BaseException, said: str, key: str | None) -> str:
-    """The type, the status and the words of an error; no number that is no status, as far as can be told."""
+    """The type, the status and the words of an error, without other numbers as far as can be told."""
     status = _code(error)
-    # Cut without its names only: the URL of a long key would leave no status in it.
+    # Strip names before truncating, or a long key would push the status out.
     words = _ELEMENT.sub("", _NAMES.sub("", said)[:_LONGEST])
     words = words.replace(f"path {key}", "").replace(f"location {key}", "")
     if not status and (found := _STATUS.search(words)):
@@ -262,14 +266,14 @@ def _retryable(error: StoreError, retry: str) -> StoreError:
 
 
 def _when(error: BaseException, text: str) -> str:
-    """How asking again may help after an answer that is none of the known refusals."""
+    """How a retry may help, after an answer that is not one of the known refusals."""
     if _SLOWER.search(text):
         return "slower"
     return "later" if isinstance(error, ConnectionError) or _LATER.search(text) else "never"
 
 
 def _code(error: BaseException | None) -> str:
-    """What botocore keeps of an answer: the HTTP status and S3's code; s3fs raises builtin errors from it."""
+    """The HTTP status and S3's code that botocore keeps of an answer; s3fs raises builtin errors from it."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from fastload.cache import Cache
+from fastload.cache import Cache, write_queue
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
 from fastload.cache.segment import Entry, SegmentWriter, record_size
@@ -171,14 +171,14 @@ def die_at(moment: str) -> None:
     setattr(owner, name, wrapped)  # in the child: no need to undo
 
 
-def killed_at(path: Path, moment: str, twin: bool = False) -> None:
+def killed_at(path: Path, moment: str, index_before_bytes: bool = False) -> None:
     def action(report: Callable[[str], None]) -> None:
         cache = Cache(path)
         cache.lookup(b"x" * 16)
-        if twin:
+        if index_before_bytes:
             writer_module.Writer._append = index_first  # type: ignore[method-assign]
         die_at(moment)
-        writer_module.LINGER = PATIENCE  # all ten are one batch, which `flush` ends
+        write_queue.LINGER = PATIENCE  # all ten are one batch, which `flush` ends
         for i in range(10):
             name = f"{moment}-{i}"
             cache.write(cache.key(name), payload_of(name))
@@ -235,9 +235,10 @@ def test_cleared_between_lookup_and_read(tmp_path: Path) -> None:
         assert cache.counters["cache.corrupt"] == 0 and cache.counters["cache.misses"] == 1
 
 
-def test_twin_index_first_is_caught(tmp_path: Path) -> None:
+@pytest.mark.stress
+def test_guard_removed_an_index_before_its_bytes_is_caught(tmp_path: Path) -> None:
     """Shows that the check sees what an index committed before its bytes would leave."""
-    killed_at(tmp_path / "c", "with half a record written", twin=True)
+    killed_at(tmp_path / "c", "with half a record written", index_before_bytes=True)
     with opened(tmp_path / "c") as cache:
         report = cache.check()
         assert not report.ok and report.bad_entries > 0

@@ -5,7 +5,6 @@ The ranks are processes with gloo and a TCP store, as in a trainer.
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 import fastload
 from fastload import ShardSampler
+from fastload.distributed import agreement
 from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError, WorkerError
 from tests.patience import PATIENCE
@@ -223,13 +223,13 @@ def test_all_ranks_stream_until_all_is_known(workers: int, tmp_path: Path) -> No
 def exchange(rank: int, ranks: int) -> Any:
     tables = [{0: b"", 1: bytes(range(256)) * 40_000}, {1: bytes(range(256)) * 40_000, 2: b"\0\xff"}, {}]
     meeting = Ranks(rank, ranks)
-    meeting.meet({})
+    meeting.begin_epoch({})
     got = meeting.exchange(tables[rank], [set(table) for table in tables])
-    answer = meeting.meet_again(rank)
+    answer = meeting.all_gather(rank)
     dist.barrier()
     assert not meeting._store.check(["table/1"]) and not meeting._store.check(["table/1/0"])
     before = meeting._store
-    assert [summary["n"] for summary in meeting.meet({"n": rank})] == [0, 1, 2]
+    assert [summary["n"] for summary in meeting.begin_epoch({"n": rank})] == [0, 1, 2]
     dist.barrier()
     left = [before.check([f"{key}/{rank}"]) for key in ("at", "summary", "answer")]
     dist.barrier()
@@ -339,7 +339,7 @@ def absent(rank: int, ranks: int) -> str:
 
 
 def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.distributed.agreement._PATIENCE", 1.0)
+    monkeypatch.setattr("fastload.distributed.agreement.PATIENCE_SECONDS", 1.0)
     text, _ = on_ranks(2, absent)
     assert "equally often" in text
 
@@ -354,7 +354,7 @@ def leaves(rank: int, ranks: int) -> int:
 
 
 def test_a_rank_that_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.distributed.agreement._PATIENCE", 1.0)
+    monkeypatch.setattr("fastload.distributed.agreement.PATIENCE_SECONDS", 1.0)
     assert on_ranks(2, leaves) == [3, 3]
 
 
@@ -363,39 +363,40 @@ def test_a_rank_that_leaves_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_saying_so_before_handing_out_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is at its end would wait for one that waits for it in all_reduce."""
-    monkeypatch.setattr("fastload.distributed.agreement._PATIENCE", 1.0)
-    monkeypatch.setattr(Ranks, "have", lambda self, batches: None)
+    monkeypatch.setattr("fastload.distributed.agreement.PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(Ranks, "publish_progress", lambda self, batches: None)
     with pytest.raises((WorkerError, RuntimeError)):
         on_ranks(2, partial(train, lengths=[30, 1], workers=0, lockstep=True))
 
 
 def test_asking_at_the_end_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ranks, "any_beyond", lambda self, batches: False)
+    monkeypatch.setattr(Ranks, "any_has_more", lambda self, batches: False)
     batches = on_ranks(2, partial(train, lengths=[30, 1], workers=0, lockstep=False))
     with pytest.raises(AssertionError):
         check_padding(batches, 2, 1, [30, 1], 4)
 
 
-def _start_of_a_job(monkeypatch: pytest.MonkeyPatch, epoch: int) -> list[list[dict[str, int]]]:
+def _start_of_a_job(store: dist.HashStore, epoch: int) -> list[list[dict[str, int]]]:
     """What three ranks, of new processes, know of each other; they come one after the other."""
-    monkeypatch.setattr("fastload.distributed.agreement._loaders", itertools.repeat(0))
+    ranks = [Ranks(rank, 3, root=store, number=0) for rank in range(3)]
     with ThreadPoolExecutor(3) as threads:
-        met = [threads.submit(Ranks(rank, 3).meet, {"epoch": epoch}) for rank in range(3)]
+        met = [threads.submit(rank.begin_epoch, {"epoch": epoch}) for rank in ranks]
         return [summaries.result(PATIENCE) for summaries in met]
 
 
-def test_a_restart_in_the_same_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun does it: what the ranks that died had said is still there."""
+def test_a_restart_in_the_same_store() -> None:
+    """As torchrun does it: the store still holds the keys of the ranks that died."""
     store = dist.HashStore()
-    monkeypatch.setattr("fastload.distributed.agreement._store", lambda: store)
     for epoch in (0, 5, 5, 2):
-        assert _start_of_a_job(monkeypatch, epoch) == [[{"epoch": epoch}] * 3] * 3
+        assert _start_of_a_job(store, epoch) == [[{"epoch": epoch}] * 3] * 3
 
 
-def test_twin_without_a_corner_of_its_own_a_restart_meets_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_guard_removed_without_a_new_namespace_a_restart_meets_the_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr("fastload.distributed.agreement._store", lambda: store)
-    monkeypatch.setattr("fastload.distributed.agreement._corner", lambda *arguments: "one for all starts")
-    _start_of_a_job(monkeypatch, 0)
-    monkeypatch.setattr("fastload.distributed.agreement._loaders", itertools.repeat(0))
-    assert Ranks(0, 3).meet({"epoch": 5}) == [{"epoch": 5}, {"epoch": 0}, {"epoch": 0}]
+    monkeypatch.setattr(agreement, "agree_on_namespace", lambda *arguments: "one for all starts")
+    _start_of_a_job(store, 0)
+    ours = Ranks(0, 3, root=store, number=0)
+    assert ours.begin_epoch({"epoch": 5}) == [{"epoch": 5}, {"epoch": 0}, {"epoch": 0}]

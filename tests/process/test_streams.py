@@ -285,7 +285,7 @@ def test_a_state_by_number_needs_numbers(tmp_path: Path) -> None:
     middle = loader.state_dict()
     elsewhere = make(0)
     elsewhere.load_state_dict(middle)
-    with pytest.raises(ArgumentError, match=r"3 samples into an epoch that went by number.*index files"):
+    with pytest.raises(ArgumentError, match=r"3 samples into an epoch of an indexed dataset.*index files"):
         iter(elsewhere)
     list(loader)
     elsewhere.load_state_dict(loader.state_dict())  # between epochs

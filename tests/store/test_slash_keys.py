@@ -10,7 +10,7 @@ from faultserver import LIST, FaultServer
 from fastload.errors import NotFoundError, StoreError
 from fastload.store import Store, open_store
 from fastload.store.base import ObjectInfo
-from fastload.store.markers import SlashKeys
+from fastload.store.slash_keys import SlashKeys
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
 clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])

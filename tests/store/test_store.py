@@ -41,6 +41,7 @@ BODY = bytes(range(256)) * 800  # 204,800 bytes
 CANARY = "canarySECRETcanary0123456789"
 
 clients = pytest.mark.parametrize("client", CLIENTS, ids=CLIENT_NAMES)
+pytestmark = pytest.mark.usefixtures("no_aws_settings")
 
 
 def everything(store: Store) -> dict[str, ObjectInfo]:
@@ -48,14 +49,6 @@ def everything(store: Store) -> dict[str, ObjectInfo]:
     found = {info.key: info for info in infos}
     assert len(found) == len(infos), "a key was listed twice"
     return found
-
-
-@pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
 
 
 @pytest.fixture
@@ -376,11 +369,12 @@ def test_versions_travel_with_every_read(client: dict[str, Any], faults: FaultSe
     assert {request.headers.get("if-match") for request in reads} == {f'"{old.version}"'}
 
 
+@pytest.mark.stress
 @clients
-def test_without_the_guards_wrong_bytes_come_through(
+def test_guard_removed_wrong_bytes_come_through(
     client: dict[str, Any], faults: FaultServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The twin of the tests above: they would fail without `check_version` and `check_length`."""
+    """The tests above would fail without `check_version` and `check_length`."""
     module = s3fs_store if client else native
     monkeypatch.setattr(module, "check_version", lambda *arguments: None)
     monkeypatch.setattr(module, "check_length", lambda *arguments: None)
@@ -708,7 +702,7 @@ def test_nothing_shows_a_secret(s3: S3Server) -> None:
                 call(*arguments)
             shown += [str(caught.value), repr(caught.value), repr(caught.value.__dict__)]
     web = open_store(f"http://user:{CANARY}@127.0.0.1:1/base")
-    shown += [repr(web), web.url, web.identity, repr(vars(web)["_place"])]
+    shown += [repr(web), web.url, web.identity, repr(vars(web)["_location"])]
     with pytest.raises(StoreError) as caught:
         web.head("x")
     shown.append(str(caught.value))
@@ -777,17 +771,18 @@ def test_a_fork_of_a_process_that_keeps_its_client_is_an_error_not_a_hang(faults
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 
 
-def test_without_the_guard_that_fork_would_hang(faults: FaultServer) -> None:
-    """The twin: the same script with the record of use taken out dies by its alarm.
+@pytest.mark.stress
+def test_guard_removed_that_fork_would_hang(faults: FaultServer) -> None:
+    """The same script without the record of use dies by its alarm.
 
     Or its parent does. The two share an epoll instance; what a new connection of the child announces there is
     an address in the child's memory, and the parent's threads follow it.
     """
-    twin = FORKED.replace(
+    unguarded = FORKED.replace(
         "pid = os.fork()",
         "from fastload.store.object_store import obstore_in_use as used; used.drop(); pid = os.fork()",
     )
-    result = _ran(twin.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
+    result = _ran(unguarded.replace("alarm(20)", "alarm(3)"), faults.endpoint_url, "", "kept")
     assert result.stdout.split() == ["14"] or result.returncode in _CRASHES, result
 
 

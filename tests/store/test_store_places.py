@@ -33,11 +33,7 @@ clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
+def no_environment(no_aws_settings: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
@@ -504,7 +500,7 @@ def test_a_user_in_an_endpoint_that_s3fs_sends_is_shown_nowhere() -> None:
         assert bytes(store.read("x")) == b"there"
         assert server.requests[-1].headers["authorization"].startswith("Basic ")
         assert store.identity == f"s3|{server.endpoint_url}|bucket|"
-    shown = [store.identity, store.url, repr(store), repr(vars(store)["_place"])]
+    shown = [store.identity, store.url, repr(store), repr(vars(store)["_location"])]
     with pytest.raises(StoreError) as caught:
         store.read("x", wait=_give_up)
     shown += [str(caught.value), repr(vars(caught.value))]
@@ -523,10 +519,11 @@ def test_a_user_in_an_http_url_is_sent_and_shown_nowhere() -> None:
         sent = b64decode(server.requests[-1].headers["authorization"].removeprefix("Basic "))
         assert sent.decode() == f"some@user:{CANARY}"
         assert store.identity == open_store(f"{server.endpoint_url}/bucket").identity
-        assert CANARY not in repr(vars(store)["_place"]) + store.url + repr(store)
+        assert CANARY not in repr(vars(store)["_location"]) + store.url + repr(store)
 
 
 def test_a_secret_in_nested_options_is_in_no_message() -> None:
     nested = {"aws_access_key_id": "k" * 8, "aws_secret_access_key": CANARY}
     store = open_store("s3://b", client="s3fs", client_kwargs=nested)
-    assert CANARY not in vars(store)["_place"].redact(f"signed with {CANARY}")
+    failure = vars(store)["_location"].translate(OSError(f"signed with {CANARY}"), "get", None)
+    assert CANARY not in str(failure)

@@ -97,9 +97,8 @@ def test_an_answer_in_xml_is_cut_to_its_code_and_message() -> None:
 
 
 @pytest.mark.parametrize("guard", ["_NUMBER", "_ELEMENT", "_AMOUNT"])
-def test_twins_without_a_guard_a_number_or_a_name_is_a_status(
-    guard: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.stress
+def test_guard_removed_a_number_or_a_name_is_a_status(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {
         "_NUMBER": answer("503 Service Unavailable", "404.1ms"),
         "_ELEMENT": answer("503 Service Unavailable", body="<Key>NoSuchKey.jpg</Key>"),

@@ -24,9 +24,9 @@ from fsspec.config import apply_config
 
 from fastload.store.translate import public_url
 
-__all__ = ["place_of"]
+__all__ = ["identity_of"]
 
-# fsspec's own, and those of file systems that say how to read and not where.
+# Options of fsspec and its file systems that say how to read, not where.
 _NOT_A_PLACE = frozenset(
     (
         *("asynchronous", "batch_size", "block_size", "cache_options", "cache_type", "default_block_size"),
@@ -48,8 +48,8 @@ class _Opaque(Exception):
     """An option that cannot be described; its argument is the option's name."""
 
 
-def place_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> tuple[str, str]:
-    """A digest of what `arguments` say of the place, and why that may not be all ("": it is).
+def identity_of(cls: type[AbstractFileSystem], arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """A digest of the arguments that name the place, and why two places may share it ("": they do not).
 
     Args:
         cls: the file system's class. What fsspec's configuration sets for it counts too.

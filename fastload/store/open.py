@@ -1,0 +1,146 @@
+"""`open_store`: the store class for a URL."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import reprlib
+from typing import Any
+
+from fastload.errors import ArgumentError
+from fastload.store.base import Reading, Store
+from fastload.store.translate import redacted
+
+__all__ = ["open_store"]
+
+# fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
+_CHAIN = re.compile(
+    r"^[a-z0-9_+.-]+::|::[a-z0-9_+.-]+://|^(?:zip|tar|libarchive|reference|dir)://.*::", re.IGNORECASE
+)
+_CACHING = ("simplecache", "filecache", "blockcache", "cached")
+
+
+def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
+    """Open `url`. No request is made and nothing is started before the first call.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://`, `az://`, `http(s)://base`, `file://`, `memory://`, a path, or a
+            URL of any other protocol that fsspec knows. Keys are relative to it.
+        storage_options: s3fs's names (key, secret, token, anon, profile, endpoint_url, region,
+            client_kwargs) or obstore's; `client="s3fs"` reads `s3://` by s3fs. Other protocols take what
+            their file system takes.
+
+            s3:// by obstore also takes `credential_provider`, a function (picklable) that returns a dict with
+            access_key_id, secret_access_key, token and expires_at (a datetime with time zone). It is called
+            again before they expire, and when the store refuses them.
+
+            All protocols take `max_requests`, the number of requests that a loader has in flight from this
+            node, all ranks and workers together (default: found by measuring, at most 1,024), and
+            `hedge=True`: a read that takes longer than 95 % of the reads is requested a second time, for at
+            most 3 % of the reads.
+
+    Raises:
+        ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
+    """
+    if not isinstance(url, str | os.PathLike) or isinstance(os.fspath(url), bytes):
+        raise ArgumentError(
+            f"url must be one URL or path, a str or pathlib.Path, found {redacted(reprlib.repr(url))}. "
+            "Several are several datasets, which torch.utils.data.ConcatDataset joins; datasets of shards "
+            "take a list"
+        )
+    reading = _reading(storage_options)
+    store = _open(os.fspath(url), storage_options)
+    store.reading = reading
+    return store
+
+
+def _reading(options: dict[str, Any]) -> Reading:
+    """Take the options that are for the loader out of `options`."""
+    most, hedge = options.pop("max_requests", None), options.pop("hedge", False)
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ArgumentError(f"storage option max_requests must be a whole number >= 1, found {most!r}")
+    if not isinstance(hedge, bool):
+        raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
+    return Reading(most, hedge)
+
+
+def _open(url: str, storage_options: dict[str, Any]) -> Store:
+    protocol, separator, rest = url.partition("://")
+    protocol = protocol.lower()
+    if _CHAIN.search(url):
+        raise ArgumentError(_chained(url))
+    if not separator or protocol in ("file", "local"):
+        return _open_local(url, rest if separator else url, storage_options)
+    from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
+
+    client = storage_options.get("client")
+    if client is not None and (client != "s3fs" or NATIVE_PROTOCOLS.get(protocol) != "s3"):
+        raise ArgumentError(f"storage option client={client!r}: only 's3fs' is known, and only for s3://")
+    if client == "s3fs":
+        return _open_s3fs(url, storage_options)
+    if protocol in NATIVE_PROTOCOLS:
+        return NativeStore(url, storage_options)
+    return _open_fsspec(url, protocol, storage_options)
+
+
+def _chained(url: str) -> str:
+    """The error for a chain of file systems, which fastload does not read."""
+    first, _, inner = url.partition("::")
+    if first in _CACHING and not _CHAIN.search(inner):
+        return (
+            f"url {redacted(url)!r} chains file systems: give {redacted(inner)!r} alone. In place of "
+            f"{first!r}, cache=DIRECTORY keeps the objects that were read"
+        )
+    return (
+        f"url {redacted(url)!r} chains file systems, which fastload does not read: unpack the archive into a "
+        "bucket or directory and give the url of that"
+    )
+
+
+def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
+    from fastload.store.local import LocalStore
+
+    if options:
+        bucket = "" if "://" in url or url.startswith(("/", ".", "~")) else f" (is it s3://{url}?)"
+        raise ArgumentError(
+            f"storage options {sorted(options)} given, but directory {url!r} takes none{bucket}"
+        )
+    if not path:
+        raise ArgumentError(f"url {url!r} is empty: give a directory or a URL such as s3://bucket/prefix")
+    return LocalStore(url, os.path.expanduser(path))  # noqa: PTH111 - a plain str, for any bytes in it
+
+
+def _open_s3fs(url: str, options: dict[str, Any]) -> Store:
+    from importlib.util import find_spec
+
+    if find_spec("s3fs") is None:
+        raise ArgumentError("client='s3fs' needs the package: pip install 'fastload[s3fs]'")
+    from fastload.store.s3fs import S3fsStore
+
+    return S3fsStore(url, options)
+
+
+def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
+    import fsspec
+
+    from fastload.store.fsspec import FsspecStore
+    from fastload.store.object_store import NATIVE_PROTOCOLS
+
+    if protocol == "obs":
+        raise ArgumentError(
+            f"url {redacted(url)!r}: Huawei OBS is read as s3://BUCKET/PREFIX, with the storage option "
+            "endpoint_url='https://obs.REGION.myhuaweicloud.com'"
+        )
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        known = sorted({"file", *NATIVE_PROTOCOLS, *fsspec.available_protocols()})
+        near = difflib.get_close_matches(protocol, known, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ArgumentError(f"url scheme {protocol!r} is unknown{hint}; known: {', '.join(known)}") from None
+    except ImportError as error:
+        raise ArgumentError(
+            f"url scheme {protocol!r} needs a package that is not installed: {error}"
+        ) from None
+    return FsspecStore(url, protocol, options)
