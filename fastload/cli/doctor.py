@@ -1,4 +1,4 @@
-"""`fastload doctor`: what this machine and this installation have for fastload, and what would mend it."""
+"""`fastload doctor`: check this machine and this installation, with a remedy for each finding."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["doctor"]
 
 # Sockets of a hundred requests a worker, cache segments and batch slots, with room to spare.
 OPEN_FILES_WANTED = 4096
-# What torch's own batches take with a few workers. Docker gives 64 MB.
+# Enough for torch's own batches with a few workers. Docker's default is 64 MB.
 SHARED_MEMORY_WANTED = 1_000_000_000
 
 
 class Check(NamedTuple):
-    """One finding. `state`: "ok"; "warn", slower or less than it could be; "fail", does not work."""
+    """One finding. `state` is "ok", "warn" (it works, but slower or in part) or "fail" (it does not work)."""
 
     name: str
     state: str
@@ -37,10 +37,10 @@ MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what is here, what is missing, and what to type. Exit code 1 when something cannot work."""
+    """Check this machine and this installation, with a remedy for each problem. Exit code 1: an error."""
     with answering(as_json, anywhere=True) as output:
         checks = [_python()]
-        if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
+        if checks[0].state == "ok":  # the other checks need Linux
             checks += [_torch(), _obstore(), *_images(), _cores()]
             checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
         for check in checks:
@@ -76,12 +76,12 @@ def _torch() -> Check:
 def _obstore() -> Check:
     version = _version("obstore")
     if version is None:
-        return Check("obstore", "fail", "missing: it reads s3, gs, az and http", "pip install obstore")
+        return Check("obstore", "fail", "missing; s3, gs, az and http need it", "pip install obstore")
     return Check("obstore", "ok", version)
 
 
 def _images() -> list[Check]:
-    """How JPEGs are decoded, and which Pillow is there for the rest."""
+    """The decoder of JPEGs, and the Pillow for other formats."""
     try:
         from fastload.images import backend
     except ImportError as error:
@@ -93,7 +93,7 @@ def _images() -> list[Check]:
     if found["jpeg"] == "kernel":
         jpeg = f"compiled kernel ({found['simd']}, libjpeg-turbo {library})"
     else:
-        jpeg = f"Python path over simplejpeg {found['simplejpeg']}"
+        jpeg = f"Python fallback over simplejpeg {found['simplejpeg']}"
     pillow = f"{found['pillow_distribution'] or 'Pillow'} {found['pillow'] or 'missing'}"
     return [
         Check("JPEG", "warn" if jpeg_advice else "ok", jpeg, " ".join(jpeg_advice)),
@@ -108,7 +108,7 @@ def _cores() -> Check:
 
 
 def _open_files() -> Check:
-    import resource  # Windows has none, and all commands are imported together
+    import resource  # not at the top: Windows has none, and all commands are imported together
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} (at most {_limit(hard)})"
@@ -125,10 +125,10 @@ def _shared_memory() -> Check:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g ...")
+        return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g IMAGE")
     found = f"{format_size(usage.total)}, {format_size(usage.free)} free"
     if usage.total < SHARED_MEMORY_WANTED:
-        advice = "fastload's batches do not need it; torch's do: docker run --shm-size=8g ..."
+        advice = "torch's batches need more (fastload's do not): docker run --shm-size=8g IMAGE"
         return Check("/dev/shm", "warn", found, advice)
     return Check("/dev/shm", "ok", found)
 
@@ -139,7 +139,7 @@ def _start_method() -> Check:
 
 
 def _demo() -> Check:
-    """What only `fastload demo` needs."""
+    """The packages that only `fastload demo` needs."""
     from fastload.demo.s3_server import find_rclone
 
     packages = ("s3fs", "uvloop", "vl-convert-python")

@@ -231,7 +231,7 @@ def test_misuse_with_json_is_one_document_and_exit_code_2(line: str, says: str) 
 def test_a_question_that_nobody_answers_is_a_document_too(filled: Path) -> None:
     result = run("cache", "clear", filled, "--json")
     assert result.exit_code == 1
-    assert last_line(result)["error"]["message"] == "nobody answered: give --yes"
+    assert last_line(result)["error"]["message"] == "no answer: give --yes"
     assert last_line(run("cache", "info", filled, "--json"))["entries"] == 5
 
 

@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:
                 os.killpg(running.pid, signal.SIGKILL)
                 running.communicate()
         assert running.returncode == 130, err
-        assert "Traceback" not in err and "type the same again" in err
+        assert "Traceback" not in err and "run the same command" in err
         document = json.loads(out.splitlines()[-1])
         kept = document["cache"]["entries"]
         assert document["interrupted"] and 0 < kept < IMAGES
