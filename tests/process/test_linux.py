@@ -53,7 +53,7 @@ def run(system: str, code: str, *arguments: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_names_work_or_say_one_sentence(system: str) -> None:
+def test_public_names_work_or_raise_the_sentence(system: str) -> None:
     code = """
 found = {}
 for name in fastload.__all__:
@@ -72,7 +72,7 @@ import json; print(json.dumps(found))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_doctor_says_the_sentence(system: str) -> None:
+def test_doctor_prints_the_sentence(system: str) -> None:
     done = run(system, "from fastload.cli import main; main()", "doctor", "--json")
     assert done.returncode == 1, done.stderr
     (check,) = json.loads(done.stdout)["checks"]
@@ -82,7 +82,7 @@ def test_doctor_says_the_sentence(system: str) -> None:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("command", ["bench .", "convert . /tmp/x --to tar", "cache info ."])
-def test_other_commands_say_the_sentence(system: str, command: str) -> None:
+def test_other_commands_print_the_sentence(system: str, command: str) -> None:
     done = run(system, "from fastload.cli import main; main()", *command.split(), "--json")
     assert done.returncode == 1, done.stderr
     error = json.loads(done.stdout)["error"]
