@@ -42,8 +42,7 @@ def tethered(
     """Run `command` (an absolute path and its arguments) for the length of the block.
 
     The child gets a session of its own, so Ctrl-C reaches only the parent, which then ends the child. Call
-    this from
-    the main thread: the kernel watches the thread that started the child.
+    this from the main thread: the kernel watches the thread that started the child.
     """
     # Output goes to memory, not to a pipe: a pipe that nobody reads stops its writer after 64 KB.
     output = os.memfd_create("fastload-child-output")

@@ -51,9 +51,10 @@ def serve(start, *packages, prepare=None):
 
 
 def run(epoch, at_most, workers):
-    """One epoch, or its part of `at_most` seconds up to the end of a round with one batch of each worker:
-    within a
-    round, batches that are nearly ready would not count."""
+    """One epoch, or its part of `at_most` seconds up to the end of a round with one batch of each worker.
+
+    Within a round, batches that are nearly ready would not count.
+    """
     begin, first, images = time.perf_counter(), None, 0
     batches = iter(epoch())
     for done, count in enumerate(batches, 1):
