@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train.py s3://bucket/train --cache /ssd/cache --checkpoint run.pt
 
 The URL holds one folder of images per class. Stop it at any moment and start it again with the same
---checkpoint: it goes on with the very next batch, with another number of workers or ranks too.
+--checkpoint: it continues with the next batch, with any number of workers or ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     torch.manual_seed(0)  # the same initial weights on every rank
 
     dataset = ImageFolder(args.url, RandomResizedCrop(args.size, flip=0.5), cache=args.cache)
-    sampler = DistributedSampler(dataset, seed=0)  # finds rank and world size by itself
+    sampler = DistributedSampler(dataset, seed=0)  # it finds rank and world size by itself
     loader = DataLoader(
         dataset,
         args.batch_size,
@@ -48,7 +48,7 @@ def main() -> None:
 
     while epoch < args.epochs:
         for step, (images, labels) in enumerate(loader):
-            # uint8 travels; floats are made where they are needed.
+            # uint8 is copied; the device makes floats of it.
             images = normalize(images.to(device, non_blocking=True))
             loss = nn.functional.cross_entropy(model(images), labels.to(device, non_blocking=True))
             optimizer.zero_grad()
@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("url", help="one folder of images per class: s3://, gs://, az://, a path, ...")
     parser.add_argument("--cache", help="a directory on a local SSD")
-    parser.add_argument("--checkpoint", type=Path, help="where to keep the state of the run")
+    parser.add_argument("--checkpoint", type=Path, help="file for the state of the run")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64, help="per rank")
     parser.add_argument("--num-workers", type=int, default=2, help="per rank")
@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start_process_group() -> torch.device:
-    """Join the other ranks, if torchrun started us; returns this rank's device."""
+    """Join the other ranks, if torchrun started this process; returns this rank's device."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if "RANK" in os.environ:
@@ -111,11 +111,11 @@ def save(path: Path | None, model: nn.Module, optimizer: Any, loader: Any, epoch
         "epoch": epoch,
     }
     torch.save(state, temporary)
-    temporary.replace(path)  # a checkpoint is whole or it is the one before
+    temporary.replace(path)  # so a checkpoint is whole: the new one or the previous one
 
 
 def resume(path: Path | None, model: nn.Module, optimizer: Any, loader: Any) -> int:
-    """Take up the run kept in `path`, if there is one; returns the epoch to go on with."""
+    """Restore the run in `path`, if there is one; returns the epoch to continue with."""
     if path is None or not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)

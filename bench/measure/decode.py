@@ -22,7 +22,7 @@ from rich.table import Table
 from bench.data import KEPT_QUALITY, KEPT_SIDE, QUALITY, SIZE, photo_folder, write_result
 from bench.measure.kernels import Contender, Fill, Pillow, RoiDecode, kernel_quality
 from fastload import RandomResizedCrop
-from fastload.cli.machine import describe_machine
+from fastload.cli.measurement import describe_machine
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
 

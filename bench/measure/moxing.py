@@ -25,7 +25,7 @@ from bench.data import ROUND_TRIP, SIZE, WORKERS, WORKPLACE, make_shards, photo_
 from bench.measure.epochs import count, epoch, over_a_full_cache, shuffled
 from bench.peers.peer import Run
 from fastload import Cache, ImageFolder, ObjectDataset, RandomResizedCrop, TFRecordDataset
-from fastload.cli.machine import describe_machine
+from fastload.cli.measurement import describe_machine
 from fastload.demo.s3_server import delay_proxy, serve_s3
 
 IMAGES, QUALITY = 3671, 86  # 60.5 KB each

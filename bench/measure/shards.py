@@ -31,7 +31,7 @@ from bench.measure.bare import read_shards
 from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, over_a_full_cache, shuffled
 from bench.peers.peer import Peer, Run
 from fastload import Cache, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
-from fastload.cli.machine import describe_machine
+from fastload.cli.measurement import describe_machine
 from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.plan.model import MODES
 

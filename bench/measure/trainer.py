@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import ROOT, photo_folder
-from fastload.cli.machine import describe_machine
+from fastload.cli.measurement import describe_machine
 from fastload.plan.model import MODES
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"

@@ -6,9 +6,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0, 1 an error or a finding, 2 bad arguments, 130 Ctrl-C."""
+    """Run the command line. Exit codes: 0; 1 an error or a finding; 2 wrong arguments; 130 Ctrl-C."""
     try:
-        # Here, so that Ctrl-C during this half second is quiet too.
+        # Imported here, so that Ctrl-C during this half second prints no traceback.
         from fastload.cli.app import app
 
         app(prog_name="fastload")

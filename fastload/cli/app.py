@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The command line: all commands, their help, and errors before a command starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fastload.cli.output import JSON_FLAG, error_document, write_document
 
 __all__ = ["app"]
 
-# What Typer finds wrong with a command line; where that is from depends on Typer's version.
+# Typer's usage errors. Their module depends on Typer's version, but not their place above BadParameter.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 class _Command(TyperCommand):
-    """Its usage line says URL for an argument, and not {url}."""
+    """A command whose usage line shows an argument as URL instead of {url}."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class _App(TyperGroup):
-    """With --json, what ends a command line before a command can answer is a JSON document too."""
+    """With --json, errors before the start of a command are a JSON document too."""
 
     _as_json = False
 
@@ -55,7 +55,7 @@ class _App(TyperGroup):
             raise
         except typer.Abort:
             if self._as_json:
-                write_document(error_document("Abort", "argument", "nobody answered: give --yes", None))
+                write_document(error_document("Abort", "argument", "no answer: give --yes", None))
             raise
 
 

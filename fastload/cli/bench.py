@@ -1,4 +1,4 @@
-"""`fastload bench URL`: the demo's measurement on your own data, per epoch and per stage. The JSON document:
+"""`fastload bench URL`: the demo's measurement on your own images, by epoch and stage. The JSON document:
 
 {"command": "bench", "date", "machine": {...}, "versions": {...},
  "settings": {"url", "images", "image_bytes", "cache", "num_workers", "batch_size", "size"},
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from fastload.cli.bars import Bars
+from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.store_options import (
     CORES,
@@ -32,7 +32,7 @@ from fastload.metrics.units import format_size
 
 __all__ = ["bench"]
 
-# What the workers' time is spent on, and what the trainer's.
+# The parts of the time of the workers and of the trainer.
 STAGES = {
     "get": "workers: get",
     "cache": "workers: cache",
@@ -46,18 +46,18 @@ STAGES = {
 def bench(
     url: FolderUrl,
     cache: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A cache directory, filled in epoch 1.")
+        Path | None, typer.Option(metavar="DIR", help="A cache directory. Epoch 1 fills it.")
     ] = None,
     num_workers: NumWorkers = CORES,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images a batch.")] = 64,
-    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="How often to go through all images.")] = 2,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images in a batch.")] = 64,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of passes over all images.")] = 2,
     size: CropSize = 224,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure fastload on your own images, and name the slowest stage."""
+    """Measure fastload on your own images, and find the slowest stage."""
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
         dataset, seconds = _list(url, size, cache, options, output)
@@ -78,8 +78,8 @@ def bench(
 def _list(
     url: str, size: int, cache: Path | None, options: dict[str, Any], output: Output
 ) -> tuple[Any, float]:
-    """The images under `url`, and the seconds it took to list them."""
-    from fastload import Cache, ImageFolder, RandomResizedCrop  # seconds: they import torch
+    """The images under `url`, and the seconds of the listing."""
+    from fastload import Cache, ImageFolder, RandomResizedCrop  # they import torch, which takes seconds
 
     start = time.perf_counter()
     dataset = ImageFolder(
@@ -99,8 +99,7 @@ def _list(
 def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output) -> dict[str, Any]:
     """Run the epochs one after the other."""
     import fastload
-    from fastload.cli.machine import describe_machine
-    from fastload.cli.measure import measure_epoch, stage_counters
+    from fastload.cli.measurement import describe_machine, measure_epoch, stage_counters
     from fastload.metrics.bottleneck import explain_bottleneck
 
     loader: Any = fastload.DataLoader(
@@ -124,13 +123,13 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
 
 
 def _image_bytes(counters: dict[str, float]) -> float:
-    """The mean size of an encoded image, from all that were read."""
+    """The mean size of the encoded images that were read."""
     images = counters.get("get.samples", 0) + counters.get("cache.hits", 0)
     return (counters.get("get.bytes", 0) + counters.get("cache.bytes", 0)) / max(images, 1)
 
 
 def _print_report(document: dict[str, Any], output: Output) -> None:
-    """One column an epoch, then one sentence an epoch."""
+    """A column for each epoch, then a sentence for each."""
     epochs, settings, console = document["epochs"], document["settings"], output.console
     table = Table(header_style="bold")
     table.add_column("")
@@ -142,7 +141,7 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
     console.print(
         f"{settings['images']:,} images of {format_size(settings['image_bytes'])}, "
         f"{settings['num_workers']} workers, batches of {settings['batch_size']}. "
-        "Seconds of workers are sums over all of them; idle: no batch was wanted.",
+        "The seconds of workers are sums over all of them; idle workers had no batch to make.",
         style="dim",
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""`fastload cache info|check|clear DIR`: look at a cache directory, verify all of it, or empty it."""
+"""`fastload cache info|check|clear DIR`: inspect, verify or empty a cache directory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fastload.metrics.units import format_size
 
 __all__ = ["app", "check", "clear", "info"]
 
-app = typer.Typer(help="Look at, verify or empty a cache directory.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, verify or empty a cache directory.", no_args_is_help=True)
 
-_NO_CACHE = "no cache here: check the path, which is the one given to fastload.Cache"
+_NO_CACHE = "no cache here: give the path of fastload.Cache"
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory given to fastload.Cache.")]
 
 
 def info(directory: Directory, as_json: JsonOption = False) -> None:
-    """Show the entries, bytes, sources and free space of a cache. Exit code 1: there is no cache."""
+    """Show the entries, bytes, sources and free space of a cache. Exit code 1: no cache."""
     import fastload
 
     with answering(as_json) as output:
@@ -81,11 +81,11 @@ def _url(identity: str) -> str:
 def check(
     directory: Directory,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Drop bad entries, and delete what dead processes left.")
+        bool, typer.Option("--fix", help="Remove damaged entries, and files of dead processes.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Read every record and compare it with its checksum. Exit code 1 when a bad entry is left."""
+    """Verify the checksum of every record. Exit code 1: damaged entries remain."""
     import fastload
 
     with answering(as_json) as output:
@@ -96,7 +96,7 @@ def check(
             report = fastload.Cache(directory).check(
                 fix, progress=lambda done, total: progress.update(task, completed=done, total=total)
             )
-        verdict = "[green]clean[/]" if report.ok else "[red]not clean[/]; to mend it, type --fix"
+        verdict = "[green]clean[/]" if report.ok else "[red]not clean[/]; to repair it, add --fix"
         output.console.print(f"{directory}: {verdict}")
         for name, value in report.as_dict().items():
             if name != "ok":
@@ -109,21 +109,21 @@ def check(
 
 def clear(
     directory: Directory,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without a question.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete every record. Files that fastload did not write stay."""
+    """Delete all records. Files that fastload did not write stay."""
     import fastload
 
     with answering(as_json) as output:
         cache = fastload.Cache(directory)
-        held = cache.info()
-        question = f"Delete {held['entries']:,} entries ({format_size(held['bytes'])}) in {directory}?"
-        if held["entries"] and not yes and not typer.confirm(question, err=True):
+        found = cache.info()
+        question = f"Delete {found['entries']:,} entries ({format_size(found['bytes'])}) in {directory}?"
+        if found["entries"] and not yes and not typer.confirm(question, err=True):
             output.console.print("nothing deleted")
             output.document({"path": str(directory), "bytes_freed": 0})
             raise typer.Exit(1)
         freed = cache.clear()
-        done = f"freed {format_size(freed)}" if held["exists"] else "no cache here, nothing to delete"
+        done = f"freed {format_size(freed)}" if found["exists"] else "no cache here, nothing to delete"
         output.console.print(f"{directory}: {done}", markup=False, soft_wrap=True)
         output.document({"path": str(directory), "bytes_freed": freed})

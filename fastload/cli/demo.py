@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from fastload.cli.bars import Bars
+from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.errors import ArgumentError
 
@@ -39,7 +39,7 @@ MARKER = "made-by-fastload-demo"
 
 
 class Settings(NamedTuple):
-    """What is measured."""
+    """The settings of the measurement."""
 
     images: int
     workers: int
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """The photos, and the way to them."""
+    """The photos, and the access to them."""
 
     name: str
     photos: Path
@@ -57,21 +57,21 @@ class Bucket(NamedTuple):
 
 
 def demo(
-    images: Annotated[int, typer.Option(metavar="N", min=1, help="How many photos to make.")] = 2000,
-    workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Worker processes, the same for all loaders.")
-    ] = 2,
-    latency_ms: Annotated[float, typer.Option(metavar="N", min=0, help="Round trip to the server.")] = 20,
-    directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="For data and chart.")] = Path(
-        "fastload-demo"
-    ),
+    images: Annotated[int, typer.Option(metavar="N", min=1, help="Number of photos.")] = 2000,
+    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Worker processes of each loader.")] = 2,
+    latency_ms: Annotated[
+        float, typer.Option(metavar="N", min=0, help="Round trip to the server, in ms.")
+    ] = 20,
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Directory for data and chart.")
+    ] = Path("fastload-demo"),
     chart: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The chart, a PNG.  [default: DIR/demo.png]")
+        Path | None, typer.Option(metavar="FILE", help="The chart, a PNG.", show_default="DIR/demo.png")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the photos for the next run.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure torch + s3fs and fastload on this machine, with a real S3 server behind a round trip."""
+    """Compare fastload with torch + s3fs on this machine, over a real S3 server behind a round trip."""
     settings = Settings(images, workers, latency_ms)
     with answering(as_json) as output:
         _need_packages()
@@ -85,7 +85,7 @@ def demo(
 
 
 def _need_packages() -> None:
-    """The packages of the demo, imported before anything is timed: no loader pays for an import."""
+    """Import the packages of the demo, before anything is timed: no loader pays for an import."""
     try:
         import PIL.Image
         import s3fs  # noqa: F401
@@ -98,17 +98,17 @@ def _need_packages() -> None:
 
 @contextmanager
 def _workspace(directory: Path, keep: bool) -> Iterator[Path]:
-    """A folder of our own in `directory`, deleted at the end unless `keep`."""
+    """A folder in `directory`, deleted at the end unless `keep`."""
     workspace = directory / "data"
     if workspace.exists() and not (workspace / MARKER).exists():
-        raise ArgumentError(f"--dir {directory}: {workspace} is not from an earlier demo; give another --dir")
+        raise ArgumentError(f"--dir {directory}: {workspace} is not from a previous demo; give another --dir")
     try:
         workspace.mkdir(parents=True, exist_ok=True)
         (workspace / MARKER).touch()
     except OSError as error:
         raise ArgumentError(f"--dir {directory}: cannot write there ({error}); give another --dir") from error
     try:
-        shutil.rmtree(workspace / "cache", ignore_errors=True)  # of a run with --keep: epoch 1 starts empty
+        shutil.rmtree(workspace / "cache", ignore_errors=True)  # from --keep; epoch 1 needs an empty cache
         yield workspace
     finally:
         if not keep:
@@ -130,8 +130,8 @@ def _bucket(root: Path, settings: Settings, bars: Bars) -> Iterator[Bucket]:
 
 
 def _measure(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> dict[str, Any]:
-    """Run the three loaders, one after the other, and describe what came out."""
-    from fastload.cli.machine import describe_machine
+    """Run the loaders, one after the other; the JSON document."""
+    from fastload.cli.measurement import describe_machine
 
     torch_s3fs = _torch_s3fs(bucket, settings, bars)
     epochs = _fastload(bucket, settings, cache, bars)
@@ -152,12 +152,12 @@ def _measure(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> dic
 
 
 def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> dict[str, Any]:
-    """torch's DataLoader over s3fs, on a random sample: all of the photos would take minutes."""
+    """torch's DataLoader over s3fs, on a random sample, because all photos would take minutes."""
     import torch
 
     from fastload.demo.baseline import S3fsImages
 
-    # The keys are known here, so it need not list. Two batches a worker at least, and all of them full.
+    # It gets the keys, and need not list. Each worker has at least two batches, and all batches are full.
     paths = sorted(bucket.photos.glob("*/*.jpg"))
     paths = random.Random(0).sample(paths, min(settings.images, max(4, 2 * settings.workers) * BATCH_SIZE))
     dataset = S3fsImages(
@@ -175,7 +175,7 @@ def _torch_s3fs(bucket: Bucket, settings: Settings, bars: Bars) -> dict[str, Any
 def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> list[dict[str, Any]]:
     """fastload: epoch 1 from the store, filling the cache, and epoch 2 from the cache."""
     import fastload
-    from fastload.cli.measure import stage_counters
+    from fastload.cli.measurement import stage_counters
     from fastload.metrics.bottleneck import explain_bottleneck
 
     dataset = fastload.ImageFolder(
@@ -198,8 +198,8 @@ def _fastload(bucket: Bucket, settings: Settings, cache: Path, bars: Bars) -> li
 def _timed(
     loader: Iterable[Any], bucket: Bucket, settings: Settings, progress: Any, seconds: float = float("inf")
 ) -> dict[str, Any]:
-    """One epoch and the GETs that the server saw meanwhile."""
-    from fastload.cli.measure import measure_epoch
+    """One epoch, and the GETs at the server during it."""
+    from fastload.cli.measurement import measure_epoch
 
     before = bucket.proxy.counts().object_gets
     epoch = measure_epoch(loader, progress, seconds)

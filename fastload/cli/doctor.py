@@ -1,4 +1,4 @@
-"""`fastload doctor`: what this machine and this installation have for fastload, and what would mend it."""
+"""`fastload doctor`: check this machine and this installation, with a remedy for each finding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Check", "check_jpegs", "check_pillow", "doctor"]
 
 # Sockets of a hundred requests a worker, cache segments and batch slots, with room to spare.
 OPEN_FILES_WANTED = 4096
-# What torch's own batches take with a few workers. Docker gives 64 MB.
+# Enough for torch's own batches with a few workers. Docker's default is 64 MB.
 SHARED_MEMORY_WANTED = 1_000_000_000
 
 
 class Check(NamedTuple):
-    """One finding. `state`: "ok"; "warn", slower or less than it could be; "fail", does not work."""
+    """One finding. `state` is "ok", "warn" (it works, but slower or in part) or "fail" (it does not work)."""
 
     name: str
     state: str
@@ -38,7 +38,7 @@ MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what is here, what is missing, and what to type. Exit code 1 when something cannot work."""
+    """Check this machine and this installation, with a remedy for each problem. Exit code 1: an error."""
     with answering(as_json, anywhere=True) as output:
         checks = [_python()]
         if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
@@ -77,7 +77,7 @@ def _torch() -> Check:
 def _obstore() -> Check:
     version = _version("obstore")
     if version is None:
-        return Check("obstore", "fail", "missing: it reads s3, gs, az and http", "pip install obstore")
+        return Check("obstore", "fail", "missing; s3, gs, az and http need it", "pip install obstore")
     return Check("obstore", "ok", version)
 
 
@@ -150,7 +150,7 @@ def _cores() -> Check:
 
 
 def _open_files() -> Check:
-    import resource  # Windows has none, and all commands are imported together
+    import resource  # not at the top: Windows has none, and all commands are imported together
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{_limit(soft)} (at most {_limit(hard)})"
@@ -167,10 +167,10 @@ def _shared_memory() -> Check:
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g ...")
+        return Check("/dev/shm", "warn", str(error), "docker run --shm-size=8g IMAGE")
     found = f"{format_size(usage.total)}, {format_size(usage.free)} free"
     if usage.total < SHARED_MEMORY_WANTED:
-        advice = "fastload's batches do not need it; torch's do: docker run --shm-size=8g ..."
+        advice = "torch's batches need more (fastload's do not): docker run --shm-size=8g IMAGE"
         return Check("/dev/shm", "warn", found, advice)
     return Check("/dev/shm", "ok", found)
 
@@ -181,7 +181,7 @@ def _start_method() -> Check:
 
 
 def _demo() -> Check:
-    """What only `fastload demo` needs."""
+    """The packages that only `fastload demo` needs."""
     from fastload.demo.s3_server import find_rclone
 
     packages = ("s3fs", "uvloop", "vl-convert-python")

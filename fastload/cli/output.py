@@ -1,4 +1,4 @@
-"""Where a command writes: text for people, and with --json one document for programs."""
+"""The output of a command: text for people, and with --json one document for programs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ __all__ = [
 
 JSON_FLAG = "--json"
 JsonOption = Annotated[
-    bool, typer.Option(JSON_FLAG, help="End stdout with one line of JSON; text for people goes to stderr.")
+    bool,
+    typer.Option(
+        JSON_FLAG, help="Print one line of JSON at the end of stdout; all other text goes to stderr."
+    ),
 ]
 
 
 class Output:
-    """The two ways out of a command.
+    """The two outputs of a command.
 
-    `console` takes text, tables and progress bars: stdout, or stderr where stdout belongs to the JSON
-    document.
+    `console` is for text, tables and progress bars: stdout, or stderr if stdout is for the JSON document.
     """
 
     def __init__(self, as_json: bool) -> None:
@@ -41,7 +43,7 @@ class Output:
         self.console = Console(stderr=as_json, highlight=False)
 
     def document(self, document: dict[str, Any]) -> None:
-        """Write the command's JSON document, the last line of stdout, if it was asked for."""
+        """With --json, write the command's document as the last line of stdout."""
         if self.as_json:
             write_document(document)
 
@@ -52,15 +54,21 @@ def write_document(document: dict[str, Any]) -> None:
 
 
 def error_document(kind: str, stage: str, message: str, key: str | None) -> dict[str, Any]:
-    """What a command that failed has to say to programs."""
+    """The JSON document of a command that failed."""
     return {"error": {"type": kind, "stage": stage, "message": message, "key": key}}
 
 
 @contextmanager
 def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
-    """The block is the command. An error of fastload becomes one line on stderr and the exit code: 2 for a
-    bad argument, else 1. With --json it is the document too: {"error": {"type", "stage", "key", "message"}}.
-    A warning is one line on stderr, once. `anywhere`: the command works on other systems than Linux too.
+    """A block that runs a command.
+
+    An error of fastload becomes one line on stderr and an exit code: 2 for a wrong argument, else 1. With
+    --json
+    it is also the document: {"error": {"type", "stage", "key", "message"}}. A warning is one line on stderr,
+        once.
+
+    Args:
+        anywhere: the command works on other systems than Linux too.
     """
     output = Output(as_json)
     try:
@@ -77,7 +85,7 @@ def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
 
 @contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Warnings for people, who have no use for the line of source that Python shows; also of the workers."""
+    """Shows each warning once, workers' warnings too, without Python's line of source."""
     seen = set[str]()
 
     def show(message: Warning | str, *where: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""`fastload plan URL`: what training will be, from a probe of some hundred objects. The JSON document:
+"""`fastload plan URL`: predict training from a probe of some hundred objects. The JSON document:
 
 {"command": "plan", "date", "machine": {...}, "versions": {...},
  "settings": {"url", "cache_size", "gpus", "gpu_rate", "num_workers", "epochs", "size", "short_side",
@@ -38,40 +38,43 @@ from fastload.metrics.units import format_size
 __all__ = ["plan"]
 
 ADVICE = {
-    "GPUs": "the GPUs are the limit: nothing to gain here",
-    "cores": "the cores are the limit: use more of them, or a cache mode that leaves them less to do",
+    "GPUs": "the GPUs are the limit: the loader is fast enough",
+    "cores": "the cores are the limit: use more of them, or a cache mode with less work for them",
     "workers": "the workers are the limit: raise --num-workers",
-    "connections": "round trips are the limit: more workers, a bucket that is closer, or a larger cache",
+    "connections": "round trips are the limit: more workers, a closer bucket, or a larger cache",
     "network": "the store or the network is the limit: a larger cache, mode 'shrunk', or more bandwidth",
     "disk read": "reading the disk is the limit: mode 'shrunk', or a faster SSD",
-    "disk write": "writing the disk is the limit in epoch 1, where fastload keeps less instead of waiting",
+    "disk write": "writing the disk is the limit in epoch 1: fastload keeps fewer samples then",
 }
 
 
 def plan(
     url: FolderUrl,
-    cache_size: Annotated[str, typer.Option(metavar="SIZE", help="Disk for the cache: 500GB, 1.5TB, ...")],
-    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs of this machine.")],
-    gpu_rate: Annotated[
-        float, typer.Option(metavar="N", min=0.001, help="Images per second that one GPU consumes.")
+    cache_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Disk space for the cache, such as 500GB or 1.5TB.")
     ],
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="Number of GPUs of this machine.")],
+    gpu_rate: Annotated[float, typer.Option(metavar="N", min=0.001, help="Images per second of one GPU.")],
     num_workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Worker processes.  [default: cores]")
+        int, typer.Option(metavar="N", min=1, help="Worker processes.", show_default="the cores")
     ] = CORES,
-    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="For the time of the whole training.")] = 90,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Epochs of the whole training.")] = 90,
     size: CropSize = 224,
     short_side: ShortSide = 256,
     quality: Quality = 90,
-    objects: Annotated[int, typer.Option(metavar="N", min=16, help="How many to read for the probe.")] = 256,
+    objects: Annotated[int, typer.Option(metavar="N", min=16, help="Number of objects to read.")] = 256,
     cache_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A directory on the cache's disk, to measure it.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="A directory on the disk of the cache. The command measures that disk."
+        ),
     ] = None,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read some objects, and predict rates, cache hits, disk, requests, and what will be the limit."""
+    """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
         from fastload.metrics.units import parse_size
@@ -99,8 +102,8 @@ def plan(
 
 
 def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
-    """The model of every mode, and what follows from it."""
-    from fastload.cli.machine import describe_machine
+    """The predictions for all modes, and the advice."""
+    from fastload.cli.measurement import describe_machine
     from fastload.plan.model import predict
 
     predictions = {name: predict(probe.data, mode, node, demand) for name, mode in probe.modes.items()}
@@ -129,21 +132,19 @@ def _advice(prediction: Any, best: str, node: Any) -> list[str]:
         advice.append(f"{name}: {ADVICE[epoch.limit]}")
     if prediction.hit_rate < 1:
         advice.append(
-            f"the cache will have {prediction.hit_rate:.0%} of the samples: for all of them it takes "
-            f"{format_size(prediction.disk_bytes)}, now it has {format_size(node.cache_bytes)}"
+            f"the cache will hold {prediction.hit_rate:.0%} of the samples: all of them need "
+            f"{format_size(prediction.disk_bytes)}, and it has {format_size(node.cache_bytes)}"
         )
     return advice
 
 
 def _assumptions(probe: Any, node: Any) -> list[str]:
-    disk = "measured" if node.disk_read is not None else "taken to be fast enough (--cache-dir measures it)"
-    network = "no ceiling was met" if probe.data.network is None else "the ceiling that the probe met"
-    server = (
-        "the store runs on this machine, and takes its CPU" if probe.server_here else "this process's CPU"
-    )
+    disk = "measured" if node.disk_read is not None else "assumed to be fast enough (--cache-dir measures it)"
+    network = "the probe reached no ceiling" if probe.data.network is None else "the ceiling of the probe"
+    server = "the store runs on this machine and uses its CPU" if probe.server_here else "this process's CPU"
     return [
-        f"{probe.objects} random objects stand for all {probe.data.objects:,}",
-        f"other processes keep {probe.others:.1f} of {CORES} cores busy, and go on so",
+        f"{probe.objects} random objects are representative of all {probe.data.objects:,}",
+        f"other processes keep {probe.others:.1f} of {CORES} cores busy, and will continue to",
         f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
         f"network: {network}; disk: {disk}",
         "the cache fills in epoch 1 and keeps what it has; 128 requests in flight a worker, 1,024 a node",
@@ -151,7 +152,7 @@ def _assumptions(probe: Any, node: Any) -> list[str]:
 
 
 def _print_report(document: dict[str, Any], output: Output) -> None:
-    """One column a mode, then advice and assumptions."""
+    """A column for each mode, then advice and assumptions."""
     measured, modes, console = document["measured"], document["modes"], output.console
     console.print(
         f"{measured['objects']:,} images of {format_size(measured['object_bytes'])}; a GET takes "
@@ -177,7 +178,7 @@ def _rate(epoch: dict[str, Any]) -> str:
 
 
 _ROWS: list[tuple[str, Any]] = [
-    ("bytes a sample", lambda cost, _: format_size(cost["stored_bytes"])),
+    ("bytes per sample", lambda cost, _: format_size(cost["stored_bytes"])),
     ("decode + crop, ms of a core", lambda cost, _: f"{cost['transform_cpu'] * 1000:.2f}"),
     ("disk for all", lambda _, mode: format_size(mode["disk_bytes"])),
     ("from the cache, later", lambda _, mode: f"{mode['hit_rate']:.0%}"),

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options of several commands: the store, and the work on its images."""
 
 from __future__ import annotations
 
@@ -26,19 +26,26 @@ __all__ = [
 CORES = usable_cores()
 
 FolderUrl = Annotated[
-    str, typer.Argument(metavar="URL", help="One folder per class: s3://bucket/prefix, gs://, a path, ...")
+    str,
+    typer.Argument(
+        metavar="URL", help="Images in one folder per class: s3://bucket/prefix, gs://, a path, ..."
+    ),
 ]
-NumWorkers = Annotated[int, typer.Option(metavar="N", min=0, help="Worker processes.  [default: cores]")]
-CropSize = Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of a side after RandomResizedCrop.")]
+NumWorkers = Annotated[
+    int, typer.Option(metavar="N", min=0, help="Worker processes.", show_default="the cores")
+]
+CropSize = Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of each side of the crop.")]
 ShortSide = Annotated[
-    int, typer.Option(metavar="N", min=1, help="shrunk, decoded: pixels of the shorter side.")
+    int, typer.Option(metavar="N", min=1, help="Modes shrunk and decoded: pixels of the shorter side.")
 ]
-Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="shrunk: JPEG quality.")]
+Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Mode shrunk: JPEG quality.")]
 
-EndpointUrl = Annotated[str | None, typer.Option(metavar="URL", help="Server of MinIO, R2, OBS, ...")]
-Anon = Annotated[bool, typer.Option("--anon", help="Public data: send no credentials.")]
+EndpointUrl = Annotated[
+    str | None, typer.Option(metavar="URL", help="The S3 server, for MinIO, R2, OBS and others.")
+]
+Anon = Annotated[bool, typer.Option("--anon", help="Send no credentials, for public data.")]
 StorageOption = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="For fastload.open_store; repeatable.")
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of fastload.open_store; repeatable.")
 ]
 
 
@@ -50,17 +57,17 @@ def _truth(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-# Options of `open_store` that are no text. What cannot be read goes on as it is, and open_store objects.
+# Options of `open_store` that are not text. Other texts pass unchanged, and open_store rejects them.
 _TYPED: dict[str, Callable[[str], Any]] = {"max_requests": _whole_number, "hedge": _truth, "anon": _truth}
 
 
 def storage_options(pairs: list[str] | None, endpoint_url: str | None, anon: bool) -> dict[str, Any]:
-    """The options of the command line as `open_store` takes them."""
+    """The options of the command line in the form of `open_store`."""
     options: dict[str, Any] = {}
     for pair in pairs or []:
         name, separator, value = pair.partition("=")
         if not separator or not name:
-            # Not the value: it may be a secret.
+            # The message omits the value, which may be a secret.
             raise ArgumentError(f"--storage-option {name!r}: give NAME=VALUE")
         options[name] = _TYPED.get(name, str)(value)
     if endpoint_url is not None:

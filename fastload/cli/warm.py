@@ -1,4 +1,4 @@
-"""`fastload warm URL --cache DIR`: fill the cache ahead of training. The JSON document:
+"""`fastload warm URL --cache DIR`: fill the cache before training. The JSON document:
 
 {"command": "warm", "date", "machine": {...}, "versions": {...},
  "settings": {"url", "cache", "mode", "short_side", "quality", "size_limit", "num_workers", "shard": [i, n]},
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.bars import Bar, Bars
+from fastload.cli.measurement import Bar, Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.store_options import (
     CORES,
@@ -44,7 +44,7 @@ RATE_SECONDS = 5.0
 
 
 class Mode(str, Enum):
-    """What the cache keeps, as in `fastload.Cache`."""
+    """The modes of `fastload.Cache`."""
 
     raw = "raw"
     shrunk = "shrunk"
@@ -53,32 +53,37 @@ class Mode(str, Enum):
 
 def warm(
     url: FolderUrl,
-    cache: Annotated[Path, typer.Option(metavar="DIR", help="The cache directory that training will have.")],
-    mode: Annotated[Mode, typer.Option(help="What is kept, as training will have it.")] = Mode.raw,
+    cache: Annotated[Path, typer.Option(metavar="DIR", help="The cache directory of the training.")],
+    mode: Annotated[Mode, typer.Option(help="The cache mode of the training.")] = Mode.raw,
     short_side: ShortSide = 256,
     quality: Quality = 90,
-    size_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="500GB, 200MiB, ...")] = None,
+    size_limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest size of the cache, such as 500GB or 200MiB.")
+    ] = None,
     objects: Annotated[
-        bool, typer.Option("--objects", help="All objects, for ObjectDataset; else images, for ImageFolder.")
+        bool,
+        typer.Option(
+            "--objects", help="Read all objects, for ObjectDataset. Default: images, for ImageFolder."
+        ),
     ] = False,
     num_workers: NumWorkers = CORES,
     shard: Annotated[
         str | None,
         typer.Option(
             metavar="I/N",
-            help="Only node I's share of N, from 0: as DistributedSampler(partition='node') deals them. "
-            "[default: from torchrun or SLURM, else 0/1: all]",
+            help="The share of node I of N nodes, from 0, as in DistributedSampler(partition='node').",
+            show_default="from torchrun or SLURM, else 0/1: all",
         ),
     ] = None,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="List again what an earlier run listed.")
+        bool, typer.Option("--refresh", help="List the objects again, after changes in the store.")
     ] = False,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fill a cache ahead of training. After an interruption, run the same command again to resume."""
+    """Fill a cache before training. After an interruption, run the same command again to resume."""
     with answering(as_json) as output:
         wanted = _parse_shard(shard)
         options = storage_options(storage_option, endpoint_url, anon)
@@ -106,7 +111,7 @@ def warm(
 
 
 def _check_usable(cache: Any) -> None:
-    """Before anything is listed or read. Training goes on without a cache that it cannot use; this cannot."""
+    """Check the cache before any listing. Unlike training, this command cannot continue without it."""
     try:
         cache.open_or_raise()
     except OSError as error:
@@ -127,7 +132,7 @@ def _parse_shard(text: str | None) -> tuple[int, int] | None:
 
 
 class Tally:
-    """What came of the samples so far, and how fast."""
+    """The outcomes of the samples so far, and their rate."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -150,7 +155,7 @@ class Tally:
             self.failures.append((warmed.sample, warmed.error))
 
     def describe(self, total: int) -> str:
-        """The rates of the last seconds, and how long the rest takes at these."""
+        """The rates of the last seconds, and the time that the rest takes at these rates."""
         now = time.perf_counter()
         self._recent.append((now, self.done, self.read_bytes))
         while len(self._recent) > 2 and now - self._recent[1][0] > RATE_SECONDS:
@@ -163,8 +168,8 @@ class Tally:
 
 
 def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output: Output) -> dict[str, Any]:
-    """Run the workers until all is done, the cache is full, or the user has had enough."""
-    from fastload.cli.machine import describe_machine
+    """Run the workers until all samples are done, the cache is full, or the user interrupts."""
+    from fastload.cli.measurement import describe_machine
     from fastload.cli.warming import share_of, warming_loader
 
     samples, found = share_of(dataset, shard)
@@ -210,7 +215,7 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
 
 
 def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
-    """Look for every sample: the last records queued were dropped, and not all samples were looked at."""
+    """Look up every sample: the last queued records were dropped, and some samples had no outcome."""
 
     def kept(sample: Any) -> bool:
         return dataset.cache.lookup(dataset._cache_key(int(sample))) is not None
@@ -230,7 +235,7 @@ def _follow(loader: Any, tally: Tally, bar: Bar) -> None:
 def _announcement(samples: int, objects: int, found: tuple[int, int], given: tuple[int, int] | None) -> str:
     if found[1] == 1:
         return f"{samples:,} objects"
-    source = "--shard" if given is not None else "torchrun or SLURM; for all objects type --shard 0/1"
+    source = "--shard" if given is not None else "torchrun or SLURM; for all objects give --shard 0/1"
     return f"{samples:,} of {objects:,} objects: shard {found[0]}/{found[1]}, from {source}"
 
 
@@ -238,7 +243,7 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
     console = output.console
     console.print(
         f"{document['stored']:,} stored ({format_size(document['read_bytes'])} read), "
-        f"{document['skipped']:,} were there, {document['failed']:,} failed, in {document['seconds']:.1f} s: "
+        f"{document['skipped']:,} present, {document['failed']:,} failed in {document['seconds']:.1f} s: "
         f"{document['objects_per_second']:,.0f} objects/s, {document['megabytes_per_second']:,.1f} MB/s",
         soft_wrap=True,
     )
@@ -259,6 +264,6 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
             soft_wrap=True,
         )
     if document["full"]:
-        console.print(f"the cache is full: {document['left']:,} objects will come from the store in training")
+        console.print(f"the cache is full: training will read {document['left']:,} objects from the store")
     if document["interrupted"]:
-        console.print(f"interrupted with {document['left']:,} objects left: type the same again to go on")
+        console.print(f"interrupted, {document['left']:,} objects left: run the same command to resume")

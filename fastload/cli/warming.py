@@ -18,7 +18,7 @@ OUTCOMES_A_MESSAGE = 16
 
 
 class Warming(IterableDataset[Any]):
-    """What becomes of each of `samples` (int64) of a `fastload.ObjectDataset`, as `Warmed` tuples."""
+    """A `Warmed` tuple, the outcome, for each of `samples` (int64) of a `fastload.ObjectDataset`."""
 
     def __init__(self, dataset: Any, samples: npt.NDArray[np.int64]) -> None:
         self.dataset = dataset
@@ -42,9 +42,10 @@ def warming_loader(dataset: Any, samples: npt.NDArray[np.int64], num_workers: in
 
 
 def share_of(dataset: Any, shard: tuple[int, int] | None) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
-    """The samples of a shard, and (shard, shards): what `partition="node"` gives such a node in training.
+    """The samples of a shard, and (shard, shards): the share of such a node with `partition="node"`.
 
-    None: this rank's part of its node's share, as torchrun or SLURM say it; else all samples.
+    None: this rank's part of its node's share, by the variables of torchrun or SLURM; without them, all
+        samples.
     """
     options: dict[str, Any] = {"shuffle": False, "mode": "eval", "partition": "node"}
     if shard is None:
@@ -52,7 +53,7 @@ def share_of(dataset: Any, shard: tuple[int, int] | None) -> tuple[npt.NDArray[n
             sampler = fastload.DistributedSampler(dataset, **options)
         except ArgumentError as error:
             raise ArgumentError(
-                f"the launcher's variables do not say which share is ours; give --shard I/N ({error.message})"
+                f"the launcher's variables give no share of this node; give --shard I/N ({error.message})"
             ) from error
     else:
         sampler = fastload.DistributedSampler(dataset, shard[1], shard[0], num_nodes=shard[1], **options)

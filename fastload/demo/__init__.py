@@ -1,1 +1,1 @@
-"""What `fastload demo` measures with: a real S3 server behind a slow line, photos, the baseline, a chart."""
+"""The parts of `fastload demo`: an S3 server behind a round trip, photos, the baseline, report and chart."""

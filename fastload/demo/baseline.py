@@ -1,6 +1,6 @@
-"""What `fastload demo` compares with: torch's DataLoader over s3fs and PIL, as a user of s3fs writes it.
+"""The baseline of `fastload demo`: torch's DataLoader over s3fs and PIL, as a user of s3fs writes it.
 
-The work is that of fastload's side: GET, decode, RandomResizedCrop to 224 x 224, flip, uint8 CHW.
+The work is the same as fastload's: GET, decode, RandomResizedCrop to 224 x 224, flip, uint8 CHW.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["S3fsImages"]
 class S3fsImages(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """(image, label) of `keys`, each "bucket/class/name", read by s3fs and decoded by PIL.
 
-    The client is made by the first sample of each worker: one made before the fork would hang in it.
+    Each worker makes its client at its first sample: a client from before the fork would hang.
     """
 
     def __init__(self, keys: Sequence[str], labels: Sequence[int], size: int, **s3fs_options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The chart of `fastload demo`: images/s of each loader, as bars, against what GPUs need."""
+"""The chart of `fastload demo`: images/s of each loader as bars, with lines for the needs of GPUs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _bar_layer(bars: list[dict[str, Any]], x: dict[str, Any], y: dict[str, Any])
 
 
 def _line_layers(lines: list[dict[str, Any]], x: dict[str, Any]) -> list[dict[str, Any]]:
-    """The dashed lines of what GPUs need, each with its label above the bars."""
+    """The dashed lines for the needs of GPUs, each with its label above the bars."""
     above = {"y": {"value": -9}, "text": {"field": "label"}}
     return [
         {
@@ -112,7 +112,7 @@ def _label_layers(bars: list[dict[str, Any]], x: dict[str, Any], y: dict[str, An
 
 
 def _bars(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row of data a loader."""
+    """A row of data for each loader."""
     first, second = document["fastload"].values()
     ratio = document["ratio"]
     return [
@@ -137,7 +137,7 @@ def _title(document: dict[str, Any]) -> dict[str, Any]:
             f"{settings['latency_ms']:g} ms round trip, {settings['workers']} workers; "
             f"decode, RandomResizedCrop {settings['size']}, flip",
             f"{machine['cores']} cores of {machine['cpu']}, S3 server on the same cores; "
-            "dashed: what ResNet-50 takes",
+            "dashed: the need of ResNet-50",
         ],
         "anchor": "start",
         "frame": "bounds",

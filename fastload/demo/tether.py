@@ -1,9 +1,9 @@
-"""Child processes that end when their parent does, however the parent ends.
+"""Child processes that end with their parent, even after a SIGKILL.
 
-A context manager ends its server on the way out, but a parent killed by SIGKILL has no way out. So each
-child asks the kernel to be killed when its parent dies. `python _tether.py PARENT_PID COMMAND...` does that
-and becomes the command: the request survives exec, and a fork hook (`preexec_fn`) in a process with threads
-is unsafe.
+A context manager ends its server at the end of its block, but SIGKILL skips that. So each child asks the
+kernel to be killed when its parent dies. `python tether.py PARENT_PID COMMAND...` does that and becomes the
+command: the request survives exec. The alternative, a fork hook (`preexec_fn`), is unsafe in a process with
+threads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Child(NamedTuple):
     output: int
 
     def said(self) -> str:
-        """All that the child wrote to stdout and stderr so far."""
+        """The output of the child so far, stdout and stderr."""
         size = os.fstat(self.output).st_size
         return os.pread(self.output, size, 0).decode(errors="replace")
 
@@ -41,8 +41,8 @@ def tethered(
 ) -> Iterator[Child]:
     """Run `command` (an absolute path and its arguments) for the length of the block.
 
-    It gets a session of its own, so that Ctrl-C reaches only us and the order of ending is ours. Call this
-    from the main thread: the kernel watches the thread that started the child.
+    The child gets a session of its own, so Ctrl-C reaches only the parent, which then ends the child. Call
+    this from the main thread: the kernel watches the thread that started the child.
     """
     # Output goes to memory, not to a pipe: a pipe that nobody reads stops its writer after 64 KB.
     output = os.memfd_create("fastload-child-output")
@@ -74,7 +74,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _become(parent: int, command: list[str]) -> None:
-    """Ask to be killed with `parent`, then run `command` in this process."""
+    """Ask the kernel to kill this process with `parent`, then run `command` in it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the parent ended before its child had started")

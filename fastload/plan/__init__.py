@@ -1,1 +1,1 @@
-"""What `fastload plan` predicts with: a short probe, and a model of an epoch."""
+"""The parts of `fastload plan`: a short probe, and a model of an epoch."""

@@ -1,14 +1,14 @@
-"""What `fastload plan` predicts: arithmetic on what a probe measured, no I/O.
+"""The model of `fastload plan`: arithmetic on the figures of a probe, without I/O.
 
-A sample's way has stages, each with a rate that it can sustain; the slowest one is the rate of all, and is
-named. With h the part of the samples that the cache has (it fills, then stops, so h = capacity / dataset):
+A sample passes through stages, each with a highest rate. The slowest stage is the limit, and determines the
+rate of all. With h, the share of samples in the cache (it fills, then stops, so h = capacity / dataset):
 
     connections   requests in flight / seconds per request / (1 - h)         Little's law
-    network       bytes per second / object bytes / (1 - h)                  where the probe met a ceiling
-    cores         cores / core-seconds per sample, of all that is done to it
-    workers       workers / core-seconds of what a worker's one decoding thread does
+    network       bytes per second / object bytes / (1 - h)                  where the probe reached a ceiling
+    cores         cores / core-seconds of all work on a sample
+    workers       workers / core-seconds of the one decoding thread of a worker
     disk read     bytes per second / stored bytes / h
-    disk write    bytes per second / stored bytes / (the part that still fits)   while the cache is filled
+    disk write    bytes per second / stored bytes / (the share that fits)    while the cache fills
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ NODE_REQUESTS = 1024
 
 @dataclass(frozen=True)
 class Data:
-    """The objects, and what a GET of one takes: seconds while nothing else is read, and core-seconds."""
+    """The objects, and the cost of one GET: seconds without other requests, and core-seconds."""
 
     objects: int
     object_bytes: float
     request_seconds: float
     get_cpu: float
-    network: float | None = None  # bytes per second, where a ceiling was met
+    network: float | None = None  # bytes per second, where the probe reached a ceiling
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A sample as the cache keeps it: bytes, and core-seconds to make it, to read it back, to train on it."""
+    """A sample in the cache: bytes, and core-seconds to prepare, to read and to transform it."""
 
     stored_bytes: float
     prepare_cpu: float
@@ -62,7 +62,7 @@ class Mode:
 class Node:
     """One machine: cores, worker processes, bytes for the cache, bytes per second of its disk if known.
 
-    `cores` are those that other processes leave us.
+    `cores` are those that other processes leave free.
     """
 
     cores: float
@@ -74,7 +74,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Demand:
-    """Samples per second of all GPUs together, and for how many epochs."""
+    """Samples per second of all GPUs together, and the number of epochs."""
 
     rate: float
     epochs: int = 1
@@ -95,7 +95,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A cache mode: bytes on disk for all samples, how many of them fit, and the epochs."""
+    """A cache mode: bytes on disk for all samples, the share that fits, and the epochs."""
 
     disk_bytes: float
     hit_rate: float
@@ -105,23 +105,23 @@ class Prediction:
 
 
 def cores_left(cores: int, others: float) -> float:
-    """What is left of the cores to a loader where other processes keep `others` busy: half of them at least,
-    since the kernel is fair."""
+    """The cores for a loader where other processes keep `others` busy: at least half, because the kernel
+    is fair."""
     return max(cores - others, cores / 2)
 
 
 def hit_rate(cache_bytes: float, objects: int, stored_bytes: float) -> float:
-    """The part of the samples that a cache of that size has from the second epoch on."""
+    """The share of the samples in a cache of that size, from the second epoch on."""
     return min(1.0, cache_bytes / (objects * (stored_bytes + RECORD_BYTES)))
 
 
 def connections_needed(rate: float, misses: float, request_seconds: float) -> int:
-    """Requests in flight that `rate` samples per second take, `misses` of which are read from the store."""
+    """Requests in flight for `rate` samples per second, where the share `misses` comes from the store."""
     return math.ceil(rate * misses * request_seconds)
 
 
 def predict(data: Data, mode: Mode, node: Node, demand: Demand) -> Prediction:
-    """All of a run in one cache mode."""
+    """A whole run in one cache mode."""
     hits = hit_rate(node.cache_bytes, data.objects, mode.stored_bytes)
     first = predict_epoch(data, mode, node, demand, hits=0.0, filling=hits)
     later = predict_epoch(data, mode, node, demand, hits=hits)
@@ -132,7 +132,7 @@ def predict(data: Data, mode: Mode, node: Node, demand: Demand) -> Prediction:
 def predict_epoch(
     data: Data, mode: Mode, node: Node, demand: Demand, *, hits: float, filling: float = 0.0
 ) -> Epoch:
-    """One epoch in which `hits` of the samples come from the cache, and `filling` of them go into it."""
+    """One epoch in which the share `hits` of samples comes from the cache, and `filling` goes into it."""
     stages = _stages(data, mode, node, hits, filling)
     limit = min(stages, key=lambda name: stages[name])
     rate = stages[limit]

@@ -1,4 +1,4 @@
-"""What `fastload plan` measures: a few hundred GETs, some decoding, the disk; bounded in number and time."""
+"""The probe of `fastload plan`: a few hundred GETs, some decoding, the disk; bounded in number and time."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
 DISK_BYTES = 64 << 20
-BUSY = 0.85  # of a core: from there on, a process that reads is held up by itself and not by the network
+BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
 
 _CORES = Cores()
 
 
 class Probe(NamedTuple):
-    """What was measured, for the model, and how much was read for it."""
+    """The figures for the model, and the number of objects read."""
 
     url: str
     data: Data
     modes: dict[str, Mode]
     objects: int
-    server_here: bool  # its CPU is ours too, and is counted
+    server_here: bool  # then its CPU use counts
     others: float  # cores that other processes kept busy meanwhile
 
 
 class Disk(NamedTuple):
-    """Bytes per second, sequentially, through no page cache."""
+    """Bytes per second, sequential, without the page cache."""
 
     write: float
     read: float
@@ -56,7 +56,7 @@ def probe_store(
     """List `url` and read up to `objects` images of it, for at most 15 s.
 
     Args:
-        size: pixels of a side after RandomResizedCrop.
+        size: pixels of each side of the crop.
         cache: short_side and quality of the modes.
     """
     store = fastload.open_store(url, **options)
@@ -71,7 +71,7 @@ def probe_store(
         alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
         here, others = _is_here(options), _busy_cores(0.5)
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
-        list(dataset.warm(first))  # the client's start is not part of what a GET costs
+        list(dataset.warm(first))  # the client's start is not part of the cost of a GET
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if raw.lookup(dataset._cache_key(index)) is not None][:DECODED]
         keys = [dataset._cache_key(index) for index in kept]
@@ -80,13 +80,13 @@ def probe_store(
     mean = manifest.total_bytes / len(manifest)
     network = get.bytes / get.seconds if _met_a_ceiling(get, alone) else None
     data = Data(len(manifest), mean, alone, get.cpu / max(1, get.objects), network)
-    scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # the chosen ones to all of them
+    scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # from the chosen objects to all
     modes = _probe_modes(payloads, size, cache, read_cpu, scale)
     return Probe(store.url, data, modes, len(chosen), here, others)
 
 
 def _read_alone(store: Any, manifest: Manifest, indices: list[int], deadline: float) -> float:
-    """Seconds of a GET while nothing else is read; the first one opens the connection and does not count."""
+    """Seconds of a GET without others; the first, which opens the connection, does not count."""
     seconds = []
     for index in indices:
         start = time.perf_counter()
@@ -106,9 +106,9 @@ class _Together(NamedTuple):
 
 
 def _read_together(dataset: Any, indices: list[int], deadline: float, others: float | None) -> _Together:
-    """Read through the window and into a cache, as training does.
+    """Read through the prefetcher and into a cache, as training does.
 
-    With `others`, the cores that are busy anyway, all other CPU is the store's, and counts as well.
+    With `others`, the cores that other processes keep busy, all other CPU use is the store's, and counts too.
     """
     machine, own, start = _CORES.busy_seconds(), time.process_time(), time.perf_counter()
     done = read = 0
@@ -125,7 +125,7 @@ def _read_together(dataset: Any, indices: list[int], deadline: float, others: fl
 
 
 def _met_a_ceiling(get: _Together, alone: float) -> bool:
-    """Much slower than 32 requests in flight should be, with this process and its machine idle meanwhile."""
+    """Whether 32 requests in flight were much slower than expected, although this process was not busy."""
     expected = 32 / alone
     return get.objects / get.seconds < expected / 3 and get.cpu / get.seconds < BUSY
 
@@ -133,12 +133,12 @@ def _met_a_ceiling(get: _Together, alone: float) -> bool:
 def _probe_modes(
     payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
-    """Bytes and core-seconds of a sample in each mode; `scale` takes its bytes to the mean of all objects."""
+    """Bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
     side, quality = cache["short_side"], cache["quality"]
     shrunk, shrink_cpu = _timed(lambda data: shrink(data, side, quality), payloads)
     pixels, decode_cpu = _timed(lambda data: decode_resized(data, side), payloads)
     if not shrunk or not pixels:
-        shrink(payloads[0], side, quality)  # says why: damaged, or of a format that needs Pillow
+        shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
         raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
     crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
@@ -152,7 +152,7 @@ def _probe_modes(
         stored = sum(sizes) / len(sizes)
         batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
         _, fill_cpu = _timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
-        # Reading back is checksum and copy: it goes with the bytes.
+        # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
         grown = stored * scale if name == "raw" else stored
         modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
@@ -160,7 +160,7 @@ def _probe_modes(
 
 
 def _timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
-    """What `work` makes of the items, and the core-seconds of each on one thread; bad images are left out."""
+    """The results of `work` for the items, without bad images, and the core-seconds of each."""
     results = []
     start = time.thread_time()
     for item in items:
@@ -175,7 +175,7 @@ def probe_disk(directory: Path) -> Disk:
     """Write 64 MiB to a file in `directory`, made if absent, and read it back.
 
     Raises:
-        ArgumentError: it cannot be written to.
+        ArgumentError: the directory is not writable.
     """
     try:
         return _timed_disk(directory)
@@ -210,13 +210,13 @@ def _scratch_file(directory: Path) -> Iterator[int]:
 
 
 def _is_here(options: dict[str, Any]) -> bool:
-    """Whether the store runs on this machine: then its CPU is taken from the loader."""
+    """Whether the store runs on this machine, and takes its CPU from the loader."""
     host = urlsplit(str(options.get("endpoint_url", ""))).hostname or ""
     return host == "localhost" or host.startswith("127.")
 
 
 def _busy_cores(seconds: float) -> float:
-    """How many cores others keep busy now."""
+    """The number of cores that other processes keep busy now."""
     before, start = _CORES.busy_seconds(), time.perf_counter()
     time.sleep(seconds)
     return (_CORES.busy_seconds() - before) / (time.perf_counter() - start)

@@ -65,7 +65,7 @@ def job(mode: str = "", **more: Any) -> dict[str, Any]:
 # --- a peer's process
 
 
-def test_a_peer_runs_epochs_and_ends(scripted: None) -> None:
+def test_peer_runs_epochs_and_ends(scripted: None) -> None:
     with Peer("scripted", job()) as running:
         assert set(running.versions) == {"torch"} and running.start_seconds > 0
         for _ in range(3):
@@ -74,12 +74,12 @@ def test_a_peer_runs_epochs_and_ends(scripted: None) -> None:
     assert running._process.returncode == 0
 
 
-def test_its_children_are_part_of_its_cpu_time(scripted: None) -> None:
+def test_cpu_time_of_a_peer_includes_its_children(scripted: None) -> None:
     with Peer("scripted", job()) as idle, Peer("scripted", job("works")) as busy:
         assert busy.epoch().cpu_seconds > idle.epoch().cpu_seconds + 0.1
 
 
-def test_its_memory_is_seen(scripted: None) -> None:
+def test_memory_of_a_peer_is_sampled(scripted: None) -> None:
     with Peer("scripted", job()) as running, running.watched() as seen:
         running.epoch()
     assert max(seen) > 5_000_000
@@ -89,14 +89,12 @@ def test_its_memory_is_seen(scripted: None) -> None:
     ("mode", "said"),
     [("broken", "no such bucket"), ("ends", "without an error message"), ("empty", "had no images")],
 )
-def test_a_peer_that_fails_says_why(scripted: None, mode: str, said: str) -> None:
+def test_failed_peer_is_unavailable_with_its_reason(scripted: None, mode: str, said: str) -> None:
     with pytest.raises(Unavailable, match=said), Peer("scripted", job(mode)) as running:
         running.epoch()
 
 
-def test_a_peer_that_hangs_is_left_and_nothing_of_it_stays(
-    scripted: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_peer_is_killed_with_its_children(scripted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "TO_ANSWER", 0.5)
     monkeypatch.setattr(peer, "TO_END", 0.1)
     with Peer("scripted", job("sleeps")) as running:
@@ -107,12 +105,12 @@ def test_a_peer_that_hangs_is_left_and_nothing_of_it_stays(
     wait_until(lambda: not any(map(runs, family)), "all processes have ended")
 
 
-def test_a_peer_makes_its_files_first(scripted: None) -> None:
+def test_peer_prepares_its_files(scripted: None) -> None:
     with Peer("scripted", job(prepare=True)) as running:
         assert running.said["bytes"] == 17
 
 
-def test_a_long_epoch_is_left_at_the_end_of_a_round() -> None:
+def test_long_epoch_is_cut_at_the_end_of_a_round() -> None:
     def epoch() -> Iterator[int]:
         while True:
             yield 64
@@ -121,7 +119,7 @@ def test_a_long_epoch_is_left_at_the_end_of_a_round() -> None:
         assert peer_side.run(epoch, 0.001, workers)["images"] % (64 * workers) == 0
 
 
-def test_own_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_prepared_files_are_whole_or_absent(tmp_path: Path) -> None:
     def fails(target: str) -> None:
         Path(target).mkdir()
         (Path(target) / "half").write_bytes(b"1")
@@ -138,7 +136,7 @@ def test_own_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert peer_side.made(str(target), writes_two_bytes) == 2
 
 
-def test_the_peers_crop_is_the_usual_one() -> None:
+def test_crop_of_peers_lies_within_the_image() -> None:
     for width, height in ((500, 375), (10, 400), (1, 1)):
         for _ in range(50):
             left, top, right, bottom = peer_side.crop_box(width, height)
@@ -148,7 +146,7 @@ def test_the_peers_crop_is_the_usual_one() -> None:
 # --- environments
 
 
-def test_the_first_lines_of_a_script_say_what_it_needs(
+def test_needs_are_read_from_the_first_lines_of_a_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
@@ -161,7 +159,7 @@ def test_the_first_lines_of_a_script_say_what_it_needs(
         environment.needs("two")
 
 
-def test_a_changed_pin_is_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_pin_needs_a_new_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     monkeypatch.setattr(environment, "WORKPLACE", tmp_path)
     (tmp_path / "one.py").write_text("# pip install a==1\n\n")
@@ -172,7 +170,9 @@ def test_a_changed_pin_is_another_environment(tmp_path: Path, monkeypatch: pytes
     assert not environment.is_installed("one")
 
 
-def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_installation_is_unavailable_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     monkeypatch.setattr(environment, "WORKPLACE", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -182,7 +182,7 @@ def test_what_cannot_be_installed_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     assert not environment.is_installed("one")
 
 
-def test_every_contender_has_a_script_whose_needs_are_pinned() -> None:
+def test_scripts_of_all_contenders_pin_their_needs() -> None:
     groups = [contenders.COLD, *contenders.LATER.values(), *contenders.DECODE.values()]
     everyone = [contender for group in groups for contender in group]
     for script in {contender.script for contender in everyone}:
@@ -243,7 +243,7 @@ def ways(*names: str) -> list[Contender]:
     return [Contender(name, "scripted", name) for name in names]
 
 
-def test_each_turn_has_all_of_them_and_begins_with_another_one(course: sections.Course) -> None:
+def test_each_turn_has_all_contenders_and_begins_with_another(course: sections.Course) -> None:
     cases = {"raw": Case({"limit": lambda: 500.0})}
     turns = sections.take_turns(course, ways("a", "b", "c", "d", "e"), cases)["raw"]
     made = [LOG[5 + 5 * turn : 10 + 5 * turn] for turn in range(5)]
@@ -265,14 +265,14 @@ def test_cases_take_turns_too(course: sections.Course) -> None:
     assert [len(entrant.runs) for turns in found.values() for entrant in turns.entrants] == [2, 2, 2]
 
 
-def test_who_does_not_run_is_named_and_the_others_go_on(course: sections.Course) -> None:
+def test_failed_contender_is_named_and_the_others_continue(course: sections.Course) -> None:
     turns = sections.take_turns(course, ways("a", "missing", "dies", "b"), {"raw": Case()})["raw"]
     assert turns.failed == {"missing": "not here", "dies": "died"}
     assert [entrant.contender.name for entrant in turns.entrants] == ["a", "b"]
     assert all(len(entrant.runs) == 5 for entrant in turns.entrants)
 
 
-def test_the_best_number_of_workers_is_chosen(
+def test_fastest_number_of_workers_is_chosen(
     course: sections.Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     several = replace(ways("a")[0], workers=(1, 4, 8))
@@ -283,7 +283,7 @@ def test_the_best_number_of_workers_is_chosen(
     assert sections.choose_workers(course, missing).workers == (8,)
 
 
-def test_short_epochs_from_a_cache_are_taken_together(course: sections.Course) -> None:
+def test_short_later_epochs_are_combined(course: sections.Course) -> None:
     course = replace(course, later=True, repeats=1)
     run = sections.take_turns(course, ways("a"), {"raw": Case()})["raw"].entrants[0].runs[0]
     assert run.images == 200 and run.seconds >= 1.0
@@ -292,7 +292,7 @@ def test_short_epochs_from_a_cache_are_taken_together(course: sections.Course) -
 # --- what is kept
 
 
-def test_an_interrupted_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_comparison_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "UNFINISHED", tmp_path / "unfinished.json")
     monkeypatch.setattr(record, "commit", lambda: "abc")
 

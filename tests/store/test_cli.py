@@ -67,7 +67,7 @@ def filled(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
-def test_help_says_what_it_does(command: list[str]) -> None:
+def test_help_names_every_command(command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.stdout
@@ -87,7 +87,7 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize("arguments", ["['--help']", "['cache', 'info', '/nowhere']", "['demo', '--help']"])
-def test_starts_without_torch(arguments: str) -> None:
+def test_command_line_starts_without_torch(arguments: str) -> None:
     code = (
         f"import sys; sys.argv[1:] = {arguments}\n"
         "from fastload.cli import main\n"
@@ -113,7 +113,7 @@ def test_cache_info(filled: Path) -> None:
     assert "5 entries" in run("cache", "info", filled).stdout
 
 
-def test_cache_info_of_nothing_makes_nothing_and_says_so(tmp_path: Path) -> None:
+def test_cache_info_without_a_cache_creates_nothing(tmp_path: Path) -> None:
     result = run("cache", "info", tmp_path / "none", "--json")
     assert result.exit_code == 1
     assert last_line(result)["exists"] is False
@@ -125,7 +125,7 @@ def test_cache_info_of_nothing_makes_nothing_and_says_so(tmp_path: Path) -> None
     assert not (tmp_path / "none").exists()
 
 
-def test_cache_check_tells_clean_from_damaged(filled: Path) -> None:
+def test_cache_check_distinguishes_clean_from_damaged(filled: Path) -> None:
     clean = run("cache", "check", filled, "--json")
     assert clean.exit_code == 0
     assert last_line(clean)["entries"] == 5
@@ -165,7 +165,7 @@ def test_doctor() -> None:
     assert all(check["advice"] or check["state"] == "ok" for check in document["checks"])
 
 
-def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.demo.s3_server.find_rclone", lambda: None)
     (found,) = [check for check in last_line(run("doctor", "--json"))["checks"] if check["name"] == "demo"]
     assert found["state"] == "warn"
@@ -217,7 +217,7 @@ MISUSED = [
 
 
 @pytest.mark.parametrize(("line", "says"), MISUSED, ids=lambda value: value)
-def test_misuse_with_json_is_one_document_and_exit_code_2(line: str, says: str) -> None:
+def test_usage_error_with_json_is_one_document_and_exit_code_2(line: str, says: str) -> None:
     result = run(*line.split(), "--json")
     assert result.exit_code == 2, result.output
     (written,) = result.stdout.splitlines()
@@ -228,10 +228,10 @@ def test_misuse_with_json_is_one_document_and_exit_code_2(line: str, says: str) 
     assert result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_question_that_nobody_answers_is_a_document_too(filled: Path) -> None:
+def test_unanswered_question_with_json_is_a_document(filled: Path) -> None:
     result = run("cache", "clear", filled, "--json")
     assert result.exit_code == 1
-    assert last_line(result)["error"]["message"] == "nobody answered: give --yes"
+    assert last_line(result)["error"]["message"] == "no answer: give --yes"
     assert last_line(run("cache", "info", filled, "--json"))["entries"] == 5
 
 
@@ -253,7 +253,7 @@ def test_help_names_its_values_plainly_and_has_an_example(command: list[str]) ->
 @pytest.mark.parametrize("command", ["bench", "warm", "plan"])
 @pytest.mark.parametrize(("ending", "kind"), [("tar", "tar"), ("tfrecord", "TFRecord")])
 @pytest.mark.parametrize("below", ["", "train"])
-def test_shards_given_for_a_folder_are_named(
+def test_shards_instead_of_a_folder_are_named(
     tmp_path: Path, command: str, ending: str, kind: str, below: str
 ) -> None:
     (tmp_path / "data" / below).mkdir(parents=True)
@@ -271,7 +271,7 @@ def test_shards_given_for_a_folder_are_named(
     assert "bench, warm and plan read image folders" in message
 
 
-def test_plain_objects_given_for_a_folder_are_named(tmp_path: Path) -> None:
+def test_objects_instead_of_a_folder_are_named(tmp_path: Path) -> None:
     (tmp_path / "one.bin").write_bytes(b"x")
     message = last_line(run("bench", tmp_path, "--json"))["error"]["message"]
     assert "no class directories" in message and "fastload.ObjectDataset" in message
@@ -285,7 +285,7 @@ def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
     assert json.loads(done.stdout)["error"]["type"] == "CacheError"
 
 
-def test_cache_info_names_what_the_cache_is_of(folder: Path, tmp_path: Path) -> None:
+def test_cache_info_names_the_sources(folder: Path, tmp_path: Path) -> None:
     fastload.ImageFolder(str(folder), cache=tmp_path / "cache").close()
     list(fastload.ImageFolder(str(folder), cache=tmp_path / "cache").warm(range(24)))
     result = run("cache", "info", tmp_path / "cache", "--json")
@@ -305,7 +305,7 @@ def test_convert_shows_bytes_below_a_megabyte(tmp_path: Path) -> None:
     assert "100 KB/100 KB" in bar
 
 
-def test_bench_says_that_an_epoch_is_one_batch_and_too_short_to_tell(folder: Path) -> None:
+def test_bench_names_an_epoch_of_one_batch(folder: Path) -> None:
     result = run("bench", folder, "--num-workers", 0, "--batch-size", 64, "--epochs", 1)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
@@ -324,7 +324,7 @@ def test_bench_says_that_an_epoch_is_one_batch_and_too_short_to_tell(folder: Pat
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_an_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, says: str) -> None:
+def test_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, says: str) -> None:
     result = run(*arguments)
     assert result.exit_code == exit_code, result.output
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("fastload: ")]
@@ -336,7 +336,7 @@ def test_an_error_is_one_line_and_a_document(arguments: list[str], exit_code: in
     assert set(error) == {"type", "stage", "key", "message"}
 
 
-def test_a_malformed_option_does_not_echo_its_secret() -> None:
+def test_malformed_option_does_not_print_its_value() -> None:
     result = run("bench", "s3://bucket", "--storage-option", "=hunter2hunter2")
     assert result.exit_code == 2
     assert "hunter2" not in result.output

@@ -58,7 +58,7 @@ demands = st.builds(Demand, positive(1, 1e6), st.integers(1, 100))
 # --- the model, by hand
 
 
-def test_the_stages_by_hand() -> None:
+def test_stage_rates_equal_hand_computed_ones() -> None:
     first = predict_epoch(DATA, MODE, NODE, DEMAND, hits=0)
     assert first.stages == {
         "cores": pytest.approx(8 / 0.0014),
@@ -84,15 +84,15 @@ def test_the_stages_by_hand() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_limit_is_named(data: Data, node: Node, limit: str) -> None:
+def test_slowest_stage_is_the_limit(data: Data, node: Node, limit: str) -> None:
     assert predict(data, MODE, node, Demand(1e9)).first.limit == limit
 
 
-def test_other_processes_take_their_cores() -> None:
+def test_busy_cores_of_other_processes_lower_the_rate() -> None:
     assert [cores_left(8, others) for others in (0, 1.5, 6)] == [8, 6.5, 4]
 
 
-def test_a_cache_of_half_the_data_hits_half() -> None:
+def test_cache_of_half_the_data_hits_half() -> None:
     assert hit_rate(500 * (1000 + RECORD_BYTES), 1000, 1000) == 0.5
     assert hit_rate(1e15, 1000, 1000) == 1
     # An LRU cache of that size would hit 15 %: items come once an epoch, in random order.
@@ -118,7 +118,9 @@ def test_predictions_are_possible(data: Data, mode: Mode, node: Node, demand: De
 
 @given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
 @settings(max_examples=150)
-def test_more_is_never_slower(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
+def test_more_resources_are_never_slower(
+    data: Data, mode: Mode, node: Node, demand: Demand, factor: float
+) -> None:
     before = predict(data, mode, node, demand)
     more = [
         replace(node, cores=node.cores * 2),
@@ -135,7 +137,7 @@ def test_more_is_never_slower(data: Data, mode: Mode, node: Node, demand: Demand
 
 @given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
 @settings(max_examples=150)
-def test_a_larger_cache_reads_less(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
+def test_larger_cache_reads_less(data: Data, mode: Mode, node: Node, demand: Demand, factor: float) -> None:
     before = predict(data, mode, node, demand)
     after = predict(data, mode, replace(node, cache_bytes=node.cache_bytes * factor), demand)
     assert after.hit_rate >= before.hit_rate
@@ -148,7 +150,7 @@ def test_a_larger_cache_reads_less(data: Data, mode: Mode, node: Node, demand: D
 
 @given(data=datas, mode=modes, node=nodes, demand=demands, factor=positive(1, 100))
 @settings(max_examples=150)
-def test_a_farther_store_is_never_faster(
+def test_longer_round_trip_is_never_faster(
     data: Data, mode: Mode, node: Node, demand: Demand, factor: float
 ) -> None:
     before = predict(data, mode, node, demand)
@@ -204,11 +206,11 @@ def test_plan(arguments: list[str], tmp_path: Path) -> None:
         assert 400 <= mode["first"]["connections"] < 20_000
         assert mode["later"]["connections"] < mode["first"]["connections"]
     assert document["best"] in predicted
-    assert any("for all of them it takes" in line for line in document["advice"])
+    assert any("all of them need" in line for line in document["advice"])
     assert not list((tmp_path / "disk").iterdir()), "nothing is left on the disk"
 
 
-def test_plan_in_words(arguments: list[str]) -> None:
+def test_plan_prints_a_table_and_advice(arguments: list[str]) -> None:
     result = CliRunner().invoke(
         app, [*arguments, "--cache-size", "1TB", "--objects", "32"], terminal_width=160
     )
@@ -230,7 +232,7 @@ def test_bad_arguments(option: str, value: str, says: str) -> None:
     assert says in result.stderr
 
 
-def test_nothing_to_decode_is_said(tmp_path: Path) -> None:
+def test_objects_that_are_no_images_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for i in range(12):
         (tmp_path / "a" / f"{i}.jpg").write_bytes(b"<html>" * 100)

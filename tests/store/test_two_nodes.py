@@ -84,14 +84,14 @@ def train(directory: Path, environment: dict[str, str], *options: str) -> list[d
 
 
 def entries(directory: Path) -> list[int]:
-    """How many images each node's cache holds."""
+    """The number of images in each node's cache."""
     return [Cache(directory / f"ssd-{node}").info()["entries"] for node in range(2)]
 
 
-def test_the_store_sees_each_object_once(bucket: tuple[Proxy, dict[str, str]], tmp_path: Path) -> None:
+def test_partition_reads_each_object_once(bucket: tuple[Proxy, dict[str, str]], tmp_path: Path) -> None:
     """Two epochs, four ranks on two nodes: one GET per object, all in the first epoch, half from each node.
 
-    No image is in both caches, for then they would have been read from the store twice.
+    No image is in both caches: that would take two reads from the store.
     """
     proxy, environment = bucket
     before = proxy.counts().object_gets
@@ -102,8 +102,10 @@ def test_the_store_sees_each_object_once(bucket: tuple[Proxy, dict[str, str]], t
 
 
 @pytest.mark.stress
-def test_without_partition_it_sees_more(bucket: tuple[Proxy, dict[str, str]], tmp_path: Path) -> None:
-    """The twin: with one order for all ranks, the second epoch brings a node images that are new to it."""
+def test_guard_removed_without_partition_objects_are_read_twice(
+    bucket: tuple[Proxy, dict[str, str]], tmp_path: Path
+) -> None:
+    """With one order for all ranks, the second epoch brings images to a node that are new to it."""
     proxy, environment = bucket
     before = proxy.counts().object_gets
     train(tmp_path, environment)
@@ -111,7 +113,7 @@ def test_without_partition_it_sees_more(bucket: tuple[Proxy, dict[str, str]], tm
     assert sum(entries(tmp_path)) == proxy.counts().object_gets - before
 
 
-def test_ray_is_asked_for_in_words() -> None:
+def test_missing_ray_is_named_with_its_install_line() -> None:
     if importlib.util.find_spec("ray") is not None:
         pytest.skip("Ray is installed, and this would start it")
     command = [sys.executable, str(EXAMPLE / "ray_train.py"), "--ranks", "2", "--", "s3://bucket"]

@@ -76,7 +76,7 @@ def epoch(dataset: Any, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
-def test_training_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> None:
+def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> None:
     settings = ["--mode", mode, "--short-side", 128, "--quality", 80]
     code, document = bucket.warm("photos", tmp_path / "cache", *settings)
     assert code == 0
@@ -94,14 +94,14 @@ def test_training_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> Non
     now = bucket.proxy.counts()
     assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
 
-    # The twin: another quality or side is another result, which nobody has kept.
+    # Another quality or side is another result, which is not in the cache.
     if mode != "raw":
         other = Cache(tmp_path / "cache", mode, short_side=64)  # type: ignore[arg-type]
         epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=other, storage_options=bucket.options))
         assert bucket.gets() == now.object_gets + IMAGES
 
 
-def test_again_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
+def test_second_warm_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
     bucket.warm("photos", tmp_path, "--objects")
     before = bucket.gets()
     code, document = bucket.warm("photos", tmp_path, "--objects")
@@ -113,7 +113,7 @@ def test_again_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
     assert bucket.gets() == before
 
 
-def test_a_bad_object_is_reported_and_skipped(bucket: Bucket, tmp_path: Path) -> None:
+def test_warm_reports_and_skips_a_bad_object(bucket: Bucket, tmp_path: Path) -> None:
     code, document = bucket.warm("damaged", tmp_path, "--mode", "shrunk")
     assert code == 1
     assert (document["stored"], document["failed"], document["left"]) == (IMAGES - 1, 1, 0)
@@ -123,7 +123,7 @@ def test_a_bad_object_is_reported_and_skipped(bucket: Bucket, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path, workers: int) -> None:
+def test_warm_ends_when_the_cache_is_full(bucket: Bucket, tmp_path: Path, workers: int) -> None:
     before = bucket.gets()
     code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)
     assert (code, document["full"]) == (0, True)
@@ -138,7 +138,7 @@ def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path, workers: int) -> N
     assert again["stored"] + again["left"] == document["left"], "a smaller object may have found room"
 
 
-def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:
+def test_warm_after_ctrl_c_keeps_its_records(bucket: Bucket, tmp_path: Path) -> None:
     # Behind a slow line, so that there is an end to interrupt.
     with delay_proxy(bucket.server.endpoint_url, 0.25) as proxy:
         slow = Bucket(proxy, bucket.server)
@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:
                 os.killpg(running.pid, signal.SIGKILL)
                 running.communicate()
         assert running.returncode == 130, err
-        assert "Traceback" not in err and "type the same again" in err
+        assert "Traceback" not in err and "run the same command" in err
         document = json.loads(out.splitlines()[-1])
         kept = document["cache"]["entries"]
         assert document["interrupted"] and 0 < kept < IMAGES
@@ -169,7 +169,7 @@ def test_ctrl_c_keeps_what_was_read(bucket: Bucket, tmp_path: Path) -> None:
         assert (rest["skipped"], rest["stored"]) == (kept, IMAGES - kept)
 
 
-def test_nodes_share_the_work(bucket: Bucket, tmp_path: Path) -> None:
+def test_shards_of_warm_are_disjoint_and_complete(bucket: Bucket, tmp_path: Path) -> None:
     """Each of 2 nodes warms its share; in training its 2 ranks then read the store for nothing."""
     before = bucket.gets()
     for node in range(2):
@@ -213,7 +213,7 @@ def test_ranks_of_launchers_share_the_work(launcher: str, monkeypatch: pytest.Mo
         assert set().union(*parts[3 * node : 3 * node + 3]) == set(share_of(dataset, (node, 2))[0].tolist())
 
 
-def test_a_launcher_that_does_not_say_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_without_node_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ArgumentError, match="give --shard I/N"):
@@ -221,7 +221,7 @@ def test_a_launcher_that_does_not_say_the_node(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "/"])
-def test_shards_that_are_none(shard: str, tmp_path: Path) -> None:
+def test_wrong_shard_is_refused(shard: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--shard={shard}"])
     assert result.exit_code == 2
     assert "give I/N" in result.stderr
@@ -238,14 +238,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_waits_for_a_full_queue(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
     dataset.close()
     assert list(dataset.warm(range(40))) == [Warmed(i, "present") for i in range(40)]
     dataset.close()
-    # The twin: training does not wait, and loses records to the same queue.
+
+
+@pytest.mark.stress
+def test_guard_removed_training_does_not_wait_and_drops_records(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "other")
     for i in range(40):
         assert dataset[i] == bytes([i]) * 50_000
@@ -262,7 +268,7 @@ def outcomes_of(dataset: ObjectDataset, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["raw", "decoded"])
-def test_an_object_too_large_for_a_record_is_left_out(
+def test_object_too_large_for_a_record_is_skipped(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
 ) -> None:
     """One above 1 GiB, for which a smaller limit stands here. Mode "decoded" finds out by reading it."""
@@ -278,7 +284,7 @@ def test_an_object_too_large_for_a_record_is_left_out(
 
 
 @pytest.mark.parametrize("mode", ["raw", "decoded"])
-def test_an_object_too_large_for_the_room_left_is_left_out(folder: Path, tmp_path: Path, mode: Any) -> None:
+def test_object_too_large_for_the_free_space_is_skipped(folder: Path, tmp_path: Path, mode: Any) -> None:
     """The ones after it go on until an average one does not fit: then the cache is full."""
     (folder / "05").write_bytes(b"x" * 400_000)
     (folder / "06").write_bytes(b"x" * 900_000)
@@ -293,7 +299,7 @@ def test_an_object_too_large_for_the_room_left_is_left_out(folder: Path, tmp_pat
     cache.close()
 
 
-def test_a_first_object_beyond_the_limit_is_not_the_end(folder: Path, tmp_path: Path) -> None:
+def test_warm_continues_after_a_first_object_beyond_the_limit(folder: Path, tmp_path: Path) -> None:
     (folder / "00").write_bytes(b"x" * 900_000)
     dataset = ObjectDataset(
         str(folder), bytes, cache=Cache(tmp_path / "cache", "decoded", size_limit="300KB")
@@ -304,7 +310,7 @@ def test_a_first_object_beyond_the_limit_is_not_the_end(folder: Path, tmp_path: 
     dataset.cache.close()  # type: ignore[union-attr]
 
 
-def test_the_command_says_which_are_too_large(folder: Path, tmp_path: Path) -> None:
+def test_warm_counts_objects_that_are_too_large(folder: Path, tmp_path: Path) -> None:
     (folder / "05").write_bytes(b"x" * 5_000_000)
     arguments = ["warm", str(folder), "--cache", str(tmp_path / "cache"), "--objects", "--num-workers", "0"]
     done = CliRunner().invoke(app, [*arguments, "--size-limit", "4MB"])
@@ -316,7 +322,7 @@ def test_the_command_says_which_are_too_large(folder: Path, tmp_path: Path) -> N
     assert counts == [40, 0, 39, 0, 1, 1] and document["full"] is False
 
 
-def test_an_object_that_is_gone_is_an_outcome(folder: Path, tmp_path: Path) -> None:
+def test_missing_object_is_an_outcome(folder: Path, tmp_path: Path) -> None:
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     (folder / "07").unlink()
     outcomes = list(dataset.warm(range(40)))
@@ -327,7 +333,7 @@ def test_an_object_that_is_gone_is_an_outcome(folder: Path, tmp_path: Path) -> N
     dataset.close()
 
 
-def test_leaving_early_keeps_what_was_stored(folder: Path, tmp_path: Path) -> None:
+def test_closing_the_iterator_keeps_stored_records(folder: Path, tmp_path: Path) -> None:
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     outcomes = dataset.warm(range(40))
     assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
@@ -337,7 +343,7 @@ def test_leaving_early_keeps_what_was_stored(folder: Path, tmp_path: Path) -> No
     dataset.close()
 
 
-def test_a_broken_cache_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_cache_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

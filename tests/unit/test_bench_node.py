@@ -101,7 +101,7 @@ def test_one_node(found: Entries) -> None:
     assert decoded["possible"] == pytest.approx(1.6e6 * 4096 / 360_000, abs=0.1), "the disk: 18,204"
 
 
-def test_many_nodes_ask_for_as_many_times_as_much(found: Entries) -> None:
+def test_demand_grows_with_the_number_of_nodes(found: Entries) -> None:
     for mode, epoch in (("raw", "first"), ("no cache", "first"), ("no cache", "later")):
         many = pick(found, 128, mode, epoch)
         assert many["store_bytes_per_second"] == pytest.approx(128 * 14_285.714 * 100_500, rel=1e-4)
@@ -110,7 +110,7 @@ def test_many_nodes_ask_for_as_many_times_as_much(found: Entries) -> None:
     assert anywhere["store_bytes_per_second"] == pytest.approx(127 * 14_285.714 * 100_500, rel=1e-4)
 
 
-def test_what_the_document_gets() -> None:
+def test_predictions_fit_the_schema_of_the_document() -> None:
     found = node.predict(DOCUMENT)
     assert found is not None
     schema = json.loads((Path(node.__file__).parent / "compare.schema.json").read_text())
@@ -120,7 +120,7 @@ def test_what_the_document_gets() -> None:
     assert found["fitted"]["cores of a node busy in epoch 1 (raw)"] == pytest.approx(18.5714), "x 1.3 ms"
 
 
-def test_the_check_is_the_machine_that_was_measured() -> None:
+def test_check_predicts_the_measured_machine() -> None:
     # later: 2 cores / 1 ms. First: a GET takes 2 cores / 2,000 = 1 ms of them, and decoding 1 ms.
     found = node.checks(DOCUMENT, node.fit(DOCUMENT))
     assert found == {
@@ -129,7 +129,7 @@ def test_the_check_is_the_machine_that_was_measured() -> None:
     }
 
 
-def test_a_slow_processor_is_named_as_the_limit() -> None:
+def test_slow_processor_is_the_limit() -> None:
     slow = copy.deepcopy(DOCUMENT)
     for one in slow["rows"]:
         one["cpu_seconds_per_1000"] = [10 * value for value in one["cpu_seconds_per_1000"]]
@@ -137,14 +137,14 @@ def test_a_slow_processor_is_named_as_the_limit() -> None:
     assert (later["rate"], later["limit"]) == (6400, "workers")
 
 
-def test_a_document_without_our_rows_has_no_prediction() -> None:
+def test_document_without_our_rows_has_no_prediction() -> None:
     lacking = DOCUMENT | {"rows": [row for row in DOCUMENT["rows"] if row["case"] != "shrunk"]}
     assert node.predict(lacking) is None
     with pytest.raises(LookupError, match="no row of 'fastload' in section 'later', case 'shrunk'"):
         node.fit(lacking)
 
 
-def test_the_command_prints_the_assumptions(
+def test_node_prints_its_assumptions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = tmp_path / "compare.json"
@@ -156,7 +156,7 @@ def test_the_command_prints_the_assumptions(
     assert "later raw: 2,000 images/s predicted, 1,900 measured (+5.3 %)" in printed
 
 
-def test_a_listing_is_in_order_and_its_pages_join() -> None:
+def test_listing_is_ordered_and_its_pages_join() -> None:
     keys = Keys(5000)
     assert list(keys) == sorted(keys) and len(set(keys)) == 5000
     assert [keys.index_of(key) for key in (keys[4321], "class_000/img_0004321.jpg", "else")] == [
@@ -172,7 +172,7 @@ def test_a_listing_is_in_order_and_its_pages_join() -> None:
     assert seen == list(range(500)), "class_000 to class_099, 5 in each"
 
 
-def test_a_delimiter_folds_the_classes() -> None:
+def test_listing_with_a_delimiter_has_one_prefix_per_class() -> None:
     page = list_page(Keys(5000), delimiter="/", most=400)
     assert (page.objects, page.prefixes[:2], page.next) == ([], ["class_000/", "class_001/"], 2000)
     inside = list_page(Keys(5000), prefix="class_007/", delimiter="/")

@@ -147,7 +147,7 @@ def test_a_planted_loss_is_named(small: Document) -> None:
     assert "* Nowhere: First batch, CPU." in text
 
 
-def test_its_twin_without_the_loss(small: Document) -> None:
+def test_no_loss_is_reported_for_a_tie(small: Document) -> None:
     row(small, "20 ms", "WebDataset")["rates"] = [1000, 850, 1000]  # a tie is no loss
     (memory,) = losses.losses(small)
     assert memory.what == "Memory"

@@ -57,7 +57,7 @@ def paper_lars(
 @pytest.mark.parametrize(
     ("momentum", "decay", "trust"), [(0.9, 0.0, 0.001), (0.9, 0.05, 0.02), (0.0, 0.01, 1.0)]
 )
-def test_lars_is_the_papers(momentum: float, decay: float, trust: float) -> None:
+def test_lars_equals_the_paper(momentum: float, decay: float, trust: float) -> None:
     torch.manual_seed(1)
     shapes = [(3, 4), (7,), (2, 3, 2, 2)]
     start = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
@@ -114,7 +114,7 @@ def test_norms_and_biases_have_no_decay() -> None:
     assert len(decayed["params"]) + len(others["params"]) == len(kinds)
 
 
-def test_averaged_weights() -> None:
+def test_ema_averages_and_exchanges_weights() -> None:
     module = nn.Linear(2, 1, bias=False)
     nn.init.constant_(module.weight, 0)
     ema = optim.Ema(module, 0.75)
@@ -152,7 +152,7 @@ def test_warm_up_and_decays() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("of_all", [24, 32_768, 81_920])
 @pytest.mark.parametrize("limit", [1, 5, 256])
-def test_any_global_batch(of_all: int, ranks: int, limit: int) -> None:
+def test_global_batch_is_split_evenly(of_all: int, ranks: int, limit: int) -> None:
     if of_all % ranks:
         with pytest.raises(SystemExit, match="evenly"):
             schedule.Batches.split(of_all, ranks, limit)
@@ -184,7 +184,7 @@ def tiny(**more: Any) -> step.Task:
     return step.Task(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), **more)
 
 
-def test_accumulated_passes_are_one_large_batch() -> None:
+def test_accumulated_passes_equal_one_large_batch() -> None:
     """A short last pass too: each counts by its share."""
     x, y = torch.randn(10, 4), torch.randint(0, 3, (10,))
     whole, parts = (step.Step(tiny(), arguments("--clip-norm", "0.5"), ALONE, 10) for _ in range(2))
@@ -216,7 +216,7 @@ def test_gradients_are_clipped() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--optimizer", "lars"], ["--ema", "0.9"], ["--amp", "bf16"]])
-def test_measuring_the_ceiling_changes_nothing(options: list[str]) -> None:
+def test_measuring_the_ceiling_leaves_the_state_unchanged(options: list[str]) -> None:
     x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
     args = arguments("--clip-norm", "1", *options)
     undisturbed, measured = (step.Step(tiny(), args, ALONE, 10) for _ in range(2))
@@ -261,14 +261,14 @@ def test_models_at_two_resolutions(name: str, variant: str, blur: bool) -> None:
             assert network(torch.empty(2, 3, side, side)).shape == (2, 10)
 
 
-def test_resnet50_is_the_known_one() -> None:
+def test_resnet50_has_the_known_parameters() -> None:
     with torch.device("meta"):
         network = model.resnet50(classes=1000)
     assert sum(p.numel() for p in network.parameters()) == 25_557_032
     assert sum(p.numel() for p in model.resnet18(classes=1000).parameters()) == 11_689_512
 
 
-def test_blocks_begin_as_the_identity() -> None:
+def test_blocks_start_as_the_identity() -> None:
     network = model.MODELS["small"](classes=2, bn_momentum=0.02)
     last = [[n for n in block.branch if isinstance(n, nn.BatchNorm2d)][-1] for block in network.stages]
     assert all(not norm.weight.any() for norm in last)
@@ -287,7 +287,7 @@ def test_blur_pool_is_a_low_pass_filter() -> None:
 # --- checkpoints
 
 
-def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_whole_or_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint.pt"
     assert checkpoint.load(path, ALONE) is None
     checkpoint.save(path, {"a": torch.arange(3), "b": [1, "x", None]})
@@ -306,7 +306,7 @@ def test_a_checkpoint_is_whole_or_the_one_before(tmp_path: Path, monkeypatch: py
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
-def test_a_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
+def test_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"harm": Path("/")}, path)  # not of weights_only's kinds
     with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
@@ -355,7 +355,7 @@ class FakeTime:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.003])
-def test_the_simulated_device_does_not_drift(late: float) -> None:
+def test_simulated_device_does_not_drift(late: float) -> None:
     clock = FakeTime(late)
     device = simulate.SimulatedDevice(1000, clock.now, clock.sleep)
     start = clock.time
@@ -367,7 +367,7 @@ def test_the_simulated_device_does_not_drift(late: float) -> None:
     assert device.busy == pytest.approx(25)
 
 
-def test_the_simulated_device_waits_for_slow_data() -> None:
+def test_simulated_device_is_idle_without_data() -> None:
     clock = FakeTime(0)
     device = simulate.SimulatedDevice(1000, clock.now, clock.sleep)
     for _ in range(100):
@@ -379,7 +379,7 @@ def test_the_simulated_device_waits_for_slow_data() -> None:
         simulate.SimulatedDevice(0)
 
 
-def test_utilisation_is_mlperf_storages() -> None:
+def test_utilisation_equals_mlperf_storages() -> None:
     # Its example: 5 epochs' steps of 400 samples on an H100 (0.224 s), in a run of 1.02 times that.
     steps = 3202
     assert report.utilisation(steps * 400, 400 / 0.224, steps * 0.224 * 1.02) == pytest.approx(1 / 1.02)
@@ -396,7 +396,7 @@ def test_limit_is_the_device_the_loader_or_this_process() -> None:
     )
 
 
-def test_mlperfs_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_counts_downtime_until_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 160.0])
     monkeypatch.setattr(report.time, "time", lambda: next(times))
     clock = report.Clock(0.75)

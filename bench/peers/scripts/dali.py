@@ -55,7 +55,7 @@ def start(job):
 
 
 class Running:
-    """A pipeline that works ahead as with `pipe.run()`, but not beyond an epoch, where nobody measures it."""
+    """A pipeline that works ahead as with `pipe.run()`, but only to the end of an epoch."""
 
     def __init__(self, job, make, samples):
         options = {"batch_size": job.batch, "num_threads": job.workers, "prefetch_queue_depth": AHEAD}

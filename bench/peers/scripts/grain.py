@@ -3,7 +3,7 @@
 
 """Grain, Google's loader for JAX, by its threads: mode "files", or "s3" through boto3 in them.
 
-Its worker processes are left out: they start anew for each epoch, and on two cores that made it slower.
+It runs without its worker processes: they restart for each epoch, which made it slower on two cores.
 """
 
 import random

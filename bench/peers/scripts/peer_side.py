@@ -1,4 +1,4 @@
-"""What the peers' scripts share. Plain Python: it runs in their environments, which have no fastload.
+"""The common part of the peers' scripts. Plain Python: their environments have no fastload.
 
     python SCRIPT JOB
 
@@ -10,10 +10,10 @@ JOB is one JSON document: {
   "scratch"   a directory of the script's own
 }
 
-The script prints a line when it is ready, {"versions": {...}}. For each line that it reads, {"seconds":
-at most}, it runs an epoch and prints {"images", "seconds", "first_batch"}: both times from the start of the
-epoch, that of its workers included. With {"prepare": true} in the job it makes its own files instead, beside
-the photos, prints {"bytes", "seconds"} and ends.
+The script prints {"versions": {...}} when it is ready. For each line of stdin, {"seconds": at most}, it runs
+an epoch and prints {"images", "seconds", "first_batch"}: both times count from the start of the epoch, the
+start of its workers included. With {"prepare": true} in the job it instead makes its own files beside the
+photos, prints {"bytes", "seconds"} and ends.
 """
 
 import io
@@ -32,11 +32,11 @@ from PIL import Image
 
 
 def serve(start, *packages, prepare=None):
-    """Do what the job says.
+    """Run the job of the command line.
 
     Args:
         start: job -> a function of no arguments that yields, in an epoch, the number of images of each batch.
-        packages: whose versions are reported.
+        packages: the names for the report of versions.
         prepare: job -> the bytes of the files that it made.
     """
     job = SimpleNamespace(**{"prepare": False, **json.loads(sys.argv[1])})
@@ -51,8 +51,10 @@ def serve(start, *packages, prepare=None):
 
 
 def run(epoch, at_most, workers):
-    """One epoch, or its part of `at_most` seconds: to the end of a round, in which each worker gave a batch.
-    In the middle of one, batches that are nearly ready would not count."""
+    """One epoch, or its part of `at_most` seconds up to the end of a round with one batch of each worker.
+
+    Within a round, batches that are nearly ready would not count.
+    """
     begin, first, images = time.perf_counter(), None, 0
     batches = iter(epoch())
     for done, count in enumerate(batches, 1):
@@ -71,7 +73,7 @@ def answer(**document):
 
 
 def epochs(job, make, count=lambda batch: len(batch[0])):
-    """What `start` returns, of make() -> a loader: one for all later epochs, a new one for each first one."""
+    """For `start`, from make() -> a loader: one for all later epochs, a new one for each first one."""
     running = make() if job.later else None
     return lambda: map(count, make() if running is None else running)
 
@@ -86,7 +88,7 @@ def torch_loader(dataset, job):
 
 
 def sign_in(job, **more):
-    """Sets the variables that S3 clients read where they take no arguments."""
+    """Set the variables of S3 clients that take no arguments."""
     os.environ.update(
         AWS_ENDPOINT_URL=job.endpoint,
         AWS_ACCESS_KEY_ID=job.key,
@@ -118,12 +120,12 @@ def keys(job):
 
 
 def beside(job, suffix):
-    """Where a script keeps its own form of the photos; on the S3 server its base name is a bucket."""
+    """The place of a script's own form of the photos; its base name is a bucket on the S3 server."""
     return f"{job.folder}-{suffix}"
 
 
 def made(target, make):
-    """Bytes of what make(target) wrote, a file or a folder, which is there whole or not at all."""
+    """The bytes of `target`, a file or a folder, which make(target) writes as a whole unless it exists."""
     if not os.path.exists(target):
         unfinished = target + ".part"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -135,7 +137,7 @@ def made(target, make):
 
 
 def cache_folder(job, name):
-    """A directory for a cache of the peer's: emptied before each epoch that is to be a first one."""
+    """A directory for a cache of the peer, emptied before each first epoch."""
     path = os.path.join(job.scratch, name)
     if not job.later:
         shutil.rmtree(path, ignore_errors=True)
@@ -167,7 +169,7 @@ def boto3_reader(job, connections=10):
 def s3fs_reader(job):
     import s3fs
 
-    # In parts, as by default, it asks for the size of an object first.
+    # One request: by default it reads in parts, and asks for the size of an object first.
     fs = s3fs.S3FileSystem(endpoint_url=job.endpoint, key=job.key, secret=job.secret, max_concurrency=1)
     return lambda key: fs.cat_file(f"{job.bucket}/{key}")
 

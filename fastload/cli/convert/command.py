@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.bars import Bars
+from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import ArgumentError, FastloadError, StoreError
@@ -117,7 +117,7 @@ def _run(
     """Write the missing shards, then read all of them again."""
     from fastload.cli.convert.shard_set import Form, ShardSet
     from fastload.cli.convert.verify import verify
-    from fastload.cli.machine import describe_machine
+    from fastload.cli.measurement import describe_machine
     from fastload.store import open_store
 
     store = open_store(destination, **options)
