@@ -248,7 +248,7 @@ class ObjectDataset(StoreDataset):
     def _take(self, index: int) -> Any:
         """What the window has of a sample; an error of reading or preparing it carries its key."""
         try:
-            return self._open_window().take(index)
+            return self._open_window().get(index)
         except FastloadError as error:
             if error.key is None:
                 error.key = self._manifest.key(index)

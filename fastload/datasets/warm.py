@@ -122,7 +122,7 @@ class _Filling:
     def _store(self, index: int) -> Warmed:
         key, size = self._key(index), self._size(index)
         try:
-            payload = self._window.take(index)
+            payload = self._window.get(index)
         except FastloadError as error:
             self._cache.unclaim(key)
             if not isinstance(error, _BAD):

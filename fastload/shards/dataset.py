@@ -343,7 +343,7 @@ class ShardDataset(StoreDataset):
 
     def _take(self, record: int) -> Any:
         if record not in self._held:
-            return self._open_window().take(record)
+            return self._open_window().get(record)
         self._offsets[record] = self._held.offset(record)
         self.counters.add("get.ahead")
         return self._held.take(record)
