@@ -213,7 +213,7 @@ def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
     """Look for every sample: the last records queued were dropped, and not all samples were looked at."""
 
     def kept(sample: Any) -> bool:
-        return dataset.cache.lookup(dataset._cache_key(int(sample))) is not None
+        return bool(dataset.contains(int(sample)))
 
     tally.outcomes["stored"] = sum(map(kept, tally.stored))
     tally.outcomes["present"] = sum(map(kept, samples)) - tally.outcomes["stored"]

@@ -1,4 +1,4 @@
-"""Reading through the cache: what it has is taken from there, and what comes from the store is kept there.
+"""Reading through the cache: a sample comes from the cache, or from the store and is then kept in the cache.
 
 look_up ─▶ in the cache? ── yes ─▶ read_now
                 └── no ─▶ reserve ── yes ─▶ read ─▶ store ─▶ prepare ─▶ cache
@@ -15,11 +15,11 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.errors import ObjectChangedError
-from fastload.fetch.ranged_read import RangedRead, RangedReader
+from fastload.fetch.ranged_read import RangedRead, RangedReads
 from fastload.fetch.source import Source
 from fastload.metrics.counters import Counters
 
-__all__ = ["CachedRead", "CachedReader"]
+__all__ = ["CachedRead", "CachedReads"]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class CachedRead(RangedRead):
     deferred: float = 0.0  # since when another run is reading it
 
 
-class CachedReader:
+class CachedReads:
     """Reads samples of one source, through a cache where there is one. Threads may share it.
 
     Args:
@@ -46,7 +46,7 @@ class CachedReader:
 
     def __init__(
         self,
-        store: RangedReader,
+        store: RangedReads,
         source: Source,
         cache: Cache | None,
         *,
@@ -63,7 +63,7 @@ class CachedReader:
         self._reserving = threading.Lock()
 
     def look_up(self, read: CachedRead) -> bool:
-        """Whether the cache has it; the kernel then begins to read it from the disk."""
+        """Whether the cache has the sample. If so, the kernel begins to read it from the disk."""
         if self._cache is None:
             return False
         read.key = self._source.cache_key(read.index)
@@ -98,7 +98,7 @@ class CachedReader:
     def reserve(self, read: CachedRead) -> bool:
         """Take the in-flight lock of a sample. False: another run is reading it into the same cache.
 
-        That run may be stopped, so its lock counts only for a while.
+        That run may hang, so its lock counts only for a while.
         """
         if self._cache is None or read.key is None or read.locked:
             return True
@@ -131,7 +131,7 @@ class CachedReader:
             self._cache.close()
 
     def _read_changed(self, read: CachedRead, error: ObjectChangedError) -> Any:
-        """Read the version that is there now in place of the listed one, which `error` says is gone."""
+        """Read the new version of an object; `error` says that the listed one is gone."""
         while True:
             self._store.refresh(read, error)
             if self._cache is not None:

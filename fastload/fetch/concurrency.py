@@ -31,8 +31,8 @@ class ConcurrencyLimiter:
     stays; once it grows as they do, something is full, and more of them only wait in a longer queue.
 
     * A consumer that waits, while every request allowed is in flight, doubles the limit, once per two rounds
-      of `value` reads. If the latency ate most of that, the step is taken back for a while. Where the first
-      answers come from far away, the first step is not waited for.
+      of `value` reads. If a longer latency cancels most of that, the step is undone for a while. If the first
+      answers come from far away, the first step is made at once.
     * A store that asks for fewer requests halves it, at most once a second; from then on it grows by one per
       half second. All processes of a node meet the same store and do the same, so their shares stay fair
       without a word between them, and nothing is left behind by one that dies.
@@ -101,7 +101,7 @@ class ConcurrencyLimiter:
 
 
 class Hedging:
-    """Decides which late reads are asked for a second time. Arithmetic on what was measured, no clock.
+    """Decides which late reads are requested a second time. Arithmetic on what was measured, no clock.
 
     Only reads that a consumer waits for are worth it.
     """
@@ -117,7 +117,7 @@ class Hedging:
         self._reads += 1
 
     def due(self, seconds: float) -> bool:
-        """Whether to ask again for a read that has taken `seconds` so far. True counts as done."""
+        """Whether to repeat a request that has taken `seconds` so far. True counts as a second request."""
         settings = self._settings
         if self._reads < settings.hedge_after or self._hedged + 1 > settings.hedge_share * self._reads:
             return False

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.errors import StoreError
 from fastload.fetch import settings as defaults
-from fastload.fetch.cached_read import CachedReader
+from fastload.fetch.cached_read import CachedReads
 from fastload.fetch.concurrency import Hedging, process_share
-from fastload.fetch.ranged_read import RangedReader
+from fastload.fetch.ranged_read import RangedReads
 from fastload.fetch.reader_queues import Part, Read, ReaderQueues
 from fastload.fetch.settings import ReadSettings
 from fastload.fetch.source import Source
@@ -38,13 +38,13 @@ _LOOK_SECONDS = 0.02
 
 
 class Outstanding(NamedTuple):
-    """What a prefetcher has in hand.
+    """The samples that a prefetcher has requested or read.
 
     Attributes:
-        samples: requested and not taken.
+        samples: requested and not handed out.
         awaited: those of them that a consumer has begun to wait for.
         requests: in flight.
-        bytes: of samples that were read or are being read, and were not taken.
+        bytes: of samples that were read or are being read, and were not handed out.
     """
 
     samples: int
@@ -82,8 +82,8 @@ class Prefetcher:
         self._counters = counters
         self.limiter, most_bytes = process_share(source.store, settings)
         self._hedging = Hedging(settings) if source.store.reading.hedge else None
-        self._reader = CachedReader(
-            RangedReader(source, counters, self._before_retry),
+        self._reader = CachedReads(
+            RangedReads(source, counters, self._before_retry),
             source,
             cache,
             prepare=prepare,
@@ -135,15 +135,16 @@ class Prefetcher:
         self._drop(read)
         if read.error is not None:
             raise read.error
-        if read.payload is None:  # its reader has cancelled it before it was read
+        if read.payload is None:  # it was cancelled before it was read
             return self._read_now(index)
         return read.payload
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """Requested samples that will not be taken.
+        """Forget requested samples: `get` will not be called for them.
 
         Never waits for the lock: an iterator that is collected calls this, in any thread at any moment, also
-        in one that holds the lock. What cannot be dropped at once goes when the next part is begun or taken.
+        in one that holds the lock. A sample that cannot be dropped at once goes when the next part is begun,
+        or the next sample is handed out.
         """
         self._cancelled.extend(indices)
         if self._work.acquire(blocking=False):
@@ -153,7 +154,7 @@ class Prefetcher:
                 self._work.release()
 
     def outstanding(self) -> Outstanding:
-        """What was requested and has not been taken."""
+        """The samples that were requested and not handed out, and their requests."""
         with self._work:
             self._drop_cancelled()
             awaited = tuple(index for index, read in self._reads.items() if read.awaited)
@@ -195,7 +196,7 @@ class Prefetcher:
                     self.limiter.grow(time.monotonic())
                     self._wake(self.limiter.value - self._queues.requests)
                 if read.deferred and not self._queues.is_next(read):
-                    # It is behind others again, which may not start before this one is taken.
+                    # It is behind others again, which may not start before this one is handed out.
                     self._advance(read)
                     self._wake(1)
                 if self._hedging is not None and self._is_late(read, self._hedging):
@@ -208,7 +209,7 @@ class Prefetcher:
         self._work.notify(max(0, threads))
 
     def _advance(self, read: Read) -> None:
-        """Read next what is waited for now: its place may lie behind reads that are taken after it."""
+        """Let a read that a consumer waits for be next: in its queue it may lie behind later samples."""
         if not self._queues.advance(read) and not read.started:  # Ctrl-C came while it was announced
             self._queues.add(self._parts(read), None)
             self._queues.advance(read)
@@ -237,7 +238,7 @@ class Prefetcher:
                 self._forget(read)
 
     def _forget(self, read: Read) -> None:
-        """One of those that requested it does not want it any more."""
+        """One of the readers that requested it does not want it any more."""
         read.wanted -= 1
         if read.wanted != 0:  # others do, or nobody did before
             return
@@ -303,7 +304,7 @@ class Prefetcher:
                 self._queues.let_go(read)
 
     def _finish(self, read: Read, payload: Any, error: BaseException | None, seconds: float) -> None:
-        """A part is done: `payload` is the sample, or None while other parts are missing."""
+        """A part has ended: `payload` is the sample, or None while other parts are missing."""
         with self._done:
             self._queues.requests -= 1
             self.limiter.finished(seconds)

@@ -1,7 +1,7 @@
 """Reading from the store: a sample by one request, or a large object range by range.
 
-Ranges of one object are read side by side by several threads, into one buffer. If one of them finds that the
-object is another one by now, the version that is there is read in its place, by that thread alone.
+Several threads read the ranges of one object side by side, into one buffer. If one of them finds that the
+object has changed, that thread alone reads the new version.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastload.fetch.source import Source
 from fastload.metrics.counters import Counters
 from fastload.store.retry import Wait
 
-__all__ = ["RangedRead", "RangedReader"]
+__all__ = ["RangedRead", "RangedReads"]
 
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"
@@ -30,11 +30,11 @@ class RangedRead:
     index: int
     size: int
     missing: int = 0  # ranges that were not read yet; 0: it is read by one request
-    body: bytearray | None = None  # made when the first range is asked for
-    changes: int = 0  # how often the object was found to be another one
+    body: bytearray | None = None  # made when the first range is requested
+    changes: int = 0  # how often the object was found changed
 
 
-class RangedReader:
+class RangedReads:
     """Makes the requests of one process for one source. Threads may share it.
 
     Args:
@@ -97,10 +97,10 @@ class RangedReader:
         return self._request(read, lambda: self._source.read(read.index, self._wait))
 
     def refresh(self, read: RangedRead, error: ObjectChangedError) -> None:
-        """Let the version that is there now be read in place of the listed one, which `error` says is gone.
+        """Use the new version of an object from now on; `error` says that the listed one is gone.
 
         Raises:
-            ObjectChangedError: that is not wanted, or the object changes again and again.
+            ObjectChangedError: the dataset does not want new versions, or the object changes again and again.
         """
         read.changes += 1
         if read.changes > _CHANGES:

@@ -25,7 +25,7 @@ class Read(CachedRead):
     """One sample on its way, as the queues and the consumers see it."""
 
     queue: ReaderQueue | None = None  # of the reader that announced it first
-    wanted: int = 1  # how often it was requested and not yet taken
+    wanted: int = 1  # how often it was requested and not handed out
     hedged: bool = False  # it was late, and was asked for once more
     attempts: int = 1  # requests for all of it that have not failed
     started: float = 0.0  # when its first part was begun
@@ -57,15 +57,15 @@ class ReaderQueue:
 
 
 class ReaderQueues:
-    """The queues of a prefetcher. Its lock is held by whoever calls this.
+    """The queues of a prefetcher. Callers hold its lock.
 
     Args:
         limiter: how many requests may be in flight.
-        most_bytes: of reads that were begun and not taken.
+        most_bytes: of reads that were begun and not handed out.
 
     Attributes:
         requests: in flight.
-        held: the bytes of all reads that were begun and not taken.
+        held: the bytes of all reads that were begun and not handed out.
     """
 
     def __init__(self, limiter: ConcurrencyLimiter, most_bytes: int) -> None:
@@ -154,10 +154,10 @@ class ReaderQueues:
         _queue_of(read).held -= read.size
 
     def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
-        # A read that is waited for ignores the budget: the reads that hold it may be taken only after it.
+        # A read that a consumer waits for ignores the budget: its holders may be handed out only after it.
         if read.started or read.awaited or self.held == 0 or self.held + read.size <= self._most_bytes:
             return True
-        # Another iteration may hold the budget and never take its reads, so each queue has its own share.
+        # Another iteration may hold the budget and never get its reads, so each queue has its own share.
         alone = len(self._order) == 1
         return not alone and (
             queue.held == 0 or queue.held + read.size <= self._most_bytes // len(self._order)

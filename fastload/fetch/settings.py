@@ -1,4 +1,4 @@
-"""The numbers that decide how a process reads. Tests replace them; users set what `open_store` documents."""
+"""The limits of reading in one process. Tests replace them; users have the options of `open_store`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ReadSettings:
         range_size: bytes of such a range at most.
         process_requests: in flight at most from one process. More threads cost more than they bring.
         node_requests: in flight at most from all processes of a node, unless the user gives `max_requests`.
-        process_bytes: at most, of samples that were read or are being read and were not taken yet.
+        process_bytes: at most, of samples that were read or are being read and were not handed out.
         node_bytes: the same for all processes of a node.
         inflight_patience: seconds that another run gets for an object that it is reading into our cache.
-        hedge_after: reads that are measured before the first one is asked for twice.
-        hedge_share: of the reads may be asked for twice.
+        hedge_after: reads that are measured before one of them is requested a second time.
+        hedge_share: of the reads that may be requested a second time, 0 to 1.
     """
 
     large_object: int = 16 << 20
@@ -34,5 +34,5 @@ class ReadSettings:
     hedge_share: float = 0.03
 
 
-# What a prefetcher uses that is given no settings of its own.
+# The settings of prefetchers that are given none of their own.
 SETTINGS = ReadSettings()

@@ -41,7 +41,7 @@ class Source(Protocol):
         """The bytes of one of its ranges."""
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
-        """Use the version that is there now in place of the one that is gone, or raise `error`."""
+        """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
 
 
 class ObjectSource:

@@ -157,7 +157,7 @@ class ReadPool:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del future, work, task  # the bytes belong to whoever waits for them
+            del future, work, task  # an idle thread holds no bytes
 
     def _next(self) -> Task | None:
         with self._work:

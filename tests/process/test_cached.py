@@ -186,7 +186,8 @@ def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     dataset.close_cache()
 
 
-def test_without_records_every_epoch_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_guard_removed_every_epoch_makes_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter of this file sees it when the cache does nothing."""
     source = Nested(tmp_path / "log")
     monkeypatch.setattr(module.CachedDataset, "__getitem__", lambda self, index: self.dataset[index])

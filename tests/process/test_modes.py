@@ -128,7 +128,7 @@ def test_modes_show_the_same_pictures(folder: Any, mode: str) -> None:
     ],
 )
 def test_parameters_are_part_of_the_key(folder: Any, mode: str, change: Any, refills: bool) -> None:
-    """Changed ones fill anew; what was there is not taken for something else, and stays for its own."""
+    """Changed ones fill the cache anew, and leave the records of the others as they are."""
     before, _ = run(folder(mode))
     after, counters = run(folder(mode, **change))
     assert counters.get("get.requests", 0) == (len(FILES) if refills else 0)
@@ -137,10 +137,11 @@ def test_parameters_are_part_of_the_key(folder: Any, mode: str, change: Any, ref
     assert torch.equal(again, before) and counters.get("get.requests", 0) == 0
 
 
-def test_without_parameters_in_the_key_records_are_misread(
+@pytest.mark.stress
+def test_guard_removed_a_smaller_image_is_served_under_another_short_side(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guard's absence: a smaller image is served under another short_side."""
+    """The parameters are not in the key."""
     key = Cache.key
     monkeypatch.setattr(Cache, "key", lambda self, *parts: key(Cache(self.path, self.mode), *parts))
     before, _ = run(folder("decoded"))

@@ -226,7 +226,7 @@ def test_the_ranges_of_an_object_take_its_lock_once(
     body = random.Random(1).randbytes(8000)
     with FaultServer({"large": body}) as server:
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")
-        opened = dataset._open_window()
+        opened = dataset.open_prefetcher()
         if not guarded:
             opened._reader._reserving = contextlib.nullcontext()  # type: ignore[assignment]
         dataset.prefetch([0])
@@ -305,7 +305,7 @@ class Gated:
         self.dataset = ObjectDataset("memory://gated")
 
     def outstanding(self) -> Outstanding:
-        return self.dataset._open_window().outstanding()
+        return self.dataset.open_prefetcher().outstanding()
 
     def is_empty(self) -> bool:
         return self.outstanding() == NOTHING

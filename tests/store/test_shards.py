@@ -349,7 +349,7 @@ def test_a_state_goes_on_with_the_very_next_record(
         states.append(json.loads(json.dumps(stream.state())))
         assert len(json.dumps(states[-1])) < 2000
     stream.close()
-    assert len(ids) == TOTAL == len(set(ids)) and not data._held._values
+    assert len(ids) == TOTAL == len(set(ids)) and not data.outstanding()
     position = {json.dumps(state): number for number, state in enumerate(states)}
     other = closing(dataset(kind, f"{url}/*", **arguments))
     for state in [*draw.sample(states, 6), states[0], states[-1]]:

@@ -94,7 +94,7 @@ def test_training_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> Non
     now = bucket.proxy.counts()
     assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
 
-    # The twin: another quality or side is another result, which nobody has kept.
+    # Another quality or side is another result, which the cache does not have.
     if mode != "raw":
         other = Cache(tmp_path / "cache", mode, short_side=64)  # type: ignore[arg-type]
         epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=other, storage_options=bucket.options))
@@ -245,7 +245,7 @@ def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: p
     dataset.close()
     assert list(dataset.warm(range(40))) == [Warmed(i, "present") for i in range(40)]
     dataset.close()
-    # The twin: training does not wait, and loses records to the same queue.
+    # Training does not wait, and drops records with the same queue.
     dataset = ObjectDataset(str(folder), cache=tmp_path / "other")
     for i in range(40):
         assert dataset[i] == bytes([i]) * 50_000
@@ -272,7 +272,7 @@ def test_an_object_too_large_for_a_record_is_left_out(
     assert outcomes_of(dataset, 40) == ["stored", "too large", *["stored"] * 38]
     assert dataset.cache is not None and dataset.cache.info()["entries"] == 39
     assert outcomes_of(dataset, 40) == ["present", "too large", *["present"] * 38]
-    assert dataset.cache.claim(dataset._cache_key(1)), "the claim on it was given back"
+    assert dataset.cache.claim(dataset.cache_key(1)), "its in-flight lock was given back"
     dataset.close()
     dataset.cache.close()
 
@@ -323,7 +323,7 @@ def test_an_object_that_is_gone_is_an_outcome(folder: Path, tmp_path: Path) -> N
     assert [warmed.sample for warmed in outcomes if warmed.outcome != "stored"] == [7]
     assert "NotFoundError" in outcomes[7].error
     (folder / "07").write_bytes(b"x")
-    assert dataset.cache.claim(dataset._cache_key(7)), "the claim on it was given back"
+    assert dataset.cache.claim(dataset.cache_key(7)), "its in-flight lock was given back"
     dataset.close()
 
 
@@ -333,7 +333,7 @@ def test_leaving_early_keeps_what_was_stored(folder: Path, tmp_path: Path) -> No
     assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
     outcomes.close()  # type: ignore[attr-defined]
     assert dataset.cache.info()["entries"] == 10
-    assert all(dataset.cache.claim(dataset._cache_key(i)) for i in range(10, 40))
+    assert all(dataset.cache.claim(dataset.cache_key(i)) for i in range(10, 40))
     dataset.close()
 
 

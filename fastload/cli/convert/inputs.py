@@ -73,7 +73,7 @@ def open_source(url: str, kind: str, options: dict[str, Any], shard_size: int, s
     if kind == "auto":
         kind = _guess(store)
     if kind == "folder":
-        return _Objects(kind, _FolderBytes(url, storage_options=options), shard_size, seed)
+        return _Objects(kind, fastload.ImageFolder(url, storage_options=options), shard_size, seed)
     if kind == "objects":
         return _Objects(kind, fastload.ObjectDataset(url, storage_options=options), shard_size, seed)
     return _Shards(kind, store, shard_size, seed)
@@ -115,18 +115,11 @@ def _classes(store: Store, documents: list[ObjectInfo]) -> list[str] | None:
     return None
 
 
-class _FolderBytes(fastload.ImageFolder):
-    """(encoded image, class index)"""
-
-    def _open(self, value: Any) -> Any:
-        return value
-
-
 class _Objects:
     """See `Source`: a sample per object, read through the dataset's window, hundreds at a time."""
 
     def __init__(self, kind: str, dataset: Any, shard_size: int, seed: int | None) -> None:
-        manifest = dataset._manifest
+        manifest = dataset.listing()
         self.kind, self.url, self.identity = kind, dataset.url, manifest.identity
         self.classes = dataset.classes if kind == "folder" else None
         self.total_bytes = manifest.total_bytes
@@ -157,8 +150,8 @@ class _Objects:
         self.position = stop if stop < len(self._order) else None
 
     def _sample(self, index: int) -> Sample:
-        found = self._dataset[index]
-        content, label = found if self.kind == "folder" else (found, None)
+        content = self._dataset.payload(index)
+        label = self._dataset.targets[index] if self.kind == "folder" else None
         name = self._dataset.key(index)
         stem, extension = split_name(name)
         size = int(self._sizes[index])
