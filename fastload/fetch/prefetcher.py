@@ -82,7 +82,7 @@ class Prefetcher:
         self._counters = counters
         self.limiter, most_bytes = process_share(source.store, settings)
         self._hedging = Hedging(settings) if source.store.reading.hedge else None
-        self._reader = CachedReads(
+        self._cached = CachedReads(
             RangedReads(source, counters, self._before_retry),
             source,
             cache,
@@ -108,14 +108,14 @@ class Prefetcher:
                     known.wanted += 1
                     continue
             read = self._new_read(index)
-            parts = [] if self._reader.look_up(read) else self._parts(read)
+            parts = [] if self._cached.look_up(read) else self._parts(read)
             with self._work:
                 self._reads[index] = read
                 self._queues.add(parts, reader)
         with self._work:
             self._staff()
             self._work.notify(len(self._queues))
-        self._reader.drain_counters()
+        self._cached.drain_counters()
 
     def get(self, index: int) -> Any:
         """The sample's bytes (or what `prepare` made of them). Blocks until they are there.
@@ -129,7 +129,7 @@ class Prefetcher:
         self._counters.add("get.ahead")
         if read.entry is not None:
             self._drop(read)
-            return self._reader.read_now(read)
+            return self._cached.read_now(read)
         if not read.done:
             self._wait(read)
         self._drop(read)
@@ -167,7 +167,7 @@ class Prefetcher:
             self._queues.clear()
             self._work.notify_all()
         self._threads.join(_CLOSE_SECONDS)
-        self._reader.close()
+        self._cached.close()
 
     # --- for the consumer
 
@@ -175,13 +175,13 @@ class Prefetcher:
         return Read(index, self._source.size(index))
 
     def _parts(self, read: Read) -> list[Part]:
-        return [Part(read, start, stop) for start, stop in self._reader.plan(read)]
+        return [Part(read, start, stop) for start, stop in self._cached.plan(read)]
 
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""
         read = self._new_read(index)
-        self._reader.look_up(read)
-        return self._reader.read_now(read)
+        self._cached.look_up(read)
+        return self._cached.read_now(read)
 
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
@@ -265,14 +265,14 @@ class Prefetcher:
         read, start = part.read, time.monotonic()
         payload, error = None, None
         try:
-            if self._reader.reserve(read):
-                payload = self._reader.read(*part)
-            elif (payload := self._reader.found_meanwhile(read)) is None:
+            if self._cached.reserve(read):
+                payload = self._cached.read(*part)
+            elif (payload := self._cached.found_meanwhile(read)) is None:
                 self._defer(part)
                 return
         except BaseException as caught:  # a panic of the store's client is no Exception
             error = caught
-            self._reader.release(read)
+            self._cached.release(read)
         self._finish(read, payload, error, time.monotonic() - start)
 
     def _next_part(self) -> Part | None:

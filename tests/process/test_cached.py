@@ -110,7 +110,7 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
         (lambda: None, "function"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(tmp_path: Path, sample: Any, words: str) -> None:
+def test_samples_that_cannot_be_stored_are_refused(tmp_path: Path, sample: Any, words: str) -> None:
     dataset = cached([sample], Cache(tmp_path / "cache"), fingerprint="x")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=words) as caught:
         dataset[0]

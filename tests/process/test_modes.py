@@ -76,7 +76,7 @@ def run(dataset: Any, num_workers: int = 0, **options: Any) -> tuple[torch.Tenso
 
 @every_mode
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_first_epoch_is_later_epochs_bit_for_bit(folder: Any, mode: str, num_workers: int) -> None:
+def test_first_and_later_epochs_are_equal_bit_for_bit(folder: Any, mode: str, num_workers: int) -> None:
     dataset = folder(mode)
     first, filling = run(dataset, num_workers)
     second, later = run(dataset, num_workers)
@@ -89,7 +89,7 @@ def test_first_epoch_is_later_epochs_bit_for_bit(folder: Any, mode: str, num_wor
 
 
 @every_mode
-def test_samples_come_from_what_the_mode_keeps(folder: Any, photos: Path, mode: str) -> None:
+def test_samples_are_made_from_the_result_that_the_mode_keeps(folder: Any, photos: Path, mode: str) -> None:
     """Evaluation's crop of every file, made by hand from what the mode is documented to keep."""
     keep: dict[str, Callable[[bytes], Any]] = {
         "raw": lambda data: data,

@@ -128,7 +128,7 @@ class Panic(BaseException):
     """As of a client that is written in Rust."""
 
 
-def test_a_panic_of_the_client_is_raised_at_the_consumer(open_prefetcher: Open) -> None:
+def test_panic_of_the_client_is_raised_at_the_consumer(open_prefetcher: Open) -> None:
     def panic(body: Any) -> Any:
         raise Panic("index out of bounds")
 
@@ -140,7 +140,7 @@ def test_a_panic_of_the_client_is_raised_at_the_consumer(open_prefetcher: Open) 
     assert prefetcher.outstanding().requests == 0
 
 
-def test_an_object_that_no_memory_holds_is_an_error(prefetcher: Prefetcher, bodies: Bodies) -> None:
+def test_object_larger_than_memory_is_an_error(prefetcher: Prefetcher, bodies: Bodies) -> None:
     bodies._size = 1 << 60
     prefetcher.request([1])
     with pytest.raises(MemoryError):
@@ -158,7 +158,7 @@ def is_awaited(prefetcher: Prefetcher) -> bool:
     return bool(prefetcher.outstanding().awaited)
 
 
-def test_what_one_cancels_another_still_gets(prefetcher: Prefetcher, bodies: Bodies) -> None:
+def test_sample_that_one_reader_cancels_another_still_gets(prefetcher: Prefetcher, bodies: Bodies) -> None:
     prefetcher.request([0, 1])
     wait_until(lambda: is_reading(prefetcher), "sample 0 is being read")
     thread, found = result_of(lambda: prefetcher.get(1))
@@ -171,7 +171,9 @@ def test_what_one_cancels_another_still_gets(prefetcher: Prefetcher, bodies: Bod
     wait_until(lambda: prefetcher.outstanding() == NOTHING, "all bytes were let go")
 
 
-def test_what_two_get_and_one_requested_is_let_go_once(prefetcher: Prefetcher, bodies: Bodies) -> None:
+def test_sample_requested_once_and_got_twice_frees_its_bytes_once(
+    prefetcher: Prefetcher, bodies: Bodies
+) -> None:
     prefetcher.request([0])
     takers = [result_of(lambda: prefetcher.get(0)) for _ in range(2)]
     wait_until(lambda: is_awaited(prefetcher), "sample 0 is waited for")
@@ -183,7 +185,7 @@ def test_what_two_get_and_one_requested_is_let_go_once(prefetcher: Prefetcher, b
     assert prefetcher.outstanding() == NOTHING
 
 
-def test_a_closed_prefetcher_is_not_waited_for(prefetcher: Prefetcher) -> None:
+def test_closed_prefetcher_ends_the_wait_of_a_consumer(prefetcher: Prefetcher) -> None:
     prefetcher.request([0, 1])
     wait_until(lambda: is_reading(prefetcher), "sample 0 is being read")
     thread, found = result_of(lambda: prefetcher.get(1))
@@ -203,7 +205,7 @@ def test_a_prefetcher_that_gets_no_thread_tries_again(
     assert prefetcher.get(1) == bytes([1]) * 8
 
 
-def test_a_prefetcher_makes_do_with_the_threads_it_gets(
+def test_prefetcher_works_with_fewer_threads_than_it_wants(
     open_prefetcher: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefetcher = open_prefetcher(requests=8)
@@ -214,7 +216,7 @@ def test_a_prefetcher_makes_do_with_the_threads_it_gets(
     assert [prefetcher.get(index) for index in (2, 3, 4)] == [bytes([i]) * 8 for i in (2, 3, 4)]
 
 
-def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_an_unclosed_dataset_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.fetch.threads.IDLE_SECONDS", 0.05)
     (tmp_path / "data").mkdir()
     for i in range(20):

@@ -123,19 +123,19 @@ def test_cancelling_waits_for_no_lock(
     opened.close()
 
 
-def test_counters_of_what_is_collected_within_them() -> None:
+def test_counters_may_be_added_to_by_a_destructor_that_runs_inside_them() -> None:
     counters = Counters()
     with counters._lock:
         counters.add("copy.wait_seconds", 1)
     assert counters["copy.wait_seconds"] == 1
 
 
-def test_a_pool_closed_by_a_thread_of_its_own() -> None:
+def test_pool_can_be_closed_by_one_of_its_threads() -> None:
     pool = ReadPool(1, Counters())
     assert pool.submit(pool.close).result(PATIENCE) is None
 
 
-def test_a_late_read_is_asked_for_again(use: Callable[[ReadSettings], None]) -> None:
+def test_late_read_is_requested_a_second_time(use: Callable[[ReadSettings], None]) -> None:
     use(ReadSettings(hedge_after=2, hedge_share=1.0))
     bodies = {f"{i:02d}.bin": bytes([i]) * 1000 for i in range(20)}
     with FaultServer(bodies) as server:
@@ -172,7 +172,7 @@ def is_full(opened: Prefetcher) -> bool:
     return not outstanding.requests and outstanding.bytes >= 2000
 
 
-def test_a_deferred_sample_is_read_when_it_is_waited_for(locked: Prefetcher) -> None:
+def test_deferred_sample_is_read_once_a_consumer_waits_for_it(locked: Prefetcher) -> None:
     """It lies behind reads for which there is no room, until it is taken."""
     locked.request(range(6))
     wait_until(lambda: is_full(locked), "no more bytes may be read ahead")
@@ -181,7 +181,7 @@ def test_a_deferred_sample_is_read_when_it_is_waited_for(locked: Prefetcher) -> 
 
 
 @pytest.mark.stress
-def test_guard_removed_a_deferred_sample_is_waited_for_for_ever(
+def test_guard_removed_consumer_waits_for_a_deferred_sample_for_ever(
     locked: Prefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not moved up."""
@@ -206,7 +206,7 @@ def test_guard_removed_a_deferred_sample_is_waited_for_for_ever(
 
 
 @pytest.mark.parametrize("guarded", [True, pytest.param(False, marks=pytest.mark.stress, id="guard_removed")])
-def test_the_ranges_of_an_object_take_its_lock_once(
+def test_ranges_of_one_object_take_its_inflight_lock_once(
     guarded: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -228,16 +228,14 @@ def test_the_ranges_of_an_object_take_its_lock_once(
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")
         opened = dataset.open_prefetcher()
         if not guarded:
-            opened._reader._reserving = contextlib.nullcontext()  # type: ignore[assignment]
+            opened._cached._reserving = contextlib.nullcontext()  # type: ignore[assignment]
         dataset.prefetch([0])
         assert bytes(dataset[0]) == body
         dataset.close()
     assert (len(claims) == 1) is guarded
 
 
-def test_a_large_object_that_changed_is_read_anew_once(
-    use: Callable[[ReadSettings], None], no_leaks: None
-) -> None:
+def test_changed_large_object_is_read_again_once(use: Callable[[ReadSettings], None], no_leaks: None) -> None:
     """All of its ranges are under way when the store says so; one request is to follow, not one for each."""
     use(IN_RANGES)
     draw = random.Random(1)
@@ -251,7 +249,7 @@ def test_a_large_object_that_changed_is_read_anew_once(
         dataset.close()
 
 
-def test_concurrency_recovers_while_threads_of_better_days_are_idle(tmp_path: Path) -> None:
+def test_concurrency_recovers_while_most_threads_are_idle(tmp_path: Path) -> None:
     """The store asks for fewer requests, once in a while; then the consumer waits."""
     for i in range(300):
         (tmp_path / f"{i:03d}").write_bytes(b"x")
@@ -377,7 +375,7 @@ def test_iteration_given_up_after_an_interrupt_leaves_nothing_behind(gated: Gate
     wait_until(gated.is_empty, "all bytes were let go")
 
 
-def test_interrupt_while_a_batch_is_announced_loses_no_batch(
+def test_interrupt_while_a_batch_is_requested_loses_no_batch(
     gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gated.gate.set()
@@ -396,7 +394,7 @@ def test_interrupt_while_a_batch_is_announced_loses_no_batch(
     wait_until(gated.is_empty, "all bytes were let go")
 
 
-def test_read_whose_announcement_was_interrupted_is_not_waited_for_for_ever(
+def test_read_is_made_although_its_request_was_interrupted(
     gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -407,7 +405,7 @@ def test_read_whose_announcement_was_interrupted_is_not_waited_for_for_ever(
 
 
 @pytest.mark.parametrize("bad", [[0, 1, 999], [999, 0, 1]])
-def test_batch_with_an_index_that_there_is_not_leaves_nothing_behind(gated: Gated, bad: list[int]) -> None:
+def test_batch_with_an_index_out_of_range_leaves_nothing_behind(gated: Gated, bad: list[int]) -> None:
     iterator = iter(DataLoader(gated.dataset, batch_sampler=[[5, 6], bad, [7]], collate_fn=len))
     with pytest.raises(IndexError, match="999"):
         list(iterator)

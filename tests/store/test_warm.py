@@ -101,7 +101,7 @@ def test_training_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> Non
         assert bucket.gets() == now.object_gets + IMAGES
 
 
-def test_again_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
+def test_second_warming_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
     bucket.warm("photos", tmp_path, "--objects")
     before = bucket.gets()
     code, document = bucket.warm("photos", tmp_path, "--objects")
@@ -123,7 +123,7 @@ def test_a_bad_object_is_reported_and_skipped(bucket: Bucket, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_full_cache_ends_it(bucket: Bucket, tmp_path: Path, workers: int) -> None:
+def test_full_cache_ends_the_warming(bucket: Bucket, tmp_path: Path, workers: int) -> None:
     before = bucket.gets()
     code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)
     assert (code, document["full"]) == (0, True)
@@ -221,7 +221,7 @@ def test_a_launcher_that_does_not_say_the_node(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "/"])
-def test_shards_that_are_none(shard: str, tmp_path: Path) -> None:
+def test_invalid_shard_arguments_are_refused(shard: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--shard={shard}"])
     assert result.exit_code == 2
     assert "give I/N" in result.stderr
@@ -238,7 +238,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_full_queue_is_waited_for(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_waits_for_a_full_queue(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fastload.cache.writer.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
@@ -351,6 +353,6 @@ def test_a_broken_cache_is_an_error(folder: Path, tmp_path: Path, monkeypatch: p
     dataset.close()
 
 
-def test_no_cache(folder: Path) -> None:
+def test_warming_without_a_cache_is_an_error(folder: Path) -> None:
     with pytest.raises(ArgumentError, match="cache="):
         ObjectDataset(str(folder)).warm([0])
