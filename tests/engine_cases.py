@@ -31,7 +31,8 @@ from conftest import _held
 from faultserver import Fault, FaultServer
 
 import fastload
-from fastload.fetch import source
+from fastload.fetch import settings
+from fastload.fetch.settings import ReadSettings
 from fastload.store import object_store as native
 from fastload.store import retry, s3fs
 from tests.patience import PATIENCE
@@ -256,21 +257,19 @@ def _secret_in(content: bytes) -> bool:
 
 @case("large objects")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((source, "_LARGE", 2000), (source, "_PIECE", 700)):
+    with changed((settings, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
         return load(server, client)
 
 
 @case("large object changed between its ranges")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((source, "_LARGE", 2000), (source, "_PIECE", 700)):
+    with changed((settings, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
         return load(server, client, before_read=lambda _: server.script(BAD, None, Fault(etag="0" * 32)))
 
 
 @case("hedged")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    from fastload.fetch import hedge
-
-    with changed((hedge, "_ENOUGH", 2), (hedge, "_SHARE", 0.5)):
+    with changed((settings, "SETTINGS", ReadSettings(hedge_after=2, hedge_share=0.5))):
         return load(
             server,
             client,

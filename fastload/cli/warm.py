@@ -218,7 +218,7 @@ def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
     """Look up every sample: the last queued records were dropped, and some samples had no outcome."""
 
     def kept(sample: Any) -> bool:
-        return dataset.cache.lookup(dataset._cache_key(int(sample))) is not None
+        return bool(dataset.contains(int(sample)))
 
     tally.outcomes["stored"] = sum(map(kept, tally.stored))
     tally.outcomes["present"] = sum(map(kept, samples)) - tally.outcomes["stored"]

@@ -1,14 +1,34 @@
-"""The base of all datasets of a store: attributes that may be set again, and the check of functions."""
+"""What all datasets over a store share: one prefetcher in each process, one prepare step, the cache.
+
+    index ─▶ record ─▶ prefetcher (cache, store) ─▶ payload ─▶ prepare step ─▶ sample or row of a batch
+
+A record is the number of a sample for its source: a position in the listing, or a record of a shard. A
+subclass supplies the source, the record of an index, and the way from a value to a sample.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
-from fastload.errors import ArgumentError, refuse_class
+from fastload.cache import Cache
+from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.protocols import RowErrors, RowRequests, current_reader
+from fastload.errors import ArgumentError, FastloadError, refuse_class
+from fastload.fetch.prefetcher import Prefetcher
+from fastload.fetch.source import Source
+from fastload.metrics.counters import Counters
+from fastload.store.process import ProcessLocal
 
 __all__ = ["StoreDataset", "check_function"]
+
+# Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding
+# starts while the rest of the batch is still on its way.
+_CHUNK = 8
 
 
 class StoreDataset(Dataset[Any]):
@@ -17,10 +37,21 @@ class StoreDataset(Dataset[Any]):
     Attributes:
         settled: attributes that are set once, by the constructor.
         computed: attributes that are never set -> what to do instead.
+        cache: what the samples are kept in, or None.
+        counters: of this process.
     """
 
     settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     computed: ClassVar[dict[str, str]] = {}
+
+    cache: Cache | None
+    _step: PrepareStep
+
+    def __init__(self, url: Any, decode: Callable[[Any], Any] | None) -> None:
+        check_function("decode", decode)
+        self.url = url
+        self.decode = decode
+        self.counters = Counters()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.computed:
@@ -31,6 +62,159 @@ class StoreDataset(Dataset[Any]):
                 f"To change it, make a new dataset with {name}="
             )
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not isinstance(value, ProcessLocal)}
+
+    def __getitem__(self, index: int) -> Any:
+        record = self._record(index)
+        return self._finish(record, self._get(record))
+
+    def key(self, index: int) -> str:
+        """The object key of a sample, relative to `url`; of a record in a shard with its offset there."""
+        return self._name(self._record(index))
+
+    def payload(self, index: int) -> Any:
+        """The bytes of a sample as the cache keeps them, before `decode` and `transform`.
+
+        Raises:
+            As `[index]`.
+        """
+        return self._get(self._record(index))
+
+    def cache_key(self, index: int) -> bytes:
+        """The key under which the cache has a sample.
+
+        Raises:
+            ArgumentError: the dataset has no cache.
+        """
+        if self.cache is None:
+            raise ArgumentError("the dataset has no cache: give it one with cache=")
+        return self._cache_key(self._record(index))
+
+    def contains(self, index: int) -> bool:
+        """Whether the cache has a sample. Does not count as a miss. Raises as `cache_key`."""
+        key = self.cache_key(index)
+        assert self.cache is not None
+        if self.cache.lookup(key) is not None:
+            return True
+        self.cache.counters.add("cache.misses", -1)  # nobody wanted it
+        return False
+
+    def open_prefetcher(self) -> Prefetcher:
+        """The prefetcher of this process, opened on first use and after `close`."""
+        return self._prefetchers.get()
+
+    def outstanding(self) -> int:
+        """How many samples this process has read ahead, or is reading, that were not used yet."""
+        prefetcher = self._prefetchers.peek()
+        return 0 if prefetcher is None else prefetcher.outstanding().samples
+
+    # --- RowDataset: read ahead, and written straight into the batch
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        records = [self._record(index) for index in indices]
+        if records:
+            self._prefetchers.get().request(records, current_reader.get())
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        prefetcher = self._prefetchers.peek()
+        if prefetcher is not None:  # else nothing is under way
+            prefetcher.cancel([self._record(index) for index in indices])
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        errors: RowErrors = []
+        for start in range(0, len(todo), _CHUNK):
+            rows, records, values = [], [], []
+            for row, index in todo[start : start + _CHUNK]:
+                record = None
+                try:
+                    record = self._record(index)
+                    values.append(self._step.restore(self._get(record), readonly=True))
+                except Exception as error:  # of the user's `decode` too: `on_error` decides
+                    errors.append((row, self._named(error, record)))
+                else:
+                    rows.append(row)
+                    records.append(record)
+            if rows:
+                errors += self._fill_rows(batch, rows, records, values, seed, epoch)
+        self.counters.add("decode.samples", len(todo))
+        return errors
+
+    # --- CacheFilling
+
+    def flush_cache(self) -> None:
+        if self.cache is not None:
+            self.cache.flush()
+            self.counters.merge(self.cache.counters.drain())
+
+    def close_cache(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End this process's reader threads, write out and close the cache. The next access opens it anew."""
+        prefetcher = self._prefetchers.drop()
+        if prefetcher is not None:
+            prefetcher.close()
+
+    # --- what a subclass supplies
+
+    @abstractmethod
+    def _source(self) -> Source:
+        """Where records come from."""
+
+    @abstractmethod
+    def _record(self, index: int) -> int:
+        """The record of an index. Raises `IndexError` where there is none."""
+
+    @abstractmethod
+    def _name(self, record: int) -> str:
+        """A record in error messages."""
+
+    @abstractmethod
+    def _cache_key(self, record: int) -> bytes:
+        """The cache key of a record."""
+
+    @abstractmethod
+    def _sample(self, value: Any) -> Any:
+        """What the prepare step restored -> sample."""
+
+    @abstractmethod
+    def _fill_rows(
+        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
+    ) -> RowErrors:
+        """Write what the prepare step restored into rows of a batch."""
+
+    # --- what the steps are made of
+
+    @cached_property
+    def _prefetchers(self) -> ProcessLocal[Prefetcher]:
+        return ProcessLocal(self._new_prefetcher)
+
+    def _new_prefetcher(self) -> Prefetcher:
+        return Prefetcher(self._source(), self.cache, prepare=self._step.prepare, counters=self.counters)
+
+    def _get(self, record: int) -> Any:
+        """What the prefetcher has of a record; an error of reading or preparing it carries its name."""
+        try:
+            return self._prefetchers.get().get(record)
+        except FastloadError as error:
+            self._named(error, record)
+            raise
+
+    def _finish(self, record: int, payload: Any) -> Any:
+        """What the prefetcher hands out -> sample."""
+        try:
+            return self._sample(self._step.restore(payload))
+        except FastloadError as error:
+            self._named(error, record)
+            raise
+
+    def _named(self, error: Exception, record: int | None) -> Exception:
+        """The error, with the name of its record if it has none yet."""
+        if isinstance(error, FastloadError) and error.key is None and record is not None:
+            error.key = self._name(record)
+        return error
 
 
 def check_function(name: str, value: Any) -> None:

@@ -29,11 +29,11 @@ def cached(
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
-        cache: any `Cache`, or the path of one; its mode only says where entries belong.
+        cache: any `Cache`, or the path of one. Its mode is part of the keys, no more.
         fingerprint: text that identifies the samples: the same fingerprint and index mean the same sample.
             Default: a description of all that the dataset holds: its class, the code of its methods, its
-            length and attributes, nested datasets and transforms, arrays and tensors by content. Files that
-            a path names are not read.
+            length and attributes, nested datasets and transforms, arrays and tensors by content. A path
+            counts as text: its file is not read.
 
     Raises:
         ArgumentError: the dataset has no length, or it holds an object that cannot be described, such as an
@@ -78,7 +78,7 @@ class CachedDataset(Dataset[Any]):
             try:
                 return load(record)
             except DecodeError:
-                self.cache.counters.add("cache.corrupt")  # read as a miss: made and written anew
+                self.cache.counters.add("cache.corrupt")  # a miss: the sample is made and written anew
         sample = self.dataset[index]
         try:
             self.cache.write(key, dump(sample))
@@ -88,7 +88,7 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def flush_cache(self) -> None:
-        """Wait until what was read so far can be found in the cache, by other processes too."""
+        """Wait until all samples that were read are in the cache, for other processes too."""
         self.cache.flush()
 
     def close_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""Everything that a function or an object holds, as a short text for the cache's keys.
+"""A short text for cache keys that describes everything in a function or an object.
 
     functions     code, defaults, closure, attributes, and the globals that the code names, followed into them
     objects       their class and what pickle would keep of them: `__dict__`, `__slots__`, `__getstate__`
@@ -55,8 +55,8 @@ def describe(value: Any, name: str) -> str:
     """A text that two values share only if they hold the same.
 
     Args:
-        value: what the samples depend on: a function, a dataset.
-        name: of the argument that it was given as, for errors.
+        value: a function or a dataset on which the samples depend.
+        name: of its argument, for errors.
 
     Raises:
         ArgumentError: something in it cannot be described, such as an open file or a lock. The message names

@@ -44,8 +44,8 @@ class ImageFolder(ObjectDataset):
             `PIL.Image` (torchvision's convention; needs Pillow or pillow-simd). None: the `PIL.Image`.
         target_transform: function of the class index that returns the target, any object. None: the class
             index. `targets` and `samples` keep the index.
-        classes: the class names, in the order of their indices; they are not sorted. A folder that is not in
-            the list is an error. None: every folder below `url`, sorted by name.
+        classes: the class names, in the order of their indices; they are not sorted. A folder with another
+            name is an error. None: every folder below `url`, sorted by name.
         allow_empty: accept classes without images. Otherwise they are an error.
         cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
@@ -123,7 +123,7 @@ class ImageFolder(ObjectDataset):
     imgs = samples
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return super().__getitem__(index), self._target(self._checked(index))
+        return super().__getitem__(index), self._target(self._record(index))
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         images = super().new_batch(n, allocate)
@@ -175,30 +175,30 @@ class ImageFolder(ObjectDataset):
         return label if self.target_transform is None else self.target_transform(label)
 
     def _new_targets(self, n: int, allocate: Allocate) -> Any:
-        """Class indices are written into a tensor; what a function makes of them is collated at the end."""
+        """A tensor of class indices, or a list for the results of a function, collated at the end."""
         return allocate((n,), torch.int64) if self.target_transform is None else [None] * n
 
     def _images_of(self, batch: Any) -> torch.Tensor | EncodedBatch:
         return batch[0]  # type: ignore[no-any-return]
 
     def _fill_rows(
-        self, batch: Any, rows: list[int], indices: list[int], payloads: list[Any], seed: int, epoch: int
+        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
-        failures = super()._fill_rows(batch, rows, indices, payloads, seed, epoch)
-        failed = {row for row, _ in failures}
+        errors = super()._fill_rows(batch, rows, records, values, seed, epoch)
+        failed = {row for row, _ in errors}
         targets = batch[1] if isinstance(batch[1], list) else batch[1].numpy()
         seeds = None if self.target_transform is None else SampleSeeds.current()
-        if seeds is not None and indices:
-            seeds.begin_batch(indices[0])
-        for row, index in zip(rows, indices, strict=True):
+        if seeds is not None:
+            seeds.begin_batch(records[0])
+        for row, record in zip(rows, records, strict=True):
             if row not in failed:
                 try:
                     targets[row] = (
-                        self._target(index) if seeds is None else seeds.call(index, self._target, index)
+                        self._target(record) if seeds is None else seeds.call(record, self._target, record)
                     )
                 except Exception as error:  # of the user's function: `on_error` decides
-                    failures.append((row, error))
-        return failures
+                    errors.append((row, error))
+        return errors
 
     def _open(self, value: Any) -> Any:
         return value if self._fused is not None else decode_pil(value)

@@ -1,4 +1,4 @@
-"""What functions, classes and modules are made of, in a form that does not change from run to run."""
+"""The parts of functions, classes and modules, in a form that does not change from run to run."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def files_of(module: str) -> list[Path]:
 
 
 def found(module: str, qualname: str) -> Any:
-    """What a loaded module has under a name such as "Class.method"; None where there is nothing."""
+    """The value of a name such as "Class.method" in a loaded module, or None."""
     value: Any = sys.modules.get(module)
     for name in qualname.split("."):
         value = getattr(value, name, None)

@@ -1,4 +1,4 @@
-"""The deterministic first step of a sample, as far as the cache keeps its result.
+"""The prepare step: the deterministic part of making a sample, as far as the cache keeps its result.
 
     mode      the cache keeps                         the transform gets
     raw       the object's bytes                      the bytes (or decode(bytes))
@@ -8,6 +8,7 @@
               what the user's `decode` returned
 
 In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution.
+`fastload.shards.prepare_records` does the same for records of several fields.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.decode import Oriented, decode_oriented, shrink
 
-__all__ = ["PrepareStep", "check_fingerprint", "key_of"]
+__all__ = ["PrepareStep", "check_fingerprint"]
 
-# Part of the cache's keys: raise it when `shrink` or `decode_oriented` give something else.
+# Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
 
 
@@ -34,30 +35,32 @@ class PrepareStep:
         cache: its mode decides; None is as "raw".
         decode: the dataset's own decode function, or None for images and plain bytes.
         fingerprint: of the user, in place of a description of `decode`.
+        layout: of a subclass: what else its results depend on.
 
     Attributes:
-        prepare: bytes -> what is cached; None where that is the bytes themselves.
-        key: what tells these results apart from those of another prefix, beside the cache's mode.
+        key: what tells these results apart from those of another prepare step, beside the cache's mode.
     """
 
     def __init__(
-        self, cache: Cache | None, decode: Callable[[Any], Any] | None, fingerprint: str | None = None
+        self,
+        cache: Cache | None,
+        decode: Callable[[Any], Any] | None,
+        fingerprint: str | None = None,
+        *,
+        layout: tuple[str, ...] = (),
     ) -> None:
         check_fingerprint(fingerprint)
         self.mode = "raw" if cache is None else cache.mode
         self._decode = decode
         self._short_side = cache.short_side if cache is not None else 0
         self._quality = cache.quality if cache is not None else 0
-        if self.mode == "shrunk" and decode is not None:
-            raise ArgumentError(
-                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: "
-                "use mode 'raw' or 'decoded'"
-            )
-        self.key = () if self.mode == "raw" else (_VERSION, *key_of(decode, fingerprint))
+        self._check()
+        self.key = () if self.mode == "raw" else (_VERSION, *layout, *_key_of(decode, fingerprint))
 
     @property
     def prepare(self) -> Callable[[Any], bytes] | None:
-        return {"raw": None, "shrunk": self._shrink, "decoded": self._to_record}[self.mode]
+        """Bytes -> what is cached; None where that is the bytes themselves."""
+        return None if self.mode == "raw" else self._to_record
 
     def restore(self, payload: Any, *, readonly: bool = False) -> Any:
         """What the cache kept (or `prepare` returned) -> what the transform gets.
@@ -66,24 +69,65 @@ class PrepareStep:
             readonly: it is only read: pixels in the cache's memory are not copied out of it.
 
         Raises:
-            DecodeError: the payload is not what it should be.
+            DecodeError: the payload is not what it should be. What `decode` raises.
         """
-        if self.mode == "decoded":
-            value = load(payload, readonly=readonly)
-            return Oriented(*value) if self._decode is None and type(value) is tuple else value
-        return payload if self._decode is None else self._decode(bytes(payload))
+        if self.mode == "raw":
+            return self._open(payload)
+        value = self._load(payload, readonly)
+        return value if self._decode is not None else self._map_images(value, _with_orientation)
 
-    def _shrink(self, data: Any) -> bytes:
-        return shrink(data, self._short_side, self._quality)
+    # --- what differs for a record of several fields
 
-    def _to_record(self, data: Any) -> bytes:
+    def _check(self) -> None:
+        """Raise `ArgumentError` where the mode does not go with the other arguments."""
+        if self.mode == "shrunk" and self._decode is not None:
+            raise ArgumentError(
+                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: "
+                "use mode 'raw' or 'decoded'"
+            )
+
+    def _split(self, payload: Any) -> Any:
+        """Bytes -> the value that holds the images and the argument of `decode`."""
+        return payload
+
+    def _decoded_from(self, value: Any) -> Any:
+        """The value -> the argument of `decode`."""
+        return bytes(value)
+
+    def _map_images(self, value: Any, function: Callable[[Any], Any]) -> Any:
+        """The value with `function` of each image in its place."""
+        return function(value)
+
+    def _dump(self, value: Any) -> bytes:
+        return value if self.mode == "shrunk" else dump(value)
+
+    def _load(self, payload: Any, readonly: bool) -> Any:
+        return payload if self.mode == "shrunk" else load(payload, readonly=readonly)
+
+    # --- the same for both
+
+    def _open(self, payload: Any) -> Any:
+        value = self._split(payload)
+        return value if self._decode is None else self._decode(self._decoded_from(value))
+
+    def _to_record(self, payload: Any) -> bytes:
+        value = self._open(payload)
         if self._decode is not None:
-            return dump(self._decode(bytes(data)))
-        pixels = decode_oriented(data, self._short_side)
-        return dump(tuple(pixels) if isinstance(pixels, Oriented) else pixels)
+            return dump(value)
+        return self._dump(self._map_images(value, self._smaller))
+
+    def _smaller(self, image: Any) -> Any:
+        if self.mode == "shrunk":
+            return shrink(image, self._short_side, self._quality)
+        pixels = decode_oriented(image, self._short_side)
+        return tuple(pixels) if isinstance(pixels, Oriented) else pixels
 
 
-def key_of(decode: Callable[[Any], Any] | None, fingerprint: str | None) -> tuple[str, ...]:
+def _with_orientation(image: Any) -> Any:
+    return Oriented(*image) if type(image) is tuple else image
+
+
+def _key_of(decode: Callable[[Any], Any] | None, fingerprint: str | None) -> tuple[str, ...]:
     """What tells the results of `decode` from those of another function, as parts of a key.
 
     Raises:

@@ -1,7 +1,7 @@
 """What a dataset may offer beside `__getitem__`.
 
-It may be read ahead, be written row by row into the batch, and be read as streams while its samples are not
-numbered yet.
+Its samples may be read ahead, be written row by row into the batch, and be read as streams while they are not
+indexed yet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 RowRequests = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
 RowErrors = list[tuple[int, Exception]]  # (row of the batch, what went wrong)
 
-# Whose samples `prefetch` announces, by any object: two iterations over one dataset are two readers.
+# The reader for which `prefetch` reads ahead, any object: two iterations over one dataset are two readers.
 current_reader: ContextVar[object] = ContextVar("current_reader", default=None)
 
 
@@ -57,10 +57,10 @@ class CacheFilling(Protocol):
     """A dataset that fills a cache in the background."""
 
     def flush_cache(self) -> None:
-        """Wait until what was read so far can be found in the cache, by other processes too."""
+        """Wait until all samples that were read are in the cache, for other processes too."""
 
     def close_cache(self) -> None:
-        """Flush, and let go of what this process holds of the cache and the store."""
+        """Flush, and close what this process has open of the cache and the store."""
 
 
 @runtime_checkable
@@ -68,22 +68,22 @@ class RowDataset(Protocol):
     """A map-style dataset that can be read ahead and be filled row by row.
 
     Attributes:
-        counters: of this process; "get.ahead" counts the samples asked for that were prefetched.
+        counters: of this process; "get.ahead" counts the samples that were prefetched before they were used.
     """
 
     counters: Counters
 
     def prefetch(self, indices: Iterable[int]) -> None:
-        """Start reading these samples; they will be asked for in this order. Does not block."""
+        """Start reading these samples, in the order in which they will be used. Does not block."""
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """These prefetched samples will not be asked for."""
+        """These prefetched samples will not be used."""
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        """An empty collated batch of `n` rows, or None where this dataset has to be read sample by sample."""
+        """An empty collated batch of `n` rows, or None if this dataset has to be read sample by sample."""
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        """Write the samples into their rows; the rows of the failures returned are undefined."""
+        """Write the samples into their rows. Returns the errors; the rows of these are undefined."""
 
     def sample(self, batch: Any, row: int) -> Any:
         """The sample in a row, as `__getitem__` would return it."""
@@ -96,55 +96,54 @@ class SampleStream(Protocol):
     """One of the streams of an epoch, in the process that reads it."""
 
     def take(self, n: int) -> list[int]:
-        """The ids of the next `n` samples: fewer at the end, none when it is over.
+        """The ids of the next `n` samples; fewer at the end, none after it.
 
         Their bytes are here when this returns, and stay until `fill()` or `[]` of the dataset has used them.
-        An id is the sample's own in every epoch and process, for example shard << 32 | ordinal.
+        A sample has one id in every epoch and process, for example shard << 32 | ordinal.
 
         Raises:
-            What stops all reading: a store that is down or refuses us. After that the stream is not asked
-            again. Damage in a shard is no such thing: where a record should begin and none does, its id is
-            handed out, `fill()` or `[]` raises, so that `on_error` covers it, and the stream goes on with the
-            next shard.
+            StoreError: the store is down or refuses us. The stream is not used after that. Damage in a shard
+                raises nothing here. The id of the damaged record is handed out, and `fill()` or `[]` raises
+                for it, so that `on_error` covers it; the stream goes on with the next shard.
         """
 
     def state(self) -> dict[str, Any]:
-        """Where it is, a few kilobytes of JSON: a stream opened from it goes on with the very next sample.
+        """Its position, a few kilobytes of JSON: a stream opened from it goes on with the very next sample.
 
-        It is asked for after each batch, and must not change once it was returned.
+        It is read after each batch, and must not change once it was returned.
         """
 
     def close(self) -> None:
-        """Stop reading ahead, and let go of what was read. Harmless if repeated."""
+        """Stop reading ahead, and drop what was read. Harmless if repeated."""
 
 
 @runtime_checkable
 class StreamDataset(Protocol):
-    """A map-style dataset whose samples may not be numbered yet; until then an epoch is read as streams.
+    """A map-style dataset whose samples may not be indexed yet; until then an epoch is read as streams.
 
-    Once `must_stream()` is False it is like any other map-style dataset. Until they are numbered, `len()` and
-    `[index]` raise TypeError with a sentence that says so; `[id]` answers for ids that a stream of this
-    process has handed out, and so do the methods of `RowDataset`, where it is one.
+    Once `must_stream()` is False it is like any other map-style dataset. Until its samples are indexed,
+    `len()` and `[index]` raise TypeError with a sentence that says so. `[id]` works for the ids that a stream
+    of this process has handed out, and so do the methods of `RowDataset`.
     """
 
     def must_stream(self) -> bool:
         """Whether the epoch that begins has to be read as streams.
 
-        Looks again, cheaply, for places that were learned since it was asked last, by other processes too.
-        False is for ever.
+        Looks, cheaply, for record offsets that were learned since the last call, by other processes too. Once
+        it is False it stays False.
         """
 
     def plan_streams(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
     ) -> list[dict[str, Any]]:
-        """The starting states of `count` streams of this rank, as `SampleStream.state()` would give them.
+        """The first states of `count` streams of this rank, as `SampleStream.state()` would give them.
 
-        With those of the other ranks, planned from the same arguments, they cover every sample exactly once.
-        Streams may be empty. Called in the trainer's process, which a native client must not be used in.
+        With the streams of the other ranks, planned from the same arguments, they cover every sample exactly
+        once. Streams may be empty. Called in the trainer's process, which must not use a native client.
         """
 
     def open_stream(self, state: dict[str, Any]) -> SampleStream:
-        """The stream from `state` on. Called in the process that reads it, several may be open there."""
+        """The stream from `state` on. Called in the process that reads it; several may be open there."""
 
     def known_indexes(self) -> dict[int, bytes]:
         """Shard -> its index in bytes, of all shards that are indexed; to be sent to other ranks."""
@@ -154,10 +153,10 @@ class StreamDataset(Protocol):
 
 
 def as_streams(dataset: Any) -> StreamDataset | None:
-    """The dataset as a `StreamDataset`; None where it is not one, and has numbers like any other.
+    """The dataset as a `StreamDataset`; None if it is none, and its samples have numbers as any other's.
 
     Raises:
-        ArgumentError: a `Subset` of a dataset whose samples are not numbered yet.
+        ArgumentError: a `Subset` of a dataset whose samples are not indexed yet.
     """
     if type(dataset) is not Subset:
         return dataset if isinstance(dataset, StreamDataset) else None
@@ -171,9 +170,10 @@ def as_streams(dataset: Any) -> StreamDataset | None:
 
 
 def start_epoch(dataset: Any, epoch: int) -> None:
-    """Tell a `RowDataset` that has a `start_epoch` which epoch the next samples are of; through `Subset` too.
+    """Tell a `RowDataset`, through `Subset` too, the epoch of the next samples by its `start_epoch`, if any.
 
-    Not of the protocol, since few need it; and not for other datasets, where the name may mean anything.
+    That method is not part of the protocol, since few need it. Other datasets are left alone: there the name
+    may mean anything.
     """
     dataset = _chosen_from(dataset)
     if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
@@ -181,23 +181,23 @@ def start_epoch(dataset: Any, epoch: int) -> None:
 
 
 def finish_batch(dataset: Any, batch: Any) -> Any:
-    """The batch with all its rows filled, as it is handed out: a `RowDataset` may have a `finish_batch`.
+    """A batch with all rows filled, as it is handed out: the result of the dataset's `finish_batch`, if any.
 
-    Not of the protocol, as `start_epoch`.
+    That method is not part of the protocol.
     """
     finish = getattr(_chosen_from(dataset), "finish_batch", None)
     return batch if finish is None else finish(batch)
 
 
 def own_samples(dataset: Any) -> str | None:
-    """The method that makes the samples in place of the rows, as text; None where rows are those samples.
+    """The method that makes the samples in place of the rows, as text; None if the rows are the samples.
 
-    Rows are written by the rule of the class that wrote `new_batch`: where a class that comes before it in
-    the method resolution order has a `__getitem__` or `__getitems__`, that method makes the samples.
+    The rows are the samples of the class that defines `new_batch`. If a class before it in the method
+    resolution order defines `__getitem__` or `__getitems__`, that method makes the samples.
 
-    So a class that writes both is fast, whoever wrote it, and one that overrides neither stays fast. A
-    `__getitems__` of the object itself counts, as torch looks for it there. So does a method that was put
-    into the class later: it was written elsewhere.
+    So a class that defines both is fast, and one that overrides neither stays fast. A `__getitems__` of the
+    object itself counts, as torch looks for it there. A method that was put into the class later counts too:
+    its code stands elsewhere.
     """
     dataset = _chosen_from(dataset)
     if getattr(dataset, "__dict__", {}).get("__getitems__"):
@@ -237,7 +237,7 @@ class EncodedRows(Protocol):
     """A `RowDataset` whose images can leave the worker encoded, to be decoded on the device."""
 
     def why_not_encoded(self) -> str | None:
-        """None where that works as this dataset is set up; otherwise what stands in the way."""
+        """None if that works as this dataset is set up; otherwise the reason why it does not."""
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         """As `new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""

@@ -33,16 +33,16 @@ def digest(*parts: object) -> int:
 
 
 class SampleSeeds:
-    """Calls the code of samples so that its random numbers are a function of (seed, epoch, index).
+    """Runs the code of samples with random numbers that are a function of (seed, epoch, index).
 
-    These are the numbers of torch's CPU generator, Python's `random` and numpy's `np.random`. The generators
+    That is: the numbers of torch's CPU generator, Python's `random` and numpy's `np.random`. The generators
     of devices belong to the model and are not changed.
 
     A second generator in the same state shows whether the code drew. Not covered: a sample that draws from
     Python's or numpy's generator and restores its state, if no earlier sample was seen to draw.
     """
 
-    active = threading.local()  # `.seeds` while a loader with a seed has rows filled, see `current`
+    active = threading.local()  # `.seeds` while the rows of a loader with a seed are filled, see `current`
 
     def __init__(self) -> None:
         self._always = False
@@ -53,7 +53,7 @@ class SampleSeeds:
 
     @classmethod
     def current(cls) -> SampleSeeds | None:
-        """That of the loader which has rows filled in this thread; None where it has no seed."""
+        """The seeds of the loader whose rows are filled in this thread; None if it has no seed."""
         return getattr(cls.active, "seeds", None)
 
     def __enter__(self) -> None:
@@ -66,7 +66,7 @@ class SampleSeeds:
         self._beginning = hashlib.blake2b(f"({seed!r}, {epoch!r}, ".encode(), digest_size=8)
 
     def begin_batch(self, index: Any) -> None:
-        """Before the samples of a batch, the first being `index`: others may have drawn since the last."""
+        """Before a batch whose first sample is `index`: other code may have drawn since the last batch."""
         if not self._always and self._watched == _WATCHED:
             self._step_together(self._number(index))
 
@@ -78,7 +78,7 @@ class SampleSeeds:
         np.random.seed(number & _MASK_32)
 
     def call(self, index: Any, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function` returns for this sample.
+        """The result of `function` for this sample.
 
         The last sample of a batch is seeded with `set` instead, as `collate_fn` goes on from there.
 

@@ -1,4 +1,4 @@
-"""A list whose items are made when they are asked for."""
+"""A read-only list that makes its items when they are read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _CHUNK = 4096
 
 
 class View(Sequence[T]):
-    """Answers as the list of its items would, and cannot be changed; slices of it and sums with it are lists.
+    """Behaves as the list of its items, but cannot be changed; slices of it and sums with it are lists.
 
     Args:
         count: how many items there are.
         items: (start, stop) -> the list of these items.
-        instead: what to do instead of changing it.
+        instead: advice for the error of those that try to change it.
     """
 
     __hash__ = None  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""Filling a cache ahead of training, with the reads and the keys that training has.
+"""Filling a cache before training, with the same reads and the same keys.
 
-    indices ─▶ in the cache? ── no ─▶ claimed by another run? ── no ─▶ window ─▶ store ─▶ prepare ─▶ cache
+    indices ─▶ in the cache? ── no ─▶ locked by another run? ── no ─▶ prefetcher ─▶ store ─▶ prepare ─▶ cache
                     └ yes: present          └ yes: looked at again at the end
 
-Training drops a record that the disk is too slow for; here it is waited for.
+Training drops a record if the disk is too slow; this waits for the disk.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fastload.fetch.prefetcher import Prefetcher
 
 __all__ = ["Warmed", "warm"]
 
-_AHEAD = 256  # samples announced to the window; what is in flight, it decides
-_DISK_SECONDS = 120.0  # a disk that takes nothing for so long is broken
-_CLAIM_SECONDS = 5.0  # without a result of any other run until we read ourselves
-_CLAIM_POLL = 0.02
-# A bad object, as opposed to a store that is down or refuses us.
+_AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight
+_DISK_SECONDS = 120.0  # a disk that writes nothing for so long is broken
+_LOCKED_SECONDS = 5.0  # without a result of any other run, until we read its samples
+_LOCKED_POLL = 0.02
+# Errors of one object. Others say that the store is down or refuses us.
 _BAD = (DecodeError, NotFoundError, ObjectChangedError, ShortReadError)
 
 
 class Warmed(NamedTuple):
-    """What became of one sample.
+    """The outcome of one sample.
 
-    outcome: "stored" now; "present" already; "failed", a bad object, `error` says why; "too large" for a
-        record (1 GiB) or for what is left of the size limit, so that training reads it from the store;
-        "full": the cache takes no more, and the samples that follow were not read.
+    outcome: "stored" now; "present" already; "failed": a bad object, `error` says why; "too large" for a
+        record (1 GiB) or for the rest of the size limit, so that training reads it from the store; "full":
+        the cache takes no more, and the samples that follow were not read.
     size: bytes of the object that were read from the store.
     """
 
@@ -52,7 +52,7 @@ class Warmed(NamedTuple):
 def warm(
     indices: Iterable[int],
     cache: Cache,
-    window: Prefetcher,
+    prefetcher: Prefetcher,
     *,
     key: Callable[[int], bytes],
     size: Callable[[int], int],
@@ -60,13 +60,13 @@ def warm(
     """Put samples into the cache, in this order; when the iterator ends, everything is written.
 
     Args:
-        window: reads and prepares samples; has no cache of its own.
+        prefetcher: reads and prepares samples; has no cache of its own.
         key, size: index -> cache key, bytes of the object.
 
     Raises:
         StoreError: the store is down, or refuses us. CacheError: the cache cannot be written.
     """
-    filling = _Filling(cache, window, key, size)
+    filling = _Filling(cache, prefetcher, key, size)
     try:
         for warmed in filling.run(indices):
             yield warmed
@@ -80,37 +80,37 @@ class _Filling:
     """One call of `warm`."""
 
     def __init__(
-        self, cache: Cache, window: Prefetcher, key: Callable[[int], bytes], size: Callable[[int], int]
+        self, cache: Cache, prefetcher: Prefetcher, key: Callable[[int], bytes], size: Callable[[int], int]
     ) -> None:
         self._cache = cache
-        self._window = window
+        self._prefetcher = prefetcher
         self._key = key
         self._size = size
         self._requested: deque[int] = deque()
-        self._elsewhere: list[int] = []  # another run is reading them
+        self._elsewhere: list[int] = []  # samples that another run is reading
 
     def run(self, indices: Iterable[int]) -> Iterator[Warmed]:
         yield from self._read(indices)
         progress = time.monotonic()
         while self._elsewhere:
             waiting, self._elsewhere = self._elsewhere, []
-            patient = time.monotonic() - progress < _CLAIM_SECONDS
-            yield from self._read(waiting, unclaimed=not patient)
+            patient = time.monotonic() - progress < _LOCKED_SECONDS
+            yield from self._read(waiting, unlocked=not patient)
             if len(self._elsewhere) < len(waiting):
                 progress = time.monotonic()
             else:
-                time.sleep(_CLAIM_POLL)
+                time.sleep(_LOCKED_POLL)
 
-    def _read(self, indices: Iterable[int], unclaimed: bool = False) -> Iterator[Warmed]:
-        """One pass; what another run is reading is left for the next one, unless `unclaimed`."""
+    def _read(self, indices: Iterable[int], unlocked: bool = False) -> Iterator[Warmed]:
+        """One pass. Samples that another run is reading are left for the next pass, unless `unlocked`."""
         for index in indices:
             key = self._key(index)
             if self._cache.lookup(key) is not None:
                 yield Warmed(index, "present")
             elif self._cache.mode == "raw" and self._cache.fits(self._size(index)) == "too large":
                 yield Warmed(index, "too large")  # known without reading it
-            elif self._cache.lock_inflight(key) or unclaimed:
-                self._window.request([index])
+            elif self._cache.lock_inflight(key) or unlocked:
+                self._prefetcher.request([index])
                 self._requested.append(index)
             else:
                 self._elsewhere.append(index)
@@ -122,7 +122,7 @@ class _Filling:
     def _store(self, index: int) -> Warmed:
         key, size = self._key(index), self._size(index)
         try:
-            payload = self._window.take(index)
+            payload = self._prefetcher.get(index)
         except FastloadError as error:
             self._cache.unlock_inflight(key)
             if not isinstance(error, _BAD):
@@ -143,5 +143,5 @@ class _Filling:
     def close(self) -> None:
         for index in self._requested:
             self._cache.unlock_inflight(self._key(index))
-        self._window.close()
+        self._prefetcher.close()
         self._cache.flush()

@@ -1,21 +1,20 @@
-"""How one sample is read: what the window asks, and its two answers so far."""
+"""How one sample is read: the questions of the prefetcher, and the answers where a sample is an object."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
 from fastload.errors import ObjectChangedError
-from fastload.fetch.ranges import plan_ranges
+from fastload.fetch import settings as defaults
+from fastload.fetch.settings import ReadSettings
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
 from fastload.store.manifest import Manifest
 from fastload.store.retry import Wait
 
-__all__ = ["ObjectSource", "Source"]
-
-_LARGE = 16 << 20  # bytes from which on an object is read in pieces
-_PIECE = 8 << 20
+__all__ = ["ObjectSource", "Source", "plan_ranges"]
 
 
 class Source(Protocol):
@@ -33,7 +32,7 @@ class Source(Protocol):
         """The key under which the cache has it."""
 
     def ranges(self, index: int) -> list[tuple[int, int]]:
-        """The ranges in which to read it side by side; empty where `read` is the way."""
+        """The ranges to read side by side; empty where the sample is read by one request."""
 
     def read(self, index: int, wait: Wait) -> Buffer:
         """The sample's bytes, by one request. `wait` as in `Store.read`."""
@@ -42,7 +41,7 @@ class Source(Protocol):
         """The bytes of one of its ranges."""
 
     def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
-        """Take up the version that is there now in place of the one that is gone, or raise `error`."""
+        """Use the new version of an object from now on, or raise `error`: the listed one is gone."""
 
 
 class ObjectSource:
@@ -53,6 +52,7 @@ class ObjectSource:
         key: (index, version or None for the listed one) -> cache key.
         on_change: what to do with an object that is no longer the listed one: "error", or "refresh", to ask
             for its new version and size and read that.
+        settings: the size from which on an object is read in ranges. Default: `SETTINGS`.
     """
 
     def __init__(
@@ -62,11 +62,13 @@ class ObjectSource:
         *,
         key: Callable[[int, str | None], bytes],
         on_change: str = "error",
+        settings: ReadSettings | None = None,
     ) -> None:
         self.store = store
         self._manifest = manifest
         self._key = key
         self._on_change = on_change
+        self._settings = settings or defaults.SETTINGS
         self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
 
     def name(self, index: int) -> str:
@@ -81,7 +83,9 @@ class ObjectSource:
 
     def ranges(self, index: int) -> list[tuple[int, int]]:
         size = self.size(index)
-        return plan_ranges(size, _PIECE) if size >= _LARGE and self.store.native else []
+        if size < self._settings.large_object or not self.store.native:
+            return []
+        return plan_ranges(size, self._settings.range_size)
 
     def read(self, index: int, wait: Wait) -> Buffer:
         return self.store.read(self.name(index), self._version(index), self.size(index), wait=wait)
@@ -100,3 +104,14 @@ class ObjectSource:
     def _version(self, index: int) -> str:
         fresh = self._fresh.get(index)
         return self._manifest.version(index) if fresh is None else fresh.version
+
+
+def plan_ranges(size: int, piece: int) -> list[tuple[int, int]]:
+    """Cover [0, size) with equal ranges [start, stop) of at most `piece` bytes, in order.
+
+    Equal within a byte: a short last piece would leave its connection idle while the others still read. One
+    range for an empty object.
+    """
+    count = max(1, -(-size // piece))
+    edges = [size * number // count for number in range(count + 1)]
+    return list(itertools.pairwise(edges))

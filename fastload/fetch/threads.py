@@ -1,4 +1,4 @@
-"""Threads that read, for lanes: tasks in the order of their submission, results by future."""
+"""Reader threads: a team that grows as it is needed, and a pool that does tasks in their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from fastload.errors import StoreError
 from fastload.metrics.counters import Counters
 
-__all__ = ["IDLE_SECONDS", "ReadPool", "add_thread"]
+__all__ = ["IDLE_SECONDS", "ReadPool", "ThreadTeam"]
 
 IDLE_SECONDS = 10.0  # after which a thread ends: what nobody closed is collected when its last one has
 _CLOSE_SECONDS = 1.0
@@ -22,28 +22,66 @@ _LOOK_SECONDS = 0.5
 Task = tuple["Future[Any]", Callable[[], Any]]
 
 
-def add_thread(threads: list[threading.Thread], target: Callable[[], None], name: str) -> bool:
-    """Start a daemon thread and list it. False where this process may not have more: fewer do as well.
+class ThreadTeam:
+    """Daemon threads that do the same work, started as they are needed.
 
-    Raises:
-        RuntimeError: there is none yet.
+    The owner's lock is held in every call but `join`. Not the standard library's executor: its threads are
+    joined at the interpreter's exit, however long the store that they wait for takes to answer.
+
+    Args:
+        run: what each of them runs; it ends when `wait` returns False.
+        name: of the threads.
+
+    Attributes:
+        idle: how many of them are in `wait`.
     """
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        if not threads:
-            raise
-        return False
-    threads.append(thread)
-    return True
+
+    def __init__(self, run: Callable[[], None], name: str) -> None:
+        self._run = run
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self.idle = 0
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def grow(self, count: int) -> None:
+        """Have at least `count` threads, or as many as this process may have: fewer do as well.
+
+        Raises:
+            RuntimeError: there is none, and none can be started.
+        """
+        while len(self._threads) < count:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                return
+            self._threads.append(thread)
+
+    def wait(self, condition: threading.Condition, ready: Callable[[], Any]) -> bool:
+        """Called by one of the threads that has nothing to do. False after a while: it must end."""
+        self.idle += 1
+        woken = condition.wait_for(ready, IDLE_SECONDS)
+        self.idle -= 1
+        if not woken:
+            self._threads.remove(threading.current_thread())
+        return bool(woken)
+
+    def join(self, seconds: float) -> None:
+        """Wait until they have ended, but not for the one that calls this."""
+        deadline = time.monotonic() + seconds
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 class ReadPool:
-    """At most `most` daemon threads, started as they are needed.
+    """Tasks done by at most `most` threads in the order of their submission, with results by future.
 
-    Not the standard library's executor: its threads are joined at the interpreter's exit, however long the
-    store that they wait for takes to answer.
+    Used by shard readers, which wait for one piece after the other.
     """
 
     def __init__(self, most: int, counters: Counters) -> None:
@@ -55,16 +93,15 @@ class ReadPool:
         lock = threading.RLock()
         self._work = threading.Condition(lock)  # idle threads wait here for tasks
         self._ended = threading.Condition(lock)  # those that pause wait here, as long as the pool is open
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._threads = ThreadTeam(self._run, "fastload-shard")
         self._closing = False
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         """Have `work` done by a thread; a future that is cancelled is left out."""
         future: Future[Any] = Future()
         with self._work:
-            if len(self._tasks) >= self._idle and len(self._threads) < self._most:
-                add_thread(self._threads, self._run, "fastload-lane")
+            if len(self._tasks) >= self._threads.idle:
+                self._threads.grow(min(self._most, len(self._threads) + 1))
             self._tasks.append((future, work))
             self._work.notify()
         return future
@@ -107,10 +144,7 @@ class ReadPool:
             self._tasks.clear()
             self._work.notify_all()
             self._ended.notify_all()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout=max(0.0, deadline - time.monotonic()))
+        self._threads.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
@@ -123,13 +157,9 @@ class ReadPool:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del future, work, task  # the bytes belong to the lane alone
+            del future, work, task  # an idle thread holds no bytes
 
     def _next(self) -> Task | None:
         with self._work:
-            self._idle += 1
-            woken = self._work.wait_for(lambda: self._tasks or self._closing, IDLE_SECONDS)
-            self._idle -= 1
-            if not woken:
-                self._threads.remove(threading.current_thread())
+            woken = self._threads.wait(self._work, lambda: self._tasks or self._closing)
             return self._tasks.popleft() if woken and not self._closing else None

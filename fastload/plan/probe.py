@@ -73,8 +73,8 @@ def probe_store(
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
         list(dataset.warm(first))  # the client's start is not part of the cost of a GET
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
-        kept = [index for index in chosen if raw.lookup(dataset._cache_key(index)) is not None][:DECODED]
-        keys = [dataset._cache_key(index) for index in kept]
+        kept = [index for index in chosen if dataset.contains(index)][:DECODED]
+        keys = [dataset.cache_key(index) for index in kept]
         payloads, read_cpu = _timed(lambda key: bytes(raw.read(key) or b""), keys)
         dataset.close()
     mean = manifest.total_bytes / len(manifest)

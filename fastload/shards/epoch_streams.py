@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.errors import ArgumentError
-from fastload.fetch.share import process_share
+from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList

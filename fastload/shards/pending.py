@@ -1,4 +1,10 @@
-"""Records that streams have handed out and nobody has used yet: their bytes, or what is becoming of them."""
+"""Records that streams have handed out and nobody has used yet: their payloads, or the futures of these.
+
+They do not wait in the prefetcher with the records that are read at random, for three reasons. A record of a
+shard that is not indexed yet has an offset that only the stream knows, and errors name it. Its payload was
+counted by the stream's own budget. And it is prepared by as many threads as there are cores, where the
+prefetcher has as many as there are requests in flight.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +24,11 @@ __all__ = ["PendingRecords"]
 
 
 class PendingRecords:
-    """One per process.
+    """The pending records of one dataset in one process.
 
     Args:
-        prepare: payload -> what is cached and used; None: the payload itself. Runs in threads, beside the
-            decoding of other records.
+        prepare: payload -> what is cached and used; None: the payload itself. Runs in threads, while other
+            records are decoded.
         keep: writes a record's prepared payload to the cache.
         counters: get.* are added here.
     """
@@ -38,14 +44,17 @@ class PendingRecords:
         self._counters = counters
         self._values: dict[int, Any] = {}
         self._offsets: dict[int, int] = {}
-        self._more: dict[int, int] = {}  # how often beyond once a record was handed out and not used
+        self._more: dict[int, int] = {}  # record -> how often it is pending, beyond once
         self._pool: ReadPool | None = None
 
     def __contains__(self, record: int) -> bool:
         return record in self._values
 
+    def __len__(self) -> int:
+        return len(self._values)
+
     def add(self, record: int, found: StreamedRecord) -> None:
-        """Hold a record until it was taken as often as it was added."""
+        """Keep a record until `get` and `drop` were called as often as this."""
         if record in self._values:
             self._more[record] = self._more.get(record, 0) + 1
             return
@@ -63,11 +72,15 @@ class PendingRecords:
         self._offsets[record] = found.record.offset
 
     def offset(self, record: int) -> int:
-        """Where it lies in its shard."""
+        """The record's offset in its shard."""
         return self._offsets[record]
 
-    def take(self, record: int) -> Any:
-        """What is held, once. Raises what went wrong with it."""
+    def get(self, record: int) -> Any:
+        """The payload of a record, which is then pending once less.
+
+        Raises:
+            DecodeError: the record is damaged, or cannot be prepared.
+        """
         value = self.drop(record)
         if isinstance(value, Future):
             value = self._threads().wait(value)
@@ -76,7 +89,7 @@ class PendingRecords:
         return value
 
     def drop(self, record: int) -> Any:
-        """Let go of a record, once; returns what is held of it."""
+        """Let go of a record, once; returns its payload, the future of that, or its error."""
         if record not in self._more:
             del self._offsets[record]
             return self._values.pop(record)
@@ -86,13 +99,13 @@ class PendingRecords:
         return self._values[record]
 
     def settle(self) -> None:
-        """Wait until what was added has been given to the cache."""
+        """Wait until all payloads were prepared and written to the cache."""
         for value in list(self._values.values()):
             if isinstance(value, Future):
                 value.exception()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of all records, and end the threads."""
         self._values.clear()
         self._offsets.clear()
         self._more.clear()

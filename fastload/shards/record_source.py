@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
-from fastload.fetch.ranges import plan_ranges
+from fastload.fetch.source import plan_ranges
 from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter

@@ -35,7 +35,7 @@ class _Making(NamedTuple):
 
     rows: int
     allocate: Allocate
-    rest: list[dict[str, Any]]  # what of each row is no image, for `row`
+    rest: list[dict[str, Any]]  # the fields of each row that are no images, for `row`
     crops: dict[str, Crop]
     numbers: dict[str, tuple[type, Any]]  # see `number_view`
 
@@ -45,7 +45,7 @@ class SampleMaker:
 
     Args:
         fields: of the records; None: a record is bytes.
-        decoded: whether the user's own `decode` has made something else of the fields.
+        decoded: whether the user's own `decode` replaces the fields.
         transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
             {field: either}.
 
@@ -77,7 +77,7 @@ class SampleMaker:
         return list(self._transform.values()) if isinstance(self._transform, Mapping) else [self._transform]
 
     def start_epoch(self, epoch: int) -> None:
-        """For transforms that go by it."""
+        """Let the transforms that depend on the epoch know it."""
         self._last = None
         for part in self._parts():
             if isinstance(part, ByEpoch):
@@ -90,13 +90,13 @@ class SampleMaker:
 
     @property
     def runs_user_code(self) -> bool:
-        """Whether functions of the user run as rows are filled, beside a fused transform."""
+        """Whether functions of the user run while rows are filled, beside a fused transform."""
         return isinstance(self._transform, Mapping) and not all(
             isinstance(current_transform(part), Crop) for part in self._parts()
         )
 
     def sample(self, value: Any) -> Any:
-        """What `RecordPrepareStep.restore` gives -> sample.
+        """The value that `RecordPrepareStep.restore` returns -> sample.
 
         Raises:
             DecodeError: a field is not what it should be. What the user's functions raise.
@@ -112,7 +112,7 @@ class SampleMaker:
     # --- rows of a batch
 
     def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
-        """A batch of `n` rows. Its columns are made with the first row, by what that has."""
+        """A batch of `n` rows. Its columns are made with the first row, one for each of its fields."""
         self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {})
         return {}
 

@@ -110,7 +110,7 @@ def test_fingerprint_tells_datasets_apart(tmp_path: Path) -> None:
         (lambda: None, "function"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(tmp_path: Path, sample: Any, words: str) -> None:
+def test_samples_that_cannot_be_stored_are_refused(tmp_path: Path, sample: Any, words: str) -> None:
     dataset = cached([sample], Cache(tmp_path / "cache"), fingerprint="x")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=words) as caught:
         dataset[0]
@@ -186,7 +186,8 @@ def test_no_pickle_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     dataset.close_cache()
 
 
-def test_without_records_every_epoch_makes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_guard_removed_every_epoch_makes_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter of this file sees it when the cache does nothing."""
     source = Nested(tmp_path / "log")
     monkeypatch.setattr(module.CachedDataset, "__getitem__", lambda self, index: self.dataset[index])

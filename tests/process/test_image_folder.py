@@ -347,8 +347,8 @@ def test_samples_and_targets_answer_as_lists(tree: Path, folder: Any) -> None:
 def test_samples_are_not_made_when_they_are_asked_for_one_by_one(tree: Path, folder: Any) -> None:
     dataset = folder()
     asked: list[tuple[int, int]] = []
-    keys = dataset._manifest.keys
-    dataset._manifest.keys = lambda *span: asked.append(span) or keys(*span)
+    keys = dataset.listing().keys
+    dataset.listing().keys = lambda *span: asked.append(span) or keys(*span)
     assert dataset.samples[4][0] == dataset.key(4)
     assert asked == [(4, 5)]
 

@@ -76,7 +76,7 @@ def run(dataset: Any, num_workers: int = 0, **options: Any) -> tuple[torch.Tenso
 
 @every_mode
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_first_epoch_is_later_epochs_bit_for_bit(folder: Any, mode: str, num_workers: int) -> None:
+def test_first_and_later_epochs_are_equal_bit_for_bit(folder: Any, mode: str, num_workers: int) -> None:
     dataset = folder(mode)
     first, filling = run(dataset, num_workers)
     second, later = run(dataset, num_workers)
@@ -89,7 +89,7 @@ def test_first_epoch_is_later_epochs_bit_for_bit(folder: Any, mode: str, num_wor
 
 
 @every_mode
-def test_samples_come_from_what_the_mode_keeps(folder: Any, photos: Path, mode: str) -> None:
+def test_samples_are_made_from_the_result_that_the_mode_keeps(folder: Any, photos: Path, mode: str) -> None:
     """Evaluation's crop of every file, made by hand from what the mode is documented to keep."""
     keep: dict[str, Callable[[bytes], Any]] = {
         "raw": lambda data: data,
@@ -128,7 +128,7 @@ def test_modes_show_the_same_pictures(folder: Any, mode: str) -> None:
     ],
 )
 def test_parameters_are_part_of_the_key(folder: Any, mode: str, change: Any, refills: bool) -> None:
-    """Changed ones fill anew; what was there is not taken for something else, and stays for its own."""
+    """Changed ones fill the cache anew, and leave the records of the others as they are."""
     before, _ = run(folder(mode))
     after, counters = run(folder(mode, **change))
     assert counters.get("get.requests", 0) == (len(FILES) if refills else 0)
@@ -137,10 +137,11 @@ def test_parameters_are_part_of_the_key(folder: Any, mode: str, change: Any, ref
     assert torch.equal(again, before) and counters.get("get.requests", 0) == 0
 
 
-def test_without_parameters_in_the_key_records_are_misread(
+@pytest.mark.stress
+def test_guard_removed_a_smaller_image_is_served_under_another_short_side(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guard's absence: a smaller image is served under another short_side."""
+    """The parameters are not in the key."""
     key = Cache.key
     monkeypatch.setattr(Cache, "key", lambda self, *parts: key(Cache(self.path, self.mode), *parts))
     before, _ = run(folder("decoded"))

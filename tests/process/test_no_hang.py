@@ -21,7 +21,8 @@ from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, 
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
-from fastload.fetch.prefetcher import Prefetcher
+from fastload.fetch.prefetcher import Outstanding, Prefetcher
+from fastload.fetch.settings import ReadSettings
 from fastload.fetch.threads import ReadPool
 from fastload.loader.progress import Progress
 from fastload.metrics.counters import Counters
@@ -33,6 +34,8 @@ from tests.sharddata import shards, write
 from tests.streamdata import RowShards
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
+
+NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
 
 
 class Bodies:
@@ -66,14 +69,29 @@ def bodies(tmp_path: Path) -> Bodies:
     return Bodies(LocalStore(tmp_path.as_uri(), str(tmp_path)))
 
 
+Open = Callable[..., Prefetcher]
+
+
 @pytest.fixture
-def window(bodies: Bodies) -> Iterator[Prefetcher]:
-    """Reads one sample at a time."""
-    opened = Prefetcher(bodies, None, prepare=None, counters=Counters())  # type: ignore[arg-type]
-    opened._limit.value = opened._limit.most = 1
-    yield opened
+def open_prefetcher(bodies: Bodies) -> Iterator[Open]:
+    """Opens prefetchers over `bodies`; each reads one sample at a time unless told otherwise."""
+    opened: list[Prefetcher] = []
+
+    def open_one(requests: int = 1, prepare: Callable[[Any], Any] | None = None) -> Prefetcher:
+        settings = ReadSettings(process_requests=requests)
+        opened.append(Prefetcher(bodies, None, prepare=prepare, counters=Counters(), settings=settings))
+        return opened[-1]
+
+    yield open_one
     bodies.gate.set()
-    opened.close()
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def prefetcher(open_prefetcher: Open) -> Prefetcher:
+    """Reads one sample at a time."""
+    return open_prefetcher()
 
 
 def result_of(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -103,93 +121,102 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(threading.Thread, "start", refused)
 
 
-# --- the window and the pool ---------------------------------------------------------------------------
+# --- the prefetcher and the pool -----------------------------------------------------------------------
 
 
 class Panic(BaseException):
     """As of a client that is written in Rust."""
 
 
-def test_a_panic_of_the_client_is_raised_where_the_sample_is_taken(window: Prefetcher) -> None:
+def test_panic_of_the_client_is_raised_at_the_consumer(open_prefetcher: Open) -> None:
     def panic(body: Any) -> Any:
         raise Panic("index out of bounds")
 
-    window._prepare = panic
-    window.request([1, 2])
+    prefetcher = open_prefetcher(prepare=panic)
+    prefetcher.request([1, 2])
     for index in (1, 2):
         with pytest.raises(Panic):
-            window.take(index)
-    assert window._busy == 0
+            prefetcher.get(index)
+    assert prefetcher.outstanding().requests == 0
 
 
-def test_an_object_that_no_memory_holds_is_an_error(window: Prefetcher, bodies: Bodies) -> None:
+def test_object_larger_than_memory_is_an_error(prefetcher: Prefetcher, bodies: Bodies) -> None:
     bodies._size = 1 << 60
-    window.request([1])
+    prefetcher.request([1])
     with pytest.raises(MemoryError):
-        window.take(1)
+        prefetcher.get(1)
     bodies._size = 8
-    window.request([2])
-    assert window.take(2) == bytes([2]) * 8
+    prefetcher.request([2])
+    assert prefetcher.get(2) == bytes([2]) * 8
 
 
-def test_what_one_cancels_another_still_gets(window: Prefetcher, bodies: Bodies) -> None:
-    window.request([0, 1])
-    wait_until(lambda: window._busy, "sample 0 is being read")
-    thread, found = result_of(lambda: window.take(1))
-    wait_until(lambda: window._reads[1].awaited, "sample 1 is waited for")
-    window.cancel([1])
+def is_reading(prefetcher: Prefetcher) -> bool:
+    return prefetcher.outstanding().requests > 0
+
+
+def is_awaited(prefetcher: Prefetcher) -> bool:
+    return bool(prefetcher.outstanding().awaited)
+
+
+def test_sample_that_one_reader_cancels_another_still_gets(prefetcher: Prefetcher, bodies: Bodies) -> None:
+    prefetcher.request([0, 1])
+    wait_until(lambda: is_reading(prefetcher), "sample 0 is being read")
+    thread, found = result_of(lambda: prefetcher.get(1))
+    wait_until(lambda: is_awaited(prefetcher), "sample 1 is waited for")
+    prefetcher.cancel([1])
     thread.join(PATIENCE)
     assert found == [bytes([1]) * 8]
     bodies.gate.set()
-    assert window.take(0) == bytes(8)
-    wait_until(lambda: not window._busy and not window._held, "all bytes were let go")
-    assert window._reads == {}
+    assert prefetcher.get(0) == bytes(8)
+    wait_until(lambda: prefetcher.outstanding() == NOTHING, "all bytes were let go")
 
 
-def test_what_two_take_and_one_requested_is_let_go_once(window: Prefetcher, bodies: Bodies) -> None:
-    window.request([0])
-    takers = [result_of(lambda: window.take(0)) for _ in range(2)]
-    wait_until(lambda: window._reads[0].awaited, "sample 0 is waited for")
+def test_sample_requested_once_and_got_twice_frees_its_bytes_once(
+    prefetcher: Prefetcher, bodies: Bodies
+) -> None:
+    prefetcher.request([0])
+    takers = [result_of(lambda: prefetcher.get(0)) for _ in range(2)]
+    wait_until(lambda: is_awaited(prefetcher), "sample 0 is waited for")
     bodies.gate.set()
     for thread, found in takers:
         thread.join(PATIENCE)
         assert found == [bytes(8)]
-    wait_until(lambda: not window._busy, "all is read")
-    assert window._held == 0 and window._reads == {}
+    wait_until(lambda: not is_reading(prefetcher), "all is read")
+    assert prefetcher.outstanding() == NOTHING
 
 
-def test_a_closed_window_is_not_waited_for(window: Prefetcher, bodies: Bodies) -> None:
-    window.request([0, 1])
-    wait_until(lambda: window._busy, "sample 0 is being read")
-    thread, found = result_of(lambda: window.take(1))
-    wait_until(lambda: window._reads[1].awaited, "sample 1 is waited for")
-    window.close()
+def test_closed_prefetcher_ends_the_wait_of_a_consumer(prefetcher: Prefetcher) -> None:
+    prefetcher.request([0, 1])
+    wait_until(lambda: is_reading(prefetcher), "sample 0 is being read")
+    thread, found = result_of(lambda: prefetcher.get(1))
+    wait_until(lambda: is_awaited(prefetcher), "sample 1 is waited for")
+    prefetcher.close()
     thread.join(PATIENCE)
     assert isinstance(found[0], StoreError) and "closed" in str(found[0])
 
 
-def test_a_window_that_gets_no_thread_tries_again(
-    window: Prefetcher, monkeypatch: pytest.MonkeyPatch
+def test_a_prefetcher_that_gets_no_thread_tries_again(
+    prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(monkeypatch, "fastload-read")
     with pytest.raises(RuntimeError, match="new thread"):
-        window.request([1])
+        prefetcher.request([1])
     monkeypatch.undo()
-    assert window.take(1) == bytes([1]) * 8
+    assert prefetcher.get(1) == bytes([1]) * 8
 
 
-def test_a_window_makes_do_with_the_threads_it_gets(
-    window: Prefetcher, bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+def test_prefetcher_works_with_fewer_threads_than_it_wants(
+    open_prefetcher: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    window.request([1])
-    assert window.take(1) == bytes([1]) * 8
-    window._limit.value = window._limit.most = 8
+    prefetcher = open_prefetcher(requests=8)
+    prefetcher.request([1])
+    assert prefetcher.get(1) == bytes([1]) * 8
     refuse(monkeypatch, "fastload-read")
-    window.request([2, 3, 4])
-    assert [window.take(index) for index in (2, 3, 4)] == [bytes([i]) * 8 for i in (2, 3, 4)]
+    prefetcher.request([2, 3, 4])
+    assert [prefetcher.get(index) for index in (2, 3, 4)] == [bytes([i]) * 8 for i in (2, 3, 4)]
 
 
-def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_an_unclosed_dataset_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.fetch.threads.IDLE_SECONDS", 0.05)
     (tmp_path / "data").mkdir()
     for i in range(20):
@@ -205,18 +232,19 @@ def test_threads_of_a_dataset_that_nobody_closed_end(tmp_path: Path, monkeypatch
     assert ended() is None
 
 
-def test_a_thread_that_ended_is_replaced(window: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_ended_is_replaced(prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastload.fetch.threads.IDLE_SECONDS", 0.001)
+    before = set(threading.enumerate())
     for _ in range(50):
-        window.request([1, 2])
-        assert (window.take(1), window.take(2)) == (bytes([1]) * 8, bytes([2]) * 8)
-    wait_until(lambda: not window._threads, "all threads have ended")
-    assert window._idle == window._busy == 0
+        prefetcher.request([1, 2])
+        assert (prefetcher.get(1), prefetcher.get(2)) == (bytes([1]) * 8, bytes([2]) * 8)
+    wait_until(lambda: set(threading.enumerate()) <= before, "all threads have ended")
+    assert prefetcher.outstanding() == NOTHING
 
 
 def test_a_pool_that_gets_no_thread_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = ReadPool(1, Counters())
-    refuse(monkeypatch, "fastload-lane")
+    refuse(monkeypatch, "fastload-shard")
     with pytest.raises(RuntimeError, match="new thread"):
         pool.submit(lambda: 1)
     monkeypatch.undo()
@@ -231,7 +259,7 @@ def test_a_pool_closed_by_a_thread_that_begins_to_pause(monkeypatch: pytest.Monk
     closed = []
 
     def collects(self: threading.Condition, timeout: float | None = None) -> bool:
-        if threading.current_thread().name == "fastload-lane" and not closed:
+        if threading.current_thread().name == "fastload-shard" and not closed:
             closed.append(True)
             pool.close()
         return wait(self, timeout)

@@ -385,9 +385,7 @@ def test_what_is_read_ahead_and_not_asked_for_is_let_go_of_and_not_read_for_ever
     loader = DataLoader(data, 10)
     assert [key for batch in loader for key in batch] == [f"{number:04}" for number in range(1500)]
     assert loader.stats()["counters"].get("get.requests", 0) <= 256 + 10 + 256 + 10
-    window = dataset._open_window()
-    window.cancel(())
-    assert window._reads == {}, "what was not asked for is kept"
+    assert dataset.outstanding() == 0, "what was not asked for is kept"
 
 
 class TarKeysAlone(TarDataset):
@@ -408,7 +406,7 @@ def test_records_of_streams_that_are_not_asked_for_are_let_go_of(tmp_path: Path,
 
     dataset.open_stream = noted
     assert len([key for batch in DataLoader(dataset, 16) for key in batch]) == len(ids) == TOTAL
-    assert not any(one in dataset._held for one in ids), "what was not asked for is kept"
+    assert dataset.outstanding() == 0, "what was not asked for is kept"
 
 
 # --- attributes that are set later
@@ -437,7 +435,7 @@ def test_a_transform_that_is_set_later_is_obeyed(
         batch = next(iter(loader))
         assert batch["jpg"].shape == (4, 3, 16, 16) and batch["cls"] == ["0", "1", "2", "3"]
     if kind == "objects":
-        assert next(iter(loader)).tolist() == dataset._manifest.sizes[:4].tolist()
+        assert next(iter(loader)).tolist() == dataset.listing().sizes[:4].tolist()
 
 
 @pytest.mark.parametrize("name", ["decode", "cache", "url", "on_change"])

@@ -214,7 +214,7 @@ def test_search_for_inner_datasets_ends_at_cycles_and_leaves_other_objects_alone
         assert len(list(DataLoader(holder))) == 3
 
 
-def test_what_the_trainer_read_before_the_fork_is_counted_by_no_worker(folder: Path) -> None:
+def test_workers_do_not_count_reads_of_the_trainer_before_the_fork(folder: Path) -> None:
     dataset = fastload.ImageFolder(str(folder), RandomResizedCrop(16))
     assert dataset[0] and dataset[1]
     counters = epoch(DataLoader(dataset, 4, num_workers=2))["counters"]

@@ -1,4 +1,4 @@
-"""Claims: runs that share a cache directory read each object once between them, and wait for nobody dead."""
+"""In-flight locks: runs that share a cache directory read each object once, and wait for no dead process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _hold(path: Path, ready: Any) -> None:
     time.sleep(60)
 
 
-def test_claims_die_with_their_process(root: int, tmp_path: Path) -> None:
+def test_locks_end_with_their_process(root: int, tmp_path: Path) -> None:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(tmp_path, there))
     process.start()
@@ -85,7 +85,7 @@ def test_claims_die_with_their_process(root: int, tmp_path: Path) -> None:
         thing.close()
 
 
-def test_a_child_that_closes_leaves_the_parents_claims(root: int) -> None:
+def test_a_child_that_closes_leaves_the_parents_locks(root: int) -> None:
     ours, theirs = InflightLocks(root), InflightLocks(root)
     assert ours.lock(key(1))
     process = multiprocessing.get_context("fork").Process(target=ours.close)
@@ -98,7 +98,7 @@ def test_a_child_that_closes_leaves_the_parents_claims(root: int) -> None:
     theirs.close()
 
 
-def test_no_locks_no_claims(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_locks_grants_all(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(95, "Operation not supported")
 
@@ -112,16 +112,16 @@ def test_no_locks_no_claims(root: int, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the cache
 
 
-def test_a_claim_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
+def test_a_lock_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
     fd = _opened(tmp_path)
     ours, other = Cache(tmp_path), InflightLocks(fd)
     one = ours.key("one")
     assert ours.lock_inflight(one)
     assert not other.lock(one)
     assert ours.write(one, b"payload")
-    wait_until(lambda: other.lock(one), "the claim is free")
+    wait_until(lambda: other.lock(one), "the lock is free")
     entry = ours.lookup(one)
-    assert entry is not None, "found by whoever gets the claim"
+    assert entry is not None, "found by the next one that gets the lock"
     other.unlock(one)
     assert not ours.lock_inflight(one), "nothing is left to be read"
     ours.close()
@@ -130,20 +130,20 @@ def test_a_claim_lasts_until_the_payload_can_be_found(tmp_path: Path) -> None:
 
 
 def _opened(path: Path) -> int:
-    """The descriptor of the folder in which a cache has its claims."""
+    """The descriptor of the folder in which a cache has its in-flight locks."""
     cache = Cache(path)
     cache.write(cache.key("anything"), b"x")
     cache.close()
     return os.open(path / "v1", os.O_RDONLY)
 
 
-@pytest.mark.parametrize("why", ["unclaim", "full"])
-def test_a_claim_without_a_payload_ends(tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize("why", ["unlocked", "full"])
+def test_a_lock_without_a_payload_ends(tmp_path: Path, why: str) -> None:
     fd = _opened(tmp_path)
     ours, other = Cache(tmp_path, size_limit=1000), InflightLocks(fd)
     one = ours.key("one")
     assert ours.lock_inflight(one) and not other.lock(one)
-    if why == "unclaim":
+    if why == "unlocked":
         ours.unlock_inflight(one)
     else:
         assert not ours.write(one, bytes(5000))
@@ -174,7 +174,7 @@ def digest(data: bytes) -> str:
 
 
 class Blind(Cache):
-    """The twin: takes no claims."""
+    """With the guard removed: takes no in-flight locks."""
 
     def lock_inflight(self, key: bytes) -> bool:
         return True
@@ -207,7 +207,8 @@ def test_two_runs_read_each_object_once(bucket: Bucket, tmp_path: Path, shuffle:
     assert IMAGES <= gets <= 1.25 * IMAGES
 
 
-def test_without_claims_they_read_more(bucket: Bucket, tmp_path: Path) -> None:
+@pytest.mark.stress
+def test_guard_removed_two_runs_read_objects_twice(bucket: Bucket, tmp_path: Path) -> None:
     before = bucket.proxy.counts().object_gets
     bucket.proxy.set_round_trip(0.2)  # far away, so that what one reads is not in the cache before the other
     try:
@@ -233,11 +234,11 @@ def test_the_other_run_is_killed(bucket: Bucket, tmp_path: Path) -> None:
 
 
 def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
-    """A process that holds claims and does nothing is waited for, but not for long."""
+    """A process that holds locks and does nothing is waited for, but not for long."""
     dataset = ObjectDataset("s3://photos", digest, cache=Cache(tmp_path), storage_options=bucket.options)
     fd = _opened(tmp_path)
     held = InflightLocks(fd)
-    assert all(held.lock(dataset._cache_key(i)) for i in range(50))
+    assert all(held.lock(dataset.cache_key(i)) for i in range(50))
     start = time.monotonic()
     seen = [one for batch in DataLoader(dataset, 8, num_workers=1, collate_fn=list) for one in batch]
     assert sorted(seen) == bucket.digests
@@ -246,7 +247,7 @@ def test_the_other_run_is_stopped(bucket: Bucket, tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_a_failed_read_gives_its_claim_back(tmp_path: Path) -> None:
+def test_a_failed_read_gives_its_lock_back(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for name in "ab":
         (tmp_path / "data" / name).write_bytes(b"x" * 100)
@@ -257,7 +258,7 @@ def test_a_failed_read_gives_its_claim_back(tmp_path: Path) -> None:
         dataset[0]
     assert dataset[1] == b"x" * 100
     assert dataset.cache is not None
-    assert dataset.cache.lock_inflight(dataset._cache_key(0))
+    assert dataset.cache.lock_inflight(dataset.cache_key(0))
     dataset.close()
 
 
@@ -268,12 +269,12 @@ def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
     dataset = ObjectDataset(str(tmp_path / "data"), cache=tmp_path / "cache")
     fd = _opened(tmp_path / "cache")
     other = InflightLocks(fd)
-    first, second = dataset._cache_key(0), dataset._cache_key(1)
+    first, second = dataset.cache_key(0), dataset.cache_key(1)
     assert other.lock(first) and other.lock(second)
     outcomes = dataset.warm(range(3))
     assert next(outcomes) == (2, "stored", 100, "")
     assert dataset.cache is not None
-    dataset.cache.write(first, b"a" * 100)  # by the other run; its claim on the second dies with it
+    dataset.cache.write(first, b"a" * 100)  # by the other run; its lock on the second ends with it
     dataset.cache.flush()
     other.close()
     assert sorted(outcomes) == [(0, "present", 0, ""), (1, "stored", 100, "")]

@@ -16,10 +16,9 @@ import pytest
 from engine_cases import BAD, CASES, OBJECTS, SECRET
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
-from fastload.fetch.hedge import Hedge
-from fastload.fetch.limit import ConcurrencyLimiter
-from fastload.fetch.ranges import plan_ranges
-from fastload.fetch.share import process_share
+from fastload.fetch.concurrency import ConcurrencyLimiter, Hedging, process_share
+from fastload.fetch.settings import ReadSettings
+from fastload.fetch.source import plan_ranges
 from fastload.store import open_store, retry
 from tests.patience import PATIENCE
 
@@ -292,7 +291,7 @@ def test_a_node_is_shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_hedging_is_late_and_capped() -> None:
-    hedge = Hedge()
+    hedge = Hedging(ReadSettings())
     assert not hedge.due(100.0), "nothing is known yet"
     for number in range(1000):
         hedge.finished(1.0 if number % 50 == 0 else 0.02)

@@ -94,14 +94,14 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: 
     now = bucket.proxy.counts()
     assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
 
-    # Another quality or side is another result, which is not in the cache.
+    # Another quality or side is another result, which the cache does not have.
     if mode != "raw":
         other = Cache(tmp_path / "cache", mode, short_side=64)  # type: ignore[arg-type]
         epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=other, storage_options=bucket.options))
         assert bucket.gets() == now.object_gets + IMAGES
 
 
-def test_second_warm_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
+def test_second_warming_reads_nothing(bucket: Bucket, tmp_path: Path) -> None:
     bucket.warm("photos", tmp_path, "--objects")
     before = bucket.gets()
     code, document = bucket.warm("photos", tmp_path, "--objects")
@@ -123,7 +123,7 @@ def test_warm_reports_and_skips_a_bad_object(bucket: Bucket, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_warm_ends_when_the_cache_is_full(bucket: Bucket, tmp_path: Path, workers: int) -> None:
+def test_full_cache_ends_the_warming(bucket: Bucket, tmp_path: Path, workers: int) -> None:
     before = bucket.gets()
     code, document = bucket.warm("photos", tmp_path, "--size-limit", "2MB", "--num-workers", workers)
     assert (code, document["full"]) == (0, True)
@@ -221,7 +221,7 @@ def test_launcher_without_node_number_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("shard", ["2/2", "1", "a/b", "-1/2", "/"])
-def test_wrong_shard_is_refused(shard: str, tmp_path: Path) -> None:
+def test_invalid_shard_arguments_are_refused(shard: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["warm", "s3://x", "--cache", str(tmp_path), f"--shard={shard}"])
     assert result.exit_code == 2
     assert "give I/N" in result.stderr
@@ -238,20 +238,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_warm_waits_for_a_full_queue(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_waits_for_a_full_queue(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
     dataset.close()
     assert list(dataset.warm(range(40))) == [Warmed(i, "present") for i in range(40)]
     dataset.close()
-
-
-@pytest.mark.stress
-def test_guard_removed_training_does_not_wait_and_drops_records(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
+    # Training does not wait, and drops records with the same queue.
     dataset = ObjectDataset(str(folder), cache=tmp_path / "other")
     for i in range(40):
         assert dataset[i] == bytes([i]) * 50_000
@@ -278,7 +274,7 @@ def test_object_too_large_for_a_record_is_skipped(
     assert outcomes_of(dataset, 40) == ["stored", "too large", *["stored"] * 38]
     assert dataset.cache is not None and dataset.cache.info()["entries"] == 39
     assert outcomes_of(dataset, 40) == ["present", "too large", *["present"] * 38]
-    assert dataset.cache.lock_inflight(dataset._cache_key(1)), "the claim on it was given back"
+    assert dataset.cache.lock_inflight(dataset.cache_key(1)), "its in-flight lock was given back"
     dataset.close()
     dataset.cache.close()
 
@@ -329,7 +325,7 @@ def test_missing_object_is_an_outcome(folder: Path, tmp_path: Path) -> None:
     assert [warmed.sample for warmed in outcomes if warmed.outcome != "stored"] == [7]
     assert "NotFoundError" in outcomes[7].error
     (folder / "07").write_bytes(b"x")
-    assert dataset.cache.lock_inflight(dataset._cache_key(7)), "the claim on it was given back"
+    assert dataset.cache.lock_inflight(dataset.cache_key(7)), "its in-flight lock was given back"
     dataset.close()
 
 
@@ -339,7 +335,7 @@ def test_closing_the_iterator_keeps_stored_records(folder: Path, tmp_path: Path)
     assert [next(outcomes).outcome for _ in range(10)] == ["stored"] * 10
     outcomes.close()  # type: ignore[attr-defined]
     assert dataset.cache.info()["entries"] == 10
-    assert all(dataset.cache.lock_inflight(dataset._cache_key(i)) for i in range(10, 40))
+    assert all(dataset.cache.lock_inflight(dataset.cache_key(i)) for i in range(10, 40))
     dataset.close()
 
 
@@ -357,6 +353,6 @@ def test_broken_cache_is_an_error(folder: Path, tmp_path: Path, monkeypatch: pyt
     dataset.close()
 
 
-def test_no_cache(folder: Path) -> None:
+def test_warming_without_a_cache_is_an_error(folder: Path) -> None:
     with pytest.raises(ArgumentError, match="cache="):
         ObjectDataset(str(folder)).warm([0])

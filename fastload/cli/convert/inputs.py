@@ -147,7 +147,7 @@ class _ObjectsInput:
         self.position = stop if stop < len(self._order) else None
 
     def _sample(self, index: int) -> Sample:
-        content = self._prefetcher.take(index)
+        content = self._prefetcher.get(index)
         stem, extension = split_name(self._manifest.key(index))
         members: dict[str, Any] = {extension: memoryview(content)}
         if self.classes is not None:

@@ -1,8 +1,18 @@
-"""How many requests one process keeps in flight: found by measuring, lowered when the store asks for it."""
+"""How many requests one process keeps in flight, and when it sends one a second time.
+
+The number is found by measuring, and lowered when the store asks for fewer requests.
+"""
 
 from __future__ import annotations
 
-__all__ = ["ConcurrencyLimiter"]
+from collections import deque
+
+from fastload.distributed import local_ranks
+from fastload.fetch import settings as defaults
+from fastload.fetch.settings import ReadSettings
+from fastload.store import Store
+
+__all__ = ["ConcurrencyLimiter", "Hedging", "process_share"]
 
 _FIRST = 32
 _GLANCE = 4  # reads, after which
@@ -10,6 +20,8 @@ _FAR = 0.06  # seconds are far away
 _HOLD = 5.0  # seconds until growth that did not help is tried again
 _CUT = 1.0  # seconds for a cut to show: the refusals of one moment are one
 _RECOVERY = 0.5  # seconds per request more after a cut
+_QUANTILE = 0.95  # of the latest reads: one that takes longer is late
+_REMEMBERED = 512  # reads of which the latency is kept
 
 
 class ConcurrencyLimiter:
@@ -19,8 +31,8 @@ class ConcurrencyLimiter:
     stays; once it grows as they do, something is full, and more of them only wait in a longer queue.
 
     * A consumer that waits, while every request allowed is in flight, doubles the limit, once per two rounds
-      of `value` reads. If the latency ate most of that, the step is taken back for a while. Where the first
-      answers come from far away, the first step is not waited for.
+      of `value` reads. If a longer latency cancels most of that, the step is undone for a while. If the first
+      answers come from far away, the first step is made at once.
     * A store that asks for fewer requests halves it, at most once a second; from then on it grows by one per
       half second. All processes of a node meet the same store and do the same, so their shares stay fair
       without a word between them, and nothing is left behind by one that dies.
@@ -86,3 +98,47 @@ class ConcurrencyLimiter:
     def _set(self, value: int) -> None:
         self.value = value
         self._reads, self._seconds = 0, 0.0
+
+
+class Hedging:
+    """Decides which late reads are requested a second time. Arithmetic on what was measured, no clock.
+
+    Only reads that a consumer waits for are worth it.
+    """
+
+    def __init__(self, settings: ReadSettings) -> None:
+        self._settings = settings
+        self._latencies: deque[float] = deque(maxlen=_REMEMBERED)
+        self._reads = self._hedged = 0
+
+    def finished(self, seconds: float) -> None:
+        """One read took so long."""
+        self._latencies.append(seconds)
+        self._reads += 1
+
+    def due(self, seconds: float) -> bool:
+        """Whether to repeat a request that has taken `seconds` so far. True counts as a second request."""
+        settings = self._settings
+        if self._reads < settings.hedge_after or self._hedged + 1 > settings.hedge_share * self._reads:
+            return False
+        late = sorted(self._latencies)[int(_QUANTILE * len(self._latencies))]
+        if seconds <= late:
+            return False
+        self._hedged += 1
+        return True
+
+
+def process_share(store: Store, settings: ReadSettings | None = None) -> tuple[ConcurrencyLimiter, int]:
+    """This process's part of what its node may have in flight: requests, and bytes."""
+    from torch.utils.data import get_worker_info
+
+    settings = settings or defaults.SETTINGS
+    worker = get_worker_info()
+    processes = local_ranks() * (1 if worker is None else worker.num_workers)
+    most = settings.process_bytes
+    size = max(most // 8, min(most, settings.node_bytes // processes))
+    pinned = store.reading.max_requests
+    if pinned is not None:
+        return ConcurrencyLimiter(max(1, pinned // processes), pinned=True), size
+    requests = min(settings.process_requests, settings.node_requests // processes)
+    return ConcurrencyLimiter(max(1, requests)), size

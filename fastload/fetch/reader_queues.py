@@ -1,0 +1,174 @@
+"""The order of reads: a queue for each reader, and one budget of requests and bytes for all of them.
+
+    training     [17][18][19] ...    its reads hold all of the bytes, and it is paused
+    validation   [301][302] ...      waits for 301: its queue comes first, and has its own share of the bytes
+
+A reader is an iteration over the dataset. With a single queue, the reads that a paused iteration announced
+would block those of the other iteration, whose samples would then be read one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastload.fetch.cached_read import CachedRead
+from fastload.fetch.concurrency import ConcurrencyLimiter
+
+__all__ = ["Part", "Read", "ReaderQueue", "ReaderQueues"]
+
+
+@dataclass(slots=True, eq=False)
+class Read(CachedRead):
+    """One sample on its way, as the queues and the consumers see it."""
+
+    queue: ReaderQueue | None = None  # of the reader that announced it first
+    wanted: int = 1  # how often it was requested and not handed out
+    hedged: bool = False  # it was late, and was asked for once more
+    attempts: int = 1  # requests for all of it that have not failed
+    started: float = 0.0  # when its first part was begun
+    awaited: bool = False
+    done: bool = False
+    payload: Any = None
+    error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or was cancelled before it was begun."""
+        return self.done or (self.wanted <= 0 and not self.started)
+
+
+class Part(NamedTuple):
+    """The bytes [start, stop) of a sample, to be read by one request."""
+
+    read: Read
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class ReaderQueue:
+    """The parts that one reader announced and that are not begun, and the bytes of the reads that are."""
+
+    parts: deque[Part] = field(default_factory=deque)
+    held: int = 0
+
+
+class ReaderQueues:
+    """The queues of a prefetcher. Callers hold its lock.
+
+    Args:
+        limiter: how many requests may be in flight.
+        most_bytes: of reads that were begun and not handed out.
+
+    Attributes:
+        requests: in flight.
+        held: the bytes of all reads that were begun and not handed out.
+    """
+
+    def __init__(self, limiter: ConcurrencyLimiter, most_bytes: int) -> None:
+        self._limiter = limiter
+        self._most_bytes = most_bytes
+        self.requests = self.held = 0
+        self._queues: dict[object, ReaderQueue] = {}
+        self._order: list[ReaderQueue] = []  # the queue of the reader that waited last comes first
+
+    def __len__(self) -> int:
+        return sum(len(queue.parts) for queue in self._order)
+
+    def clear(self) -> None:
+        """Forget all parts that are not begun."""
+        for queue in self._order:
+            queue.parts.clear()
+
+    def add(self, parts: Iterable[Part], reader: object) -> None:
+        """Put the parts of new reads at the end of a reader's queue."""
+        queue = self._queues.get(reader)
+        for part in parts:
+            if queue is None:
+                queue = self._queues[reader] = ReaderQueue()
+                self._order.append(queue)
+            part.read.queue = queue
+            queue.parts.append(part)
+
+    def put_back(self, part: Part) -> None:
+        """Put a part of a read that was begun at the end of its queue."""
+        queue = _queue_of(part.read)
+        queue.parts.append(part)
+        if queue not in self._order:  # a queue without parts and bytes was removed
+            self._order.append(queue)
+
+    def put_first(self, part: Part) -> None:
+        """Put a part of a read that was begun before all others."""
+        queue = _queue_of(part.read)
+        queue.parts.appendleft(part)
+        self._move_up(queue)
+
+    def advance(self, read: Read) -> bool:
+        """Let the parts of a read be next, followed by the rest of its queue. False: it has none."""
+        if read.queue is None:
+            return False
+        queue = read.queue
+        parts = [part for part in queue.parts if part.read is read]
+        if parts:
+            others = [part for part in queue.parts if part.read is not read]
+            queue.parts = deque(parts + others)
+            self._move_up(queue)
+        return bool(parts)
+
+    def is_next(self, read: Read) -> bool:
+        """Whether its parts stand before all others."""
+        return bool(self._order and (parts := self._order[0].parts)) and parts[0].read is read
+
+    def startable(self) -> ReaderQueue | None:
+        """The queue whose first part may be read now, or None: requests or bytes have to end first."""
+        if self.requests >= self._limiter.value:
+            return None
+        for queue in list(self._order):
+            parts = queue.parts
+            while parts and parts[0].read.is_over:
+                parts.popleft()
+            if parts and self._has_room(queue, parts[0].read):
+                return queue
+            if not parts and not queue.held:
+                self._order.remove(queue)
+                self._queues = {reader: one for reader, one in self._queues.items() if one is not queue}
+        return None
+
+    def begin(self, queue: ReaderQueue, now: float) -> Part:
+        """Take the first part of a queue that is startable; its request and its bytes count from now on."""
+        part = queue.parts.popleft()
+        self.requests += 1
+        read = part.read
+        if not read.started:
+            read.started = now
+            self.held += read.size
+            _queue_of(read).held += read.size
+        return part
+
+    def let_go(self, read: Read) -> None:
+        """The bytes of a read that was begun count no more."""
+        self.held -= read.size
+        _queue_of(read).held -= read.size
+
+    def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
+        # A read that a consumer waits for ignores the budget: its holders may be handed out only after it.
+        if read.started or read.awaited or self.held == 0 or self.held + read.size <= self._most_bytes:
+            return True
+        # Another iteration may hold the budget and never get its reads, so each queue has its own share.
+        alone = len(self._order) == 1
+        return not alone and (
+            queue.held == 0 or queue.held + read.size <= self._most_bytes // len(self._order)
+        )
+
+    def _move_up(self, queue: ReaderQueue) -> None:
+        if queue in self._order:
+            self._order.remove(queue)
+        self._order.insert(0, queue)
+
+
+def _queue_of(read: Read) -> ReaderQueue:
+    assert read.queue is not None
+    return read.queue

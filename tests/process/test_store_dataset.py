@@ -1,0 +1,120 @@
+"""Datasets over a store: payloads, what the cache has, and one prefetcher in each process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastload import ObjectDataset, TarDataset
+from fastload.errors import ArgumentError
+from tests.patience import wait_until
+from tests.sharddata import TOTAL, shards, write
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+N = 6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "data"
+    root.mkdir()
+    for number in range(N):
+        (root / f"{number}.bin").write_bytes(bytes([number]) * 100)
+    return root
+
+
+class KeepsItsState(ObjectDataset):
+    """Of a user who knows nothing of what belongs to one process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def test_payload_is_the_sample_before_decode_and_transform(folder: Path) -> None:
+    dataset = ObjectDataset(str(folder), len, str)
+    assert dataset[2] == "100" and bytes(dataset.payload(2)) == bytes([2]) * 100
+    assert bytes(dataset.payload(-1)) == bytes([N - 1]) * 100
+    with pytest.raises(IndexError):
+        dataset.payload(N)
+    dataset.close()
+
+
+def test_contains_says_whether_the_cache_has_a_sample_and_counts_no_miss(
+    folder: Path, tmp_path: Path
+) -> None:
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
+    assert dataset.cache is not None
+    assert not any(dataset.contains(index) for index in range(N))
+    assert dataset[1] == bytes([1]) * 100
+    dataset.flush_cache()
+    assert [dataset.contains(index) for index in range(N)] == [index == 1 for index in range(N)]
+    assert dataset.counters["cache.misses"] + dataset.cache.counters["cache.misses"] == 1
+    assert dataset.cache.lookup(dataset.cache_key(1)) is not None
+    dataset.close()
+
+
+def test_contains_without_a_cache_is_an_error(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match="cache="):
+        ObjectDataset(str(folder)).contains(0)
+
+
+def test_outstanding_counts_samples_that_were_read_ahead_and_not_used(folder: Path) -> None:
+    dataset = ObjectDataset(str(folder))
+    assert dataset.outstanding() == 0
+    dataset.prefetch(range(4))
+    assert dataset.outstanding() == 4
+    dataset[0], dataset[5]
+    assert dataset.outstanding() == 3
+    dataset.cancel([1, 2])
+    wait_until(lambda: dataset.outstanding() == 1, "two were dropped")
+    dataset.close()
+    assert dataset.outstanding() == 0
+
+
+def test_prefetch_with_an_index_out_of_range_requests_nothing(folder: Path) -> None:
+    dataset = ObjectDataset(str(folder))
+    with pytest.raises(IndexError):
+        dataset.prefetch([0, 1, N])
+    assert dataset.outstanding() == 0
+    dataset.close()
+
+
+@pytest.mark.parametrize("kind", [ObjectDataset, KeepsItsState])
+@pytest.mark.parametrize("way", [copy.copy, lambda dataset: pickle.loads(pickle.dumps(dataset))])
+def test_copy_of_a_dataset_in_use_has_a_prefetcher_of_its_own(
+    kind: type[ObjectDataset], way: Any, folder: Path
+) -> None:
+    dataset = kind(str(folder))
+    dataset.prefetch([3])
+    other = way(dataset)
+    if kind is ObjectDataset or way is not copy.copy:  # a shallow copy of all attributes shares it
+        assert other.outstanding() == 0
+    assert other[3] == dataset[3] == bytes([3]) * 100
+    other.close()
+    dataset.close()
+
+
+@pytest.mark.parametrize("kind", ["objects", "tar"])
+def test_forked_child_reads_with_threads_of_its_own(kind: str, folder: Path, tmp_path: Path) -> None:
+    if kind == "tar":
+        dataset: Any = TarDataset(write(tmp_path, shards("tar", index=True)))
+        assert len(dataset) == TOTAL
+    else:
+        dataset = ObjectDataset(str(folder))
+    dataset.prefetch([1, 2])
+    expected = dataset.key(1), bytes(dataset.payload(1))
+    child = os.fork()
+    if child == 0:
+        same = dataset.outstanding() == 0 and (dataset.key(1), bytes(dataset.payload(1))) == expected
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert dataset.outstanding() == 1
+    dataset.close()
