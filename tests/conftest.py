@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -110,3 +111,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
         time.sleep(0.05)
+
+
+@pytest.fixture
+def no_aws_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the environment nor the profiles of this machine have AWS settings."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-config"))
