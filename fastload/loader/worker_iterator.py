@@ -22,8 +22,8 @@ from fastload.datasets.protocols import as_rows
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.progress import Progress
 from fastload.metrics.tracing import stage
-from fastload.workers.messages import Result, WorkerSetup
 from fastload.workers.pool import WorkerPool
+from fastload.workers.protocol import Result, WorkerSetup
 
 __all__ = ["WorkerIterator"]
 

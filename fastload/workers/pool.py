@@ -18,11 +18,10 @@ from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 from fastload.errors import WorkerError
-from fastload.workers.channel import Channel
-from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
 from fastload.workers.packing import PackedBatch
-from fastload.workers.slot_map import SlotMap, forking_a_worker
+from fastload.workers.protocol import Channel, EpochStart, Result, Work, WorkerSetup
 from fastload.workers.slot_memory import Pin
+from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
 
 __all__ = ["WorkerPool"]
@@ -71,7 +70,7 @@ class WorkerPool:
     ) -> None:
         self._workers: list[_Handle] = []
         self._setup = setup
-        self._epoch: Epoch | None = None  # that runs
+        self._epoch: EpochStart | None = None  # that runs
         self._context = context
         self._pin = pin
         self._open = True
@@ -134,7 +133,7 @@ class WorkerPool:
         self, first: int, seed: int, epoch: int, *, streamed: bool = False, shared_seed: int | None = None
     ) -> None:
         """Results older than sequence number `first` are not wanted any more."""
-        self._epoch = Epoch(first, seed, epoch, streamed, shared_seed)
+        self._epoch = EpochStart(first, seed, epoch, streamed, shared_seed)
         for worker in self._workers:
             worker.consumed = 0
             self._send(worker, self._epoch)
@@ -158,7 +157,7 @@ class WorkerPool:
     def _tell(self, worker: _Handle, seq: int, index: Any, encoded: bool = False) -> None:
         self._send(worker, Work(worker.consumed, *worker.slots.take_returned(), seq, index, encoded))
 
-    def _send(self, worker: _Handle, message: Epoch | Work) -> None:
+    def _send(self, worker: _Handle, message: EpochStart | Work) -> None:
         # A death is reported when the worker's batch is due, with what it had sent before.
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)

@@ -17,6 +17,7 @@ __all__ = [
     "Bytes",
     "Lease",
     "Pin",
+    "anonymous_file",
     "contiguous_stride",
     "extent",
     "map_shared",
@@ -43,6 +44,13 @@ Pin = Callable[[int, int], Callable[[], object]]  # (address, bytes) -> what und
 class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
     """A slot's bytes for the life of one batch. A class of its own, so that NumPy's views of it keep it as
     their base: its finalizer then runs when the last tensor over the slot dies."""
+
+
+def anonymous_file(nbytes: int) -> int:
+    """A descriptor of a new memory file of `nbytes` bytes, with no name that could leak in /dev/shm."""
+    fd = os.memfd_create("fastload", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return fd
 
 
 def map_shared(fd: int, nbytes: int, pin: Pin | None = None) -> Bytes:

@@ -20,8 +20,7 @@ from fastload.gpu.cuda import Cpu
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.metrics.counters import Counters
 from fastload.workers import slot_memory as memory
-from fastload.workers.slot_map import SlotMap
-from fastload.workers.slots import SlotPool
+from fastload.workers.slots import SlotMap, SlotPool
 from tests.fakecuda import GARBAGE, FakeCuda
 from tests.feed_cases import *  # noqa: F403
 from tests.feed_cases import Target, ids

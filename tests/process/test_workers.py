@@ -25,8 +25,7 @@ from torch.utils.data import default_collate
 
 from fastload import DataLoader
 from fastload.errors import WorkerError
-from fastload.workers.slot_map import SlotMap
-from fastload.workers.slots import SlotPool
+from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
     FormatsItself,
@@ -229,7 +228,7 @@ def test_a_death_is_reported_at_once() -> None:
 @pytest.fixture
 def no_end_of_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Some other process holds the workers' ends of their sockets, so their deaths are no end-of-file."""
-    from fastload.workers.channel import Channel
+    from fastload.workers.protocol import Channel
 
     kept: list[Any] = []
     pair = Channel.pair.__func__  # type: ignore[attr-defined]

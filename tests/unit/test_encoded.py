@@ -16,8 +16,7 @@ from fastload.gpu.decoders import finish_decoding, start_decoding
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
 from fastload.images.headers import is_plain_jpeg
-from fastload.workers.slot_map import SlotMap
-from fastload.workers.slots import SlotPool
+from fastload.workers.slots import SlotMap, SlotPool
 from tests.encodedimages import ordinary
 from tests.photos import pillow_jpeg, png, scene, variants
 
