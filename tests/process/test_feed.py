@@ -101,7 +101,7 @@ def test_twin_with_a_hold_that_asks_nobody_it_is(fake: FakeCuda, monkeypatch: py
     slots = Slots(feed)
     fake.gate.clear()
     feed.stage(0, slots.send(0))
-    feed._let_go()
+    feed._release_read()
     slots.send(1)
     fake.gate.set()
     assert int(feed.take(0, None)[0, 0]) == 1

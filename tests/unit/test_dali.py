@@ -223,7 +223,7 @@ def test_a_decoder_that_only_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
     decoder, batches = _decoder(), _batches(set(), 8)
     monkeypatch.setattr(decoder, "_collect", fail)
-    with pytest.raises(FastloadError, match=r"in a row on images that are sound.*out of memory"):
+    with pytest.raises(FastloadError, match=r"in a row on sound images.*out of memory"):
         for batch in batches:
             _check(decoder.start(batch)(), batch)
     decoder.close()
