@@ -34,7 +34,7 @@ _FD_BYTES = array("i", [0]).itemsize
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """All that a worker needs to know; inherited under fork, pickled otherwise."""
+    """The arguments of a worker; inherited under fork, pickled otherwise."""
 
     dataset: Any
     collate_fn: Any
@@ -47,47 +47,51 @@ class WorkerSetup:
     on_error: str
     seeded: bool
     batch_size: int
-    positions: list[dict[str, Any]] | None  # where each worker takes up the dataset; see `Progress`
+    positions: list[dict[str, Any]] | None  # where each worker resumes the dataset, see `dataset_state`
 
 
 class EpochStart(NamedTuple):
-    first: int  # sequence number of its first batch: what is older is not wanted any more
+    """An epoch begins."""
+
+    first: int  # sequence number of its first batch; older work is void
     seed: int
     epoch: int
     streamed: bool  # index batches are `TakeNext`
-    shared_seed: int | None  # of all workers and ranks, for torch's iterable data pipes
+    shared_seed: int | None  # the same for all workers and ranks, for torch's iterable data pipes
 
 
 class Work(NamedTuple):
-    consumed: int  # batches of this epoch and worker that were taken out of the loader, or dropped, so far
+    """An index batch for one worker."""
+
+    consumed: int  # batches of this epoch and worker that have left the loader, or were dropped
     released: list[int]  # slots
     given_up: list[int]  # slots that must not be used again
     seq: int  # -1: there are no more index batches in this epoch
     index: Any
-    encoded: bool  # its images are to be decoded by the trainer's process
+    encoded: bool  # the trainer's process decodes its images
 
 
 class Failure(NamedTuple):
-    """What a worker's exception was, so that the trainer can raise the same.
+    """A worker's exception, which the trainer raises again.
 
-    The exception travels as bytes: one that cannot be rebuilt over there must not take its message with it.
+    The exception travels as bytes: one that cannot be rebuilt there must not spoil the message.
     """
 
     pickled: bytes  # (the exception or None, its type or None)
     name: str
     text: str  # the worker's traceback
-    sample: str  # the sample or samples to blame, and why; or ""
+    sample: str  # the sample or samples at fault, and why; or ""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Take down an exception that was just caught."""
+        """Describe an exception that was just caught."""
         text = "".join(traceback.format_exception(error))
         sample = error.__dict__.pop("fastload_sample", "")
         pickled = _round_trip((error, type(error))) or _round_trip((None, type(error))) or _NOTHING
         return cls(pickled, type(error).__name__, text, sample)
 
     def reraise(self, where: str) -> NoReturn:
-        """Raise what the dataset raised: its own type, the worker's traceback in its text or as its cause."""
+        """Raise the exception in its own type, with the worker's traceback in its text or as its cause."""
         text = f"Caught {self.name} {where}.\nOriginal {self.text}"
         if self.sample:
             text += f"({self.sample})\n"
@@ -110,7 +114,7 @@ _NOTHING = pickle.dumps((None, None))
 
 
 def _round_trip(thing: tuple[Exception | None, type[Exception]]) -> bytes | None:
-    """Its pickle, where it comes back as what it was: an exception may pickle and yet fail to be rebuilt."""
+    """Its pickle, or None where that cannot be loaded: an exception may pickle and still fail to load."""
     try:
         pickled = bytes(ForkingPickler.dumps(thing))
         return pickled if type(pickle.loads(pickled)[0]) is type(thing[0]) else None
@@ -130,20 +134,20 @@ def _is_one_text(error: BaseException) -> bool:
 
 
 class Result(NamedTuple):
-    """What came of one index batch."""
+    """The answer to one index batch."""
 
     seq: int
     packed: PackedBatch | None
     failure: Failure | None
-    exhausted: bool  # an iterable dataset or a stream has no more; not one of the batches that are consumed
+    exhausted: bool  # an iterable dataset or a stream is over; this is not a batch
     counters: dict[str, float]
     bad: list[tuple[str, str]]
-    before: Any = None  # the state of a dataset that has one, with the worker's first result of an epoch
-    after: Any = None  # the state with this batch made; of a stream, where the epoch is read as streams
+    before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
+    after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
 
 
 class Channel:
-    """One end of the pair. `send` never blocks: what the socket cannot take yet waits in an outbox."""
+    """One end of the pair. `send` never blocks: an outbox keeps messages that do not fit the socket yet."""
 
     _trainer_ends: ClassVar[weakref.WeakSet[Channel]] = weakref.WeakSet()
 
@@ -168,7 +172,7 @@ class Channel:
         return bool(self._outbox)
 
     def send(self, message: Any, fds: list[int] | None = None) -> None:
-        """Queue `message` and descriptors `fds`, which this call takes over and closes once they are sent."""
+        """Queue `message` and the descriptors `fds`, which are closed once they are sent."""
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         fds = list(fds or ())
         if len(data) > _PACKET_LIMIT:
@@ -179,7 +183,7 @@ class Channel:
         self.flush(wait=False)
 
     def flush(self, *, wait: bool) -> None:
-        """Send what the outbox holds; with `wait`, block until the peer has taken all of it.
+        """Send the outbox; with `wait`, block until the peer has taken all of it.
 
         Raises:
             BrokenPipeError, ConnectionResetError: the peer is gone.
@@ -198,7 +202,7 @@ class Channel:
                 os.close(fd)
 
     def receive(self, *, wait: bool) -> tuple[Any, list[int]] | None:
-        """The next message with its descriptors, or None where there is none yet (only without `wait`).
+        """The next message with its descriptors; None where none has arrived (only without `wait`).
 
         Raises:
             EOFError: the peer closed its end or died.

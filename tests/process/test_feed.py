@@ -89,12 +89,16 @@ def test_a_slot_is_not_used_again_before_its_copy_ended(fake: FakeCuda) -> None:
     assert _late_copy(fake) == [0, 1]
 
 
-def test_twin_without_the_hold_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_slot_with_guard_removed_is_used_again(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DevicePrefetcher, "_hold", lambda self, copy: None)
     assert _late_copy(fake) == [1, 1]
 
 
-def test_twin_with_a_hold_that_asks_nobody_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_slot_with_guard_removed_from_event_is_used_again(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.fakecuda.FakeEvent.query", lambda self: True)
     monkeypatch.setattr("tests.fakecuda.FakeEvent.elapsed_time", lambda self, other: 0.0)
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
@@ -114,7 +118,8 @@ def test_the_consumer_waits_for_the_copy(fake: FakeCuda) -> None:
         ids(batch)
 
 
-def test_twin_that_does_not_wait_sees_garbage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_consumer_with_guard_removed_sees_garbage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCuda, "wait", lambda self, event: None)
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)

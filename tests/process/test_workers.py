@@ -248,7 +248,8 @@ def test_a_death_is_reported_without_end_of_file(no_end_of_file: None) -> None:
     assert any(_time_to_report(_sleepy()) < 2 for _ in range(3))
 
 
-def test_twin_without_both_guards_a_death_is_not_reported(
+@pytest.mark.stress
+def test_death_with_guards_removed_is_not_reported(
     no_end_of_file: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
@@ -426,7 +427,8 @@ def test_a_slot_that_still_has_a_tensor_is_not_used_again() -> None:
     assert kept != following
 
 
-def test_twin_without_that_guard_it_is_overwritten() -> None:
+@pytest.mark.stress
+def test_slot_with_guard_removed_is_overwritten() -> None:
     class Careless(SlotPool):
         def _take(self, nbytes: int) -> Any:
             for slot in self._free:

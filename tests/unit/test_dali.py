@@ -107,8 +107,9 @@ def png_of(width: int, height: int) -> bytes:
     return png(Image.fromarray(scene(width, height)))
 
 
-def test_a_flip_that_is_left_out_shows() -> None:
-    """The twin of the test above: it would see a missing flip, and a box that is one pixel off."""
+@pytest.mark.stress
+def test_missing_flip_is_seen() -> None:
+    """The test above would see a missing flip, and a box that is one pixel off."""
     encoded = encode(RandomResizedCrop(64, flip=1), {"a": GOOD})
     expected, _ = decode_by_kernel(encoded, "raise")
     decoder = _decoder()

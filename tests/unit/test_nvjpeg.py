@@ -119,8 +119,9 @@ def test_engines_that_do_not_honour_stream_order() -> None:
     assert _run(_LateEngine()) == (True, True)
 
 
-def test_without_the_waits_it_shows() -> None:
-    """The twins: each of the two waits taken out is seen by the test above."""
+@pytest.mark.stress
+def test_engines_with_guards_removed_read_and_write_too_early() -> None:
+    """Each of the two waits, removed, is seen by the test above."""
     assert _run(_NeverWaitsBefore())[0] is False
     assert _run(_NeverWaitsAfter())[1] is False
 
