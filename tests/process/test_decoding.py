@@ -26,7 +26,8 @@ from fastload import (
 )
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.gpu.dali import DaliDecoder, why_no_dali
-from fastload.gpu.decoding import Decoding, _Kernel, measure_decoder
+from fastload.gpu.decoders import KernelDecoder
+from fastload.gpu.decoding import Decoding, measure_decoder
 from fastload.gpu.nvjpeg import NvJpegDecoder
 from fastload.images.encoded import EncodedBatch, EncodedImages
 from fastload.metrics.counters import Counters
@@ -421,7 +422,7 @@ def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.Mon
 def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel decodes what came encoded for the trial; its pixels are to be where all others are."""
     encoded = encode(RandomResizedCrop(24, flip=0.5), {"a": pillow_jpeg(scene(96, 72))})
-    kernel = _Kernel(torch.device("meta"), "raise", Counters(), [])
+    kernel = KernelDecoder(torch.device("meta"), "raise", Counters(), [])
     assert kernel.start(encoded)().device.type == "meta"
     for reason in ("why_no_dali", "why_no_nvjpeg"):
         monkeypatch.setattr(f"fastload.gpu.decoding.{reason}", lambda *device: "not installed")
