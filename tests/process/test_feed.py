@@ -73,7 +73,7 @@ class Slots:
 
 
 def _late_copy(fake: FakeCuda) -> list[int]:
-    """The first value of two batches, the copy of the first of which runs after the second was made."""
+    """The first values of two batches; the copy of the first runs after the second was made."""
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
@@ -131,7 +131,7 @@ def test_consumer_with_guard_removed_sees_garbage(fake: FakeCuda, monkeypatch: p
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_handed_over_is_kept_for_the_consumers_stream(fake: FakeCuda, workers: int) -> None:
+def test_handed_over_batch_is_kept_for_the_consumers_stream(fake: FakeCuda, workers: int) -> None:
     def collate(samples: list[torch.Tensor]) -> Any:
         return {"a": torch.stack(samples), "b": [samples[0].clone()]}
 
@@ -222,7 +222,7 @@ def test_one_batch_goes_while_the_next_ones_are_copied(fake: FakeCuda) -> None:
 
 
 def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
-    """As workers of a second loader do, which inherit staged batches and registered slots."""
+    """Like workers of a second loader, which inherit started batches and registered slots."""
     loader = DataLoader(Numbers(40, numbered), num_workers=1, device="cuda")
     iterator = iter(loader)
     next(iterator)
@@ -262,7 +262,7 @@ def test_an_interrupt_loses_no_batch_silently(fake: FakeCuda) -> None:
     assert interrupts in (1, 2) and got == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
-def test_what_the_device_did_is_counted(fake: FakeCuda) -> None:
+def test_time_of_the_device_is_counted(fake: FakeCuda) -> None:
     loader = DataLoader(Numbers(40, numbered), batch_size=4, num_workers=1, device="cuda")
     for batch in loader:
         del batch
@@ -291,7 +291,7 @@ def test_arguments(options: Any, text: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
-def test_no_gpu_is_said_at_once(device: Any) -> None:
+def test_missing_gpu_is_reported_at_once(device: Any) -> None:
     with pytest.raises(ArgumentError, match=r"needs CUDA, and .*use device='cpu'"):
         DataLoader(Numbers(3), device=device)
 
