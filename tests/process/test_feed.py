@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastload.gpu.transfer, "Cuda", fake)
-    monkeypatch.setattr(fastload.loader, "checked", lambda name: None if name is None else torch.device(name))
+    monkeypatch.setattr(
+        "fastload.loader.dataloader.resolve_device",
+        lambda name: None if name is None else torch.device(name),
+    )
 
 
 @pytest.fixture
@@ -299,7 +302,7 @@ def test_missing_gpu_is_reported_at_once(device: Any) -> None:
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert fastload.gpu.cuda.checked("cuda:1") == torch.device("cuda:1")
+    assert fastload.gpu.cuda.resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ArgumentError, match="torch sees 2 GPUs here"):
         DataLoader(Numbers(3), device="cuda:2")
 
