@@ -4,8 +4,8 @@
                          (slot)    └─── on the side stream ───┘  │
                          slot goes back, once the device is there┘
 
-`stage` does all steps but the last, for batches that are not asked for yet, and never waits for the device.
-`take` hands over. There is no thread: a start costs a few launches, in calls of `next()` that happen anyway.
+`start` does all steps but the last, for batches that are not asked for yet, and never waits for the device.
+`get` hands over. There is no thread: a start costs a few launches, in calls of `next()` that happen anyway.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Decodes(Protocol):
 
 
 @dataclass
-class _Staged:
+class _Started:
     """A batch on the device, or its error."""
 
     batch: Any = None
@@ -91,7 +91,7 @@ class DevicePrefetcher:
         self._transform = transform
         self._counters = counters
         self._owner = os.getpid()
-        self._staged: dict[Hashable, _Staged] = {}
+        self._started: dict[Hashable, _Started] = {}
         self._reading: deque[_Copy] = deque()
         self._idle = _IdleTime(counters)
         self._warned = False
@@ -122,91 +122,91 @@ class DevicePrefetcher:
         """Host memory for a batch made in this process."""
         return self._device.allocate(shape, dtype)
 
-    def rest(self) -> None:
+    def end_epoch(self) -> None:
         """An epoch is over: the device's work until the next one does not count."""
         self._idle.forget()
 
-    def ask(self) -> None:
+    def mark_wait(self) -> None:
         """The consumer asks for its next batch."""
         if self.copies:
             self._idle.ask(self._device.event())
 
-    def stage(self, key: Hashable, load: Callable[[], Any]) -> None:
+    def start(self, key: Hashable, load: Callable[[], Any]) -> None:
         """Start the batch `load()`, unless it was started. `load` is called once in any case.
 
-        An error is kept for `take(key)`. Ctrl-C, and others that are not an `Exception`, are raised here too.
+        An error is kept for `get(key)`. Ctrl-C, and others that are not an `Exception`, are raised here too.
         """
-        if key in self._staged:
+        if key in self._started:
             return
         self._release_read()
-        staged = self._staged[key] = _Staged()
+        started = self._started[key] = _Started()
         try:
-            self._send(load(), staged)
+            self._send(load(), started)
         except BaseException as error:
-            staged.error = error
+            started.error = error
             if not isinstance(error, Exception):
                 raise
 
-    def take(self, key: Hashable, load: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
         """The batch, for the consumer's current stream; started now if it was not.
 
         Raises:
             Exception: the error of `load`, of a copy, or of the transform (with a note that names it).
         """
         try:
-            self.stage(key, load)
+            self.start(key, load)
         finally:
-            staged = self._staged.pop(key)
-        if staged.error is not None:
-            raise staged.error
-        if staged.decoding:
-            self._finish(staged)
-        assert staged.ready is not None
-        self._device.wait(staged.ready)
-        for tensor in tree_leaves(staged.batch) if self.copies else ():
+            started = self._started.pop(key)
+        if started.error is not None:
+            raise started.error
+        if started.decoding:
+            self._finish(started)
+        assert started.ready is not None
+        self._device.wait(started.ready)
+        for tensor in tree_leaves(started.batch) if self.copies else ():
             self._device.keep(tensor)
-        self._idle.ready(staged.ready)
+        self._idle.ready(started.ready)
         self._release_read()
-        return staged.batch
+        return started.batch
 
     def drop(self, key: Hashable) -> bool:
         """Forget a started batch; False if it was not started."""
-        return self._staged.pop(key, None) is not None
+        return self._started.pop(key, None) is not None
 
     def close(self) -> None:
         """Forget the started batches, and wait until the device has read all host memory."""
         if os.getpid() != self._owner:
             return
-        self._staged.clear()
+        self._started.clear()
         start = time.perf_counter()
         while self._reading:
             self._reading[0].ready.synchronize()
             self._release_read()
         self._counters.add("copy.wait_seconds", time.perf_counter() - start)
 
-    def _send(self, host: Any, staged: _Staged) -> None:
+    def _send(self, host: Any, started: _Started) -> None:
         device = self._device
         with device.side():
-            started = copied = device.event()
+            before = copied = device.event()
             try:
                 begun = host if self._decoding is None else self._decoding.begin(host)
-                staged.batch = tree_map(begun, self._copy)
+                started.batch = tree_map(begun, self._copy)
                 copied = device.event()
-                staged.decoding = begun is not host
-                if not staged.decoding:
-                    self._apply_transform(staged)
+                started.decoding = begun is not host
+                if not started.decoding:
+                    self._apply_transform(started)
             finally:
                 # After an error too: a copy may be running, and a transform may read host memory.
-                staged.ready = device.event()
-                self._hold(_Copy(host, started, copied, staged.ready))
+                started.ready = device.event()
+                self._hold(_Copy(host, before, copied, started.ready))
 
-    def _finish(self, staged: _Staged) -> None:
+    def _finish(self, started: _Started) -> None:
         """Wait for the pixels of a batch that was asked for. Later batches are decoded meanwhile."""
         assert self._decoding is not None
         with self._device.side():
-            staged.batch = self._decoding.finish(staged.batch)
-            self._apply_transform(staged)
-            staged.ready = self._device.event()
+            started.batch = self._decoding.finish(started.batch)
+            self._apply_transform(started)
+            started.ready = self._device.event()
 
     def _copy(self, leaf: Any) -> Any:
         copy = self._device.copy(leaf)
@@ -214,12 +214,12 @@ class DevicePrefetcher:
             self._counters.add("copy.bytes", leaf.nbytes)
         return copy
 
-    def _apply_transform(self, staged: _Staged) -> None:
+    def _apply_transform(self, started: _Started) -> None:
         if self._transform is None:
             return
         try:
             with torch.profiler.record_function("fastload.batch_transform"):
-                staged.batch = self._transform(staged.batch)
+                started.batch = self._transform(started.batch)
         except StopIteration as error:
             # Left alone it would end the epoch silently.
             raise RuntimeError("[batch_transform] raised StopIteration") from error

@@ -149,7 +149,7 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
 
     def _read_next(self) -> Any:
         if self._feed is not None:
-            self._feed.ask()
+            self._feed.mark_wait()
         start, drawn = time.perf_counter(), self._counters["sampler.seconds"]
         data = self._fetch() if self._maker is None else self._make(self._maker)
         data = self._finished(data)
@@ -192,7 +192,7 @@ class InProcessIterator(torch_dataloader._SingleProcessDataLoaderIter):
     def _finished(self, data: Any) -> Any:
         """Taken to the device and transformed, or pinned, as asked for."""
         if self._feed is not None:
-            data = self._feed.take(0, lambda: data)
+            data = self._feed.get(0, lambda: data)
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return data

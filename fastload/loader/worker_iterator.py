@@ -86,7 +86,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         for seq in list(self._arrived):
             self._discard(*self._arrived.pop(seq))
         if self._feed is not None:
-            self._feed.rest()
+            self._feed.end_epoch()
         self._owner.clear()
         self._first = self._sent
         self._streams = self._progress.streams
@@ -119,7 +119,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
             self._pool.check_open()
         self._meter.asked()
         if self._feed is not None:
-            self._feed.ask()
+            self._feed.mark_wait()
         while True:
             seq = self._due()
             if seq is None:
@@ -166,7 +166,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         for seq in itertools.islice(here, 1 + self._feed.ahead):
             worker_id, result = self._arrived[seq]
             if result.packed is not None:
-                self._feed.stage(seq, functools.partial(self._pool.unpack, worker_id, result.packed))
+                self._feed.start(seq, functools.partial(self._pool.unpack, worker_id, result.packed))
 
     def _ready(self) -> int:
         """How many batches are here that will be handed out."""
@@ -208,7 +208,7 @@ class WorkerIterator(torch_dataloader._BaseDataLoaderIter):
         if result.packed is not None:
             unpack = functools.partial(self._pool.unpack, worker_id, result.packed)
             with stage("unpack"):
-                data = unpack() if self._feed is None else self._feed.take(result.seq, unpack)
+                data = unpack() if self._feed is None else self._feed.get(result.seq, unpack)
         if self._pin_memory:
             data = torch_pin_memory.pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return data

@@ -80,10 +80,10 @@ def _late_copy(fake: FakeCuda) -> list[int]:
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    feed.stage(0, slots.send(0))
+    feed.start(0, slots.send(0))
     second = slots.send(1)
     fake.gate.set()
-    values = [int(feed.take(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
+    values = [int(feed.get(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
     feed.close()
     return values
 
@@ -107,11 +107,11 @@ def test_slot_with_guard_removed_from_event_is_used_again(
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    feed.stage(0, slots.send(0))
+    feed.start(0, slots.send(0))
     feed._release_read()
     slots.send(1)
     fake.gate.set()
-    assert int(feed.take(0, None)[0, 0]) == 1
+    assert int(feed.get(0, None)[0, 0]) == 1
     feed.close()
 
 
@@ -127,7 +127,7 @@ def test_consumer_with_guard_removed_sees_garbage(fake: FakeCuda, monkeypatch: p
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    batch = feed.take(0, slots.send(7))
+    batch = feed.get(0, slots.send(7))
     assert (batch.view(torch.uint8) == GARBAGE).all()
     fake.gate.set()
     feed.close()
@@ -221,7 +221,7 @@ def test_one_batch_goes_while_the_next_ones_are_copied(fake: FakeCuda) -> None:
     while set(list(iterator._owner)[:4]) - set(iterator._arrived):
         iterator._receive()
     next(iterator)
-    assert len(iterator._feed._staged) == 2
+    assert len(iterator._feed._started) == 2
 
 
 def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
