@@ -1,7 +1,7 @@
-"""What the feed needs of a device, and the two that there are: CUDA, and the CPU itself.
+"""The device interface of the device prefetcher, and its two implementations: CUDA and the CPU.
 
-Everything that fastload asks of CUDA goes through `Cuda`. Nothing is asked before the first batch, so that
-workers are forked from a process without a CUDA context, and nothing ever in a worker.
+All calls of CUDA go through `Cuda`. There is none before the first batch, so that workers are forked from a
+process without a CUDA context, and none in a worker.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ class Event(Protocol):
     """A point in a stream's work. torch.cuda.Event is one."""
 
     def query(self) -> bool:
-        """Whether the stream has come to it."""
+        """Whether the stream has reached it."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the stream has reached it."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to another that the device has come to as well."""
+        """Milliseconds from this event to another; the device has reached both."""
 
 
 class Device(Protocol):
-    """A device with a side stream, on which copies and transforms run beside the consumer's work."""
+    """A device with a side stream, on which copies and transforms run in parallel to the consumer's work."""
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, work goes to the side stream."""
+        """A context in which work goes to the side stream."""
 
     def event(self) -> Event:
-        """The point that the current stream is at."""
+        """The current point of the current stream."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in host memory that the device reads by itself."""
+        """An uninitialised tensor in host memory that the device can read by itself."""
 
     def copy(self, leaf: Any) -> Any:
-        """A tensor, or an object with a method `to`, on the device. The host's memory is read until the next
-        event of this stream."""
+        """A tensor, or an object with a method `to`, on the device. It reads the host's memory until the
+        next event of this stream."""
 
     def wait(self, event: Event) -> None:
-        """The current stream does nothing more before `event`. This thread does not wait."""
+        """Make the current stream wait for `event`. This thread does not wait."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The current stream uses the tensor: once dropped, its memory serves nobody before that is over."""
+        """The current stream uses the tensor: its memory is not reused before that use is over."""
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Make host memory one that the device reads by itself; False where that cannot be done."""
+        """Let the device read this host memory by itself; False where that fails."""
 
     def unregister(self, address: int) -> None:
-        """Undo it. Nothing must be reading there any more."""
+        """Undo `register`. The device must have read the memory."""
 
 
 class Cuda:
     """One CUDA device.
 
     Args:
-        device: of type "cuda". Without an index: the current device at this moment, and for good, whatever
-            becomes the current one later.
+        device: of type "cuda". Without an index: the current device at this moment, even if another one
+            becomes current later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Cuda:
         self._owner = os.getpid()
         self._side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._consumer = torch.cuda.current_stream(self._device)
-        # What the transform uses may have been made just before the loop, by work that has not run yet.
+        # Tensors that the transform uses may still be in the making on the consumer's stream.
         self._side.wait_stream(self._consumer)
 
     def side(self) -> contextlib.AbstractContextManager[Any]:
@@ -96,7 +96,7 @@ class Cuda:
         if not isinstance(leaf, torch.Tensor):
             try:
                 return leaf.to(self._device, non_blocking=True)
-            except TypeError:  # a `to` that takes nothing but the device
+            except TypeError:  # a `to` without other arguments
                 return leaf.to(self._device)
         if leaf.device == self._device:  # made by the consumer's stream, where there are no workers
             self._side.wait_stream(self._consumer)
@@ -114,12 +114,12 @@ class Cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def register(self, address: int, nbytes: int) -> bool:
-        # Under the device that is fed: another one would get a context, and lose the memory for it.
+        # With this device current: on another one the call would create a context, which takes memory.
         with torch.cuda.device(self._device):
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             if cudart.cudaHostRegister(address, nbytes, _PORTABLE) == cudart.cudaError.success:
                 return True
-            # The next kernel launch, whoever's it is, would raise this error again: take it out of the way.
+            # The next kernel launch would raise this error again: clear it.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device)
             return False
@@ -133,7 +133,7 @@ class Cuda:
 
 
 class _Passed:
-    """An event that is over."""
+    """An event that has passed."""
 
     def query(self) -> bool:
         return True
@@ -146,7 +146,7 @@ class _Passed:
 
 
 class Cpu:
-    """The same for batches that stay in host memory: nothing is copied, and nothing has to be waited for."""
+    """The device for batches that stay in host memory: no copies, no waits."""
 
     _passed = _Passed()
 
@@ -176,10 +176,10 @@ class Cpu:
 
 
 def resolve_device(device: Any) -> torch.device | None:
-    """The argument `device` of a loader as a torch.device that can be used here. Makes no CUDA context.
+    """The argument `device` of a loader as a usable torch.device. Creates no CUDA context.
 
     Raises:
-        ArgumentError: it names no device, or none that is here.
+        ArgumentError: it names no device, or one that this machine lacks.
     """
     if device is None:
         return None

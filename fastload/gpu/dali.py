@@ -4,7 +4,7 @@
                                       the part of a JPEG        antialiased linear
 
 DALI works on up to `queue_depth` batches in its own threads. An image that it cannot decode ends the whole
-pipeline; the kernel then decodes that batch, and a new pipeline takes up those behind it.
+pipeline: the kernel then decodes that batch, and a new pipeline takes the batches after it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from fastload.errors import ArgumentError, FastloadError
-from fastload.gpu.decoders import BadSamples
-from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.gpu.decoders import BadSamples, BaseDecoder
+from fastload.images.encoded import EncodedImages
 from fastload.metrics.counters import Counters
 
 __all__ = ["Dali", "DaliDecoder", "why_no_dali"]
@@ -42,14 +42,16 @@ class Dali:
     """`decode=Dali(...)`: decode by NVIDIA DALI, with other settings than those of `decode="dali"`.
 
     Args:
-        hw_decoder_load: the share of the JPEGs, 0 to 1, that the GPU's JPEG engines take; the rest is shared
-            by CUDA and the CPU. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; a CPU with
-            many idle cores may do better with less.
+        hw_decoder_load: the share of the JPEGs, 0 to 1, for the GPU's JPEG engines; CUDA and the CPU share
+        the
+            rest. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; with many idle cores, less
+            may be faster.
         queue_depth: batches that DALI works on at a time.
-        threads: of DALI, for reading JPEGs and for what the engines do not do. None: as many as this
-            process has cores, on a GPU at most 8.
-        width_hint, height_hint: of the largest image, for which memory is set aside once. None: the largest
-            of the first batch.
+        threads: of DALI, for parsing JPEGs and for the work that the engines leave. None: one for each core
+        of
+            this process, on a GPU at most 8.
+        width_hint, height_hint: of the largest image; memory for it is set aside once. None: the largest
+            image of the first batch.
 
     Raises:
         ArgumentError: an argument is out of range.
@@ -72,7 +74,7 @@ class Dali:
 
 
 def why_no_dali() -> str | None:
-    """None where DALI is installed; else what to do."""
+    """None where DALI is installed; else the remedy."""
     try:
         found = importlib.util.find_spec("nvidia.dali")
     except ModuleNotFoundError:
@@ -81,7 +83,7 @@ def why_no_dali() -> str | None:
 
 
 class _Batch:
-    """A batch on its way: in the end it has images or an error."""
+    """A batch in the pipeline; in the end it has images or an error."""
 
     def __init__(self, encoded: EncodedImages) -> None:
         self.encoded = encoded
@@ -90,13 +92,12 @@ class _Batch:
         self.error: Exception | None = None
 
 
-class DaliDecoder:
+class DaliDecoder(BaseDecoder):
     """An `ImageDecoder`.
 
     Args:
-        device: "cuda" with an index, or "cpu".
-        on_error: as the loader's.
-        counters, bad: where it counts, see `ImageDecoder`.
+        device, on_error, counters, bad: see `BaseDecoder`.
+        options: None: the defaults.
     """
 
     def __init__(
@@ -107,15 +108,13 @@ class DaliDecoder:
         bad: BadSamples,
         options: Dali | None = None,
     ) -> None:
-        self._device = device
-        self._on_error = on_error
+        super().__init__(device, on_error, counters, bad)
         self._options = options or Dali()
-        self.counters, self.bad = counters, bad
         self._queue: deque[_Batch] = deque()  # fed, oldest first
         self._pipe: Any = None
         self._built_for: tuple[Any, ...] = ()
         self._unexplained = 0
-        self._copied: deque[tuple[Any, Any]] = deque()  # (event, what is read until then)
+        self._copied: deque[tuple[Any, Any]] = deque()  # (event, tensors that are read until then)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         with self.counters.timed("decoder"):
@@ -160,10 +159,10 @@ class DaliDecoder:
         self._pipe.schedule_run()
 
     def _feed_from(self, position: int) -> None:
-        """Feed what the queue has from there on, as far as the pipeline takes it.
+        """Feed the queue from this position on, as far as the pipeline accepts it.
 
-        A pipeline that an image has ended takes nothing more. That image's batch is in the queue, its turn
-        comes first, and then the rest is fed to a new pipeline: what was not fed is never waited for.
+        A pipeline that an image has ended accepts nothing more. The batch of that image is in the queue and
+        has its turn first. Then a new pipeline gets the rest: a batch that was not fed is never waited for.
         """
         for k in range(position, len(self._queue)):
             try:
@@ -191,13 +190,13 @@ class DaliDecoder:
         return self._with_pixels(batch, images)
 
     def _with_pixels(self, batch: _Batch, images: torch.Tensor | None) -> torch.Tensor:
-        """DALI's images and those decoded before, in memory of torch's where it matters."""
+        """DALI's images and those that workers decoded, on a GPU in torch's own memory."""
         encoded = batch.encoded
         on_gpu = self._device.type == "cuda"
         if images is not None and len(batch.rows) == len(encoded) and not on_gpu:
             return images
-        # On a GPU a copy within its memory, 25 us for 256 images: DALI would use its own again without asking
-        # the streams that still read it.
+        # On a GPU this copies within its memory, 25 us for 256 images: DALI reuses its own memory without
+        # waiting for the streams that still read it.
         out = torch.empty(encoded.shape, dtype=torch.uint8, device=self._device)
         if images is not None and len(batch.rows) == len(encoded):
             out.copy_(images)
@@ -215,18 +214,15 @@ class DaliDecoder:
     # --- when it goes wrong
 
     def _fall_back(self, batch: _Batch, error: RuntimeError) -> None:
-        """The pipeline has ended with this batch: the kernel decodes it; those behind it are fed again."""
+        """The pipeline has ended with this batch: the kernel decodes it; later batches are fed again."""
         self.counters.add("decoder.fallbacks")
         try:
-            images, bad = decode_by_kernel(batch.encoded, self._on_error)
-            batch.images = images.to(self._device)
-            self.bad.extend(bad)
-            self.counters.add("bad.samples", len(bad))
+            batch.images, bad = self.decode_by_kernel(batch.encoded)
             self._unexplained = 0 if bad else self._unexplained + 1
         except FastloadError as failure:
             batch.error = failure
             self._unexplained = 0
-        # Sound batches ahead of a bad one may end with it, so as many are no proof yet.
+        # Sound batches before a bad one may fail with it: up to `queue_depth` failures prove nothing.
         if self._unexplained > self._options.queue_depth + _UNEXPLAINED:
             self._give_up(error)
         self.counters.add("decoder.rebuilt")
@@ -235,8 +231,8 @@ class DaliDecoder:
 
     def _give_up(self, error: RuntimeError) -> None:
         failure = FastloadError(
-            f"DALI has failed {self._unexplained} times in a row on images that are sound. Use decode='cpu'; "
-            f"this is what DALI says: {_last_words(error)}",
+            f"DALI has failed {self._unexplained} times in a row on sound images. Use decode='cpu'; "
+            f"DALI's error: {_last_words(error)}",
             stage="decode",
         )
         for batch in self._queue:
@@ -283,8 +279,8 @@ class DaliDecoder:
                 "hw_decoder_load": self._options.hw_decoder_load,
                 "preallocate_width_hint": self._hints[0],
                 "preallocate_height_hint": self._hints[1],
-                "jpeg_fancy_upsampling": True,  # the chroma of libjpeg, as the CPU path has it
-                "affine": False,  # the ranks of a node would all pin their threads to its first cores
+                "jpeg_fancy_upsampling": True,  # the chroma filter of libjpeg, like the CPU path
+                "affine": False,  # otherwise all ranks of a node would pin their threads to its first cores
             }
 
         def source(name: str, dtype: Any, **options: Any) -> Any:
@@ -298,7 +294,7 @@ class DaliDecoder:
                 device="mixed" if gpu else "cpu",
                 axes=(0, 1),
                 output_type=types.RGB,
-                adjust_orientation=False,  # neither does the CPU path
+                adjust_orientation=False,  # like the CPU path
                 **mixed,
             )
             images = fn.resize(
@@ -316,10 +312,10 @@ class DaliDecoder:
 
 
 def _run_in(pipe: Any, queue_depth: int) -> None:
-    """The first `schedule_run` of a pipeline starts as many runs as it is deep, and wants input for each.
+    """Give a new pipeline the input of its first `schedule_run`, which starts `queue_depth` runs at once.
 
-    Later ones start one each. (`blocking=True`, with which runs wait for their input, was tried: it takes
-    threads away from the runs before, and with one thread ends in a deadlock.)
+    Later calls start one run each. (`blocking=True`, which lets runs wait for their input, was rejected: it
+    takes threads from earlier runs, and with one thread it ends in a deadlock.)
     """
     tiny = np.frombuffer(simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8)), np.uint8)
     for _ in range(queue_depth):
@@ -335,10 +331,9 @@ def _run_in(pipe: Any, queue_depth: int) -> None:
 
 
 def _regions(encoded: EncodedImages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Of the rows to decode, in (y, x): where the slice starts, its shape, and the box in it.
+    """(start of the slice, its shape, low and high corner of the box in it) of the rows to decode, as (y, x).
 
-    A box that goes from right to left is how DALI is asked for a flip. Where the pixels around a box count,
-    the slice has as many of them as the filter reaches.
+    A box from right to left makes DALI flip. Where the filter reaches beyond the box, so does the slice.
     """
     rows, crop = encoded.encoded_rows, encoded.crop
     low, high = encoded.boxes[rows, 1::-1], encoded.boxes[rows, 3:1:-1]
@@ -353,6 +348,6 @@ def _regions(encoded: EncodedImages) -> tuple[NDArray[Any], NDArray[Any], NDArra
 
 
 def _last_words(error: RuntimeError) -> str:
-    """Of DALI's many lines, what went wrong."""
+    """The cause, out of DALI's many lines."""
     text = str(error)
     return text.partition("encountered:")[2].partition("Current pipeline")[0].strip() or text

@@ -1,4 +1,4 @@
-"""What every decoder of the device offers, and batches whose images are being decoded by one."""
+"""The interface of the decoders, their common base, and batches whose images are being decoded."""
 
 from __future__ import annotations
 
@@ -8,39 +8,74 @@ from typing import Any, Protocol
 
 import torch
 
-from fastload.images.encoded import EncodedImages
+from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 
-__all__ = ["BadSamples", "ImageDecoder", "finish_decoding", "start_decoding"]
+__all__ = ["BadSamples", "BaseDecoder", "ImageDecoder", "KernelDecoder", "finish_decoding", "start_decoding"]
 
 
 class BadSamples(Protocol):
-    """Takes (key, error) of images that nobody could decode: a list or deque."""
+    """A list or deque that takes (key, error) of images that no decoder could decode."""
 
     def extend(self, images: Iterable[tuple[str, str]], /) -> None: ...
 
 
 class ImageDecoder(Protocol):
-    """What turns `EncodedImages` into pixels. Used by one thread of the trainer's process.
+    """Turns `EncodedImages` into pixels. Used by one thread of the trainer's process.
 
-    On a GPU, `start` and what it returns are called with the feed's stream as torch's current one, and the
-    tensor is good for work in that stream's order. `EncodedImages` may be let go of at any time (their slot
-    then returns to its worker): the decoder keeps what it still reads.
+    On a GPU, `start` and the function it returns are called with the device prefetcher's stream as torch's
+    current one, and the tensor is valid for work in that stream's order. `EncodedImages` may be released at
+    any time (their slot then returns to its worker): the decoder keeps those that it still reads.
     """
 
     counters: Counters  # gets decoder.* and bad.samples, see `fastload.metrics.counters`
     bad: BadSamples
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        """Begin to decode; the function returned waits for the result and may be called once, or never.
+        """Begin to decode. The returned function waits for the result; call it at most once.
 
         The result is uint8, of `encoded.shape`, on the decoder's device. Waiting raises DecodeError, with the
-        sample's key, for an image that nobody can decode, where `on_error` is "raise". Batches may be started
-        ahead, and are best taken in the order in which they were started.
+        sample's key, for an image that no decoder can decode, where `on_error` is "raise". Batches may be
+        started ahead; waiting for them in the order of their start is fastest.
         """
 
     def close(self) -> None:
-        """Let go of threads and device memory. Results not taken by then are lost."""
+        """Release threads and device memory. Results not waited for by then are lost."""
+
+
+class BaseDecoder:
+    """The arguments of every `ImageDecoder`, and its fallback.
+
+    Args:
+        device: "cuda" with an index, or "cpu"; where the pixels are wanted.
+        on_error: as the loader's.
+        counters, bad: see `ImageDecoder`.
+    """
+
+    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: BadSamples) -> None:
+        self._device = device
+        self._on_error = on_error
+        self.counters, self.bad = counters, bad
+
+    def decode_by_kernel(self, encoded: EncodedImages) -> tuple[torch.Tensor, int]:
+        """(pixels on the device, number of bad images), by the CPU kernel in this process.
+
+        Raises:
+            DecodeError: a bad image, where `on_error` does not cover it.
+        """
+        images, bad = decode_by_kernel(encoded, self._on_error)
+        self.bad.extend(bad)
+        self.counters.add("bad.samples", len(bad))
+        return images.to(self._device), len(bad)
+
+
+class KernelDecoder(BaseDecoder):
+    """An `ImageDecoder` by the CPU kernel in this process, for batches that no other decoder takes."""
+
+    def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
+        return lambda: self.decode_by_kernel(encoded)[0]
+
+    def close(self) -> None: ...
 
 
 def start_decoding(batch: Any, start: Callable[[EncodedImages], Callable[[], torch.Tensor]]) -> Any:
@@ -56,12 +91,12 @@ def start_decoding(batch: Any, start: Callable[[EncodedImages], Callable[[], tor
 
 
 def finish_decoding(batch: Any) -> Any:
-    """Wait for what `start_decoding` began: the batch with pixels."""
+    """The batch of `start_decoding` with pixels. Waits for them."""
     return _map(batch, _Started, lambda part: part.result())
 
 
 class _Started:
-    """The place of images that are being decoded."""
+    """Stands in a batch for images that are being decoded."""
 
     def __init__(self, result: Callable[[], torch.Tensor]) -> None:
         self.result = result

@@ -1,11 +1,11 @@
-"""Who decodes the images of a loader: its workers, or a decoder in the trainer's process.
+"""The decoder of a loader's images: its workers, or a decoder in the trainer's process.
 
     decode="cpu"             the workers; there is no `Decoding`
-    decode="dali", "nvjpeg"  workers send encoded images, and that decoder makes pixels of them
-    decode="auto"            the first batches are of both kinds; they are timed, and the fastest way is kept
+    decode="dali", "nvjpeg"  workers send encoded images, and that decoder turns them into pixels
+    decode="auto"            the first batches are decoded in both ways and timed; the fastest way is kept
 
-A trial changes who decodes a batch, not which samples it has nor where their crops lie. Pixels differ a
-little between decoders: see tests/test_dali.py for how little.
+The choice changes neither the samples of a batch nor their crops. Pixels differ a little between decoders:
+tests/unit/test_dali.py says how little.
 """
 
 from __future__ import annotations
@@ -20,9 +20,15 @@ import torch
 from fastload.datasets.protocols import as_encoded_rows
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
-from fastload.gpu.decoders import BadSamples, ImageDecoder, finish_decoding, start_decoding
+from fastload.gpu.decoders import (
+    BadSamples,
+    ImageDecoder,
+    KernelDecoder,
+    finish_decoding,
+    start_decoding,
+)
 from fastload.gpu.nvjpeg import NvJpegDecoder, why_no_nvjpeg
-from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.images.encoded import EncodedImages
 from fastload.metrics.counters import Counters
 
 __all__ = ["Decoding", "check_decode", "measure_decoder"]
@@ -31,18 +37,18 @@ _log = logging.getLogger("fastload")
 
 _CHOICES = ("cpu", "dali", "nvjpeg", "auto")
 _TRIED = 3  # batches of each kind
-_PERIOD = 64  # batches after which "auto" tries again, as long as it has not seen enough of them
-_CLEARLY = 1.05  # how much faster than the workers a decoder has to be; with them, less can go wrong
+_PERIOD = 64  # batches after which "auto" tries again, until it has seen enough
+_CLEARLY = 1.05  # how much faster than the workers a decoder must be: workers are the simpler way
 
 
 def check_decode(decode: Any, dataset: Any, device: torch.device | None, default_batches: bool) -> None:
-    """The argument `decode` of a loader.
+    """Check the argument `decode` of a loader.
 
     Args:
-        default_batches: batches are made by torch's default_collate, of `batch_size` samples.
+        default_batches: torch's default_collate makes batches of `batch_size` samples.
 
     Raises:
-        ArgumentError: it is not what it can be, or does not go with the rest.
+        ArgumentError: the value is invalid, or does not fit the other arguments.
     """
     refuse_class("decode", decode)
     if not isinstance(decode, Dali) and decode not in _CHOICES:
@@ -56,7 +62,7 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
             f"found {type(dataset).__name__}"
         )
     elif not default_batches:
-        why = "samples are not seen one by one, so there can be no collate_fn, and no batch_size=None"
+        why = "it needs batches by torch's default_collate: leave out collate_fn and batch_size=None"
     else:
         why = rows.why_not_encoded()
     if why is None and decode != "auto":
@@ -67,9 +73,9 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
 
 
 def measure_decoder(decoder: ImageDecoder | Decoding, encoded: EncodedImages, rounds: int = 2) -> float:
-    """Images per second that a decoder makes of a batch, given `rounds` times, two at a time.
+    """Images per second of a decoder, for one batch decoded `rounds` times, two at a time.
 
-    The first call should not count: a decoder sets itself up with its first batch.
+    Call it twice and ignore the first result: a decoder sets itself up with its first batch.
     """
     start = time.perf_counter()
     before = decoder.start(encoded)
@@ -87,9 +93,9 @@ class Decoding:
     """The decoding of one loader in the trainer's process. Lives as long as the loader; used by one thread.
 
     Args:
-        decode: as `check_decode` has passed it, not "cpu".
-        device: where the pixels are wanted; None is the CPU.
-        workers: how many processes decode when the CPU does; 0: this one.
+        decode: checked by `check_decode`; not "cpu".
+        device: of the pixels; None is the CPU.
+        workers: processes that decode on the CPU; 0: this one.
         on_error, counters, bad: the loader's.
     """
 
@@ -109,40 +115,40 @@ class Decoding:
         self._counters, self._bad = counters, bad
         self._asked = 0  # batches, of both kinds
         self._decoder: ImageDecoder | None = None
-        self._trial: _Trial | None = None
+        self._comparison: _Comparison | None = None
         self._stats: dict[str, Any] = {"decoder": "dali" if decode is self._options else decode}
         if decode == "auto":
-            self._trial = _Trial(workers, counters)
+            self._comparison = _Comparison(workers, counters)
             self._stats = {"decoder": "cpu", "why": "not enough batches yet to compare"}
 
     def next_encoded(self) -> bool:
-        """Whether the next batch to be asked of a worker should come encoded."""
-        if self._trial is None:
+        """Whether workers should send the next batch encoded."""
+        if self._comparison is None:
             return bool(self._stats["decoder"] != "cpu")
         place = self._asked % _PERIOD
         self._asked += 1
         return _TRIED <= place < 2 * _TRIED
 
     def begin(self, batch: Any) -> Any:
-        """Begin to decode what a batch has of `EncodedImages`; returns what `finish` takes."""
+        """Begin to decode the `EncodedImages` in a batch; pass the result to `finish`."""
         return start_decoding(batch, self.start)
 
     def finish(self, batch: Any) -> Any:
-        """Wait for what `begin` began: the batch with pixels.
+        """The batch of `begin` with pixels. Waits for them.
 
         Raises:
-            DecodeError: an image that nobody can decode, where `on_error` is "raise".
+            DecodeError: an image that no decoder can decode, where `on_error` is "raise".
         """
         return finish_decoding(batch)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        """As `ImageDecoder.start`, by the decoder asked for, or while that is open, by each of them in turn.
+        """As `ImageDecoder.start`, by the chosen decoder; until "auto" has chosen, by each of them in turn.
 
         Raises:
-            FastloadError: the decoder asked for cannot be had.
+            FastloadError: the decoder is not available.
         """
-        if self._trial is not None:
-            return self._try(self._trial, encoded)
+        if self._comparison is not None:
+            return self._compare(self._comparison, encoded)
         if self._decoder is None:
             # A batch may still come encoded where "cpu" was chosen meanwhile.
             name = self._stats["decoder"]
@@ -150,17 +156,17 @@ class Decoding:
         return self._decoder.start(encoded)
 
     def stats(self) -> dict[str, Any]:
-        """What `DataLoader.stats()["decode"]` shows.
+        """The value of `DataLoader.stats()["decode"]`.
 
-        "decoder": the one in use. After a trial also "why", in a sentence; "rates", images per second of each
-        way; "missing", why another one was not tried.
+        "decoder": the one in use. After a comparison also "why", a sentence; "rates", images per second of
+        each way; "missing", the reasons why others were not compared.
         """
         return dict(self._stats)
 
     def close(self) -> None:
-        """Let go of the decoder's threads and memory; it is made anew if there is another batch."""
-        if self._trial is not None:
-            self._trial.close()
+        """Release the decoder's threads and memory. Another batch makes a new decoder."""
+        if self._comparison is not None:
+            self._comparison.close()
         if self._decoder is not None:
             self._decoder.close()
             self._decoder = None
@@ -177,23 +183,23 @@ class Decoding:
         except (ImportError, OSError, RuntimeError) as error:
             raise FastloadError(f"decode={name!r} cannot start: {error}", stage="decode") from error
 
-    def _try(self, trial: _Trial, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        if not trial.seen:
+    def _compare(self, comparison: _Comparison, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
+        if not comparison.seen:
             for name, why in _missing(self._device).items():
-                trial.enter(name, why, self._new)
-        best = trial.run(encoded)
-        if trial.over:
-            self._trial = None
-            self._stats = trial.verdict()
-            self._decoder = trial.keep(self._stats["decoder"])
+                comparison.add(name, why, self._new)
+        best = comparison.time(encoded)
+        if comparison.over:
+            self._comparison = None
+            self._stats = comparison.result()
+            self._decoder = comparison.keep(self._stats["decoder"])
             _log.info("decode='auto': %s", self._stats["why"])
         return (best or self._kernel()).start(encoded)
 
-    def _kernel(self) -> _Kernel:
-        return _Kernel(self._device, self._on_error, self._counters, self._bad)
+    def _kernel(self) -> KernelDecoder:
+        return KernelDecoder(self._device, self._on_error, self._counters, self._bad)
 
 
-class _Trial:
+class _Comparison:
     """Times decoders on the batches that come encoded, and workers by their counters."""
 
     def __init__(self, workers: int, counters: Counters) -> None:
@@ -208,8 +214,8 @@ class _Trial:
     def over(self) -> bool:
         return self.seen >= _TRIED and self._counters["decode.samples"] > self._images
 
-    def enter(self, name: str, why_not: str | None, new: Callable[[str], ImageDecoder]) -> None:
-        """Let a decoder take part, or note why it does not."""
+    def add(self, name: str, why_not: str | None, new: Callable[[str], ImageDecoder]) -> None:
+        """Compare this decoder too, or note why it is missing."""
         try:
             if why_not is None:
                 self._decoders[name] = new(name)
@@ -218,14 +224,14 @@ class _Trial:
         if why_not is not None:
             self._missing[name] = why_not
 
-    def run(self, encoded: EncodedImages) -> ImageDecoder | None:
+    def time(self, encoded: EncodedImages) -> ImageDecoder | None:
         """Time every decoder on a batch. Returns the fastest so far; None where there is none."""
         self.seen += 1
         self._images += len(encoded)
         self._encoding += encoded.seconds
         for name, decoder in list(self._decoders.items()):
             counters, bad = decoder.counters, decoder.bad
-            decoder.counters, decoder.bad = Counters(), []  # a batch counts once, however often it is decoded
+            decoder.counters, decoder.bad = Counters(), []  # a batch counts only once
             try:
                 if name not in self._seconds:
                     decoder.start(encoded)()
@@ -233,7 +239,7 @@ class _Trial:
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             except FastloadError:
                 pass  # a bad image: the batch that is handed out will say so
-            except Exception as error:  # whatever a decoder does on this machine must not end the training
+            except Exception as error:  # no failure of a decoder on trial may end the training
                 self._missing[name] = f"{type(error).__name__}: {error}"
                 self._decoders.pop(name).close()
                 self._seconds.pop(name, None)
@@ -243,15 +249,15 @@ class _Trial:
             self._decoders.items(), key=lambda item: self._seconds.get(item[0], 0), default=("", None)
         )[1]
 
-    def verdict(self) -> dict[str, Any]:
-        """What `Decoding.stats` shows."""
+    def result(self) -> dict[str, Any]:
+        """The value of `Decoding.stats` from now on."""
         made = max(1, self._workers)
         pixels = self._counters["decode.samples"] - self._images
         rates = {"cpu": made * pixels / max(1e-9, self._counters["decode.seconds"] - self._encoding)}
         encoding = self._encoding / self._images / made  # seconds per image, all workers together
         for name in self._decoders:
             decoding = self._seconds.get(name, 0.0) / self._images
-            # Workers run beside this process; without any, one thing comes after the other.
+            # Workers run in parallel to this process; without any, the two times add up.
             rates[name] = 1 / max(1e-9, max(encoding, decoding) if self._workers else encoding + decoding)
         best = max(rates, key=lambda name: rates[name])
         if rates[best] < _CLEARLY * rates["cpu"]:
@@ -270,25 +276,6 @@ class _Trial:
         for decoder in self._decoders.values():
             decoder.close()
         self._decoders.clear()
-
-
-class _Kernel:
-    """An `ImageDecoder` in this process, by the kernel: for the few batches that nobody else takes."""
-
-    def __init__(self, device: torch.device, on_error: str, counters: Counters, bad: BadSamples) -> None:
-        self._device, self._on_error = device, on_error
-        self.counters, self.bad = counters, bad
-
-    def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        def result() -> torch.Tensor:
-            images, bad = decode_by_kernel(encoded, self._on_error)
-            self.bad.extend(bad)
-            self.counters.add("bad.samples", len(bad))
-            return images.to(self._device)
-
-        return result
-
-    def close(self) -> None: ...
 
 
 def _missing(device: torch.device) -> dict[str, str | None]:

@@ -1,7 +1,7 @@
-"""Normalize: uint8 images to floats, a whole batch at once, on the device that the batch is on.
+"""Normalize: uint8 images to floats, a whole batch at once, on the batch's device.
 
-Workers ship uint8, a quarter of the bytes of float32. Per sample on the CPU this step would cost more than
-the copy to the device does.
+Workers send uint8, a quarter of the bytes of float32. Done per sample on the CPU, this step would cost more
+than the copy to the device.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     start ─▶ [wait for the stream] ─▶ decode_jpeg(files) ─▶ crop, resize, flip by torch ─▶ uint8 batch
 
-nvJPEG's hardware engines do not honour the order of the stream that they are given: they write while earlier
-work of that stream is still reading the memory that torch's allocator has just taken back from it
-(pytorch/vision pull request 9606 has measurements). So this thread waits for the feed's stream before each
-call, and after it until the engines are through: then files and images are anybody's. The consumer's stream,
-with a whole training step on it, is not waited for: its memory is not handed out on the feed's stream before
-it has read it.
+nvJPEG's hardware engines ignore the order of the stream that they are given: they write while earlier work of
+that stream still reads the memory that torch's allocator has just taken back from it (pytorch/vision pull
+request 9606 has measurements). So this thread waits for the device prefetcher's stream before each call, and
+for the engines after it: then the memory of files and images may be used again. It does not wait for the
+consumer's stream, which holds a whole training step: that stream's memory is not given out before it was
+read.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ import torch
 from torch.nn import functional
 
 from fastload.errors import FastloadError
-from fastload.gpu.decoders import BadSamples
-from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.gpu.decoders import BadSamples, BaseDecoder
+from fastload.images.encoded import EncodedImages
 from fastload.metrics.counters import Counters
 
 __all__ = ["Engine", "NvJpegDecoder", "TorchvisionEngine", "why_no_nvjpeg"]
 
 
 class Engine(Protocol):
-    """What decodes whole JPEGs to a device's memory, and is waited for."""
+    """Decodes whole JPEGs into a device's memory."""
 
     def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """(3, height, width) uint8 of each file, on the device. RuntimeError or ValueError if one is bad."""
 
     def wait(self) -> None:
-        """Until all work given to the device's current stream is done, and that of `decode`."""
+        """Wait until all work of the device's current stream, and that of `decode`, is done."""
 
 
 class TorchvisionEngine:
     """torchvision's decode_jpeg on one CUDA device.
 
     Raises:
-        RuntimeError: it decodes nothing here: a torchvision without nvJPEG, a driver that is too old.
+        RuntimeError: it cannot decode here, for example without nvJPEG in torchvision, or with an old driver.
     """
 
     def __init__(self, device: torch.device) -> None:
         from torchvision.io import ImageReadMode, decode_jpeg
 
         self._device, self._decode, self._rgb = device, decode_jpeg, ImageReadMode.RGB
-        # Otherwise each batch would fail, and be decoded by the kernel in the trainer's process.
+        # A first image: otherwise each batch would fail, and the kernel would decode it in the trainer's
+        # process.
         tiny = simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8))
         self.wait()
         self.decode([torch.frombuffer(bytearray(tiny), dtype=torch.uint8)])
@@ -61,7 +62,7 @@ class TorchvisionEngine:
                 images: list[torch.Tensor] = self._decode(list(files), mode=self._rgb, device=self._device)
             return images
         except RuntimeError:
-            # torchvision decodes on a stream of its own, and only with success does ours wait for that.
+            # torchvision decodes on its own stream, and our stream waits for that one only after success.
             torch.cuda.synchronize(self._device)
             raise
 
@@ -70,7 +71,7 @@ class TorchvisionEngine:
 
 
 def why_no_nvjpeg(device: torch.device) -> str | None:
-    """None where it can be used on this device; else what to do. Does not touch the device."""
+    """None where it can be used on this device; else the reason and the remedy. Does not touch the device."""
     if device.type != "cuda":
         return (
             f"nvJPEG decodes on a CUDA device, and the batches go to {device.type}: give device='cuda', or "
@@ -79,23 +80,21 @@ def why_no_nvjpeg(device: torch.device) -> str | None:
     try:
         import torchvision.io  # noqa: F401
     except ImportError as error:
-        return f"nvJPEG is used through torchvision, and that is missing: pip install torchvision ({error})"
+        return f"nvJPEG is used through torchvision, which is missing: pip install torchvision ({error})"
     except (OSError, RuntimeError) as error:  # its operators are of another build than torch
         return (
-            f"nvJPEG is used through torchvision, and that does not load: {error}. Install the torchvision "
+            f"nvJPEG is used through torchvision, which does not load: {error}. Install the torchvision "
             f"that belongs to torch {torch.__version__}"
         )
     return None
 
 
-class NvJpegDecoder:
+class NvJpegDecoder(BaseDecoder):
     """An `ImageDecoder`.
 
     Args:
-        device: where the engine leaves its images: "cuda" with an index.
-        on_error: as the loader's.
-        counters, bad: where it counts, see `ImageDecoder`.
-        engine: what decodes; None: torchvision's nvJPEG.
+        device, on_error, counters, bad: see `BaseDecoder`.
+        engine: None: torchvision's nvJPEG.
     """
 
     def __init__(
@@ -106,14 +105,12 @@ class NvJpegDecoder:
         bad: BadSamples,
         engine: Engine | None = None,
     ) -> None:
-        self._device = device
-        self._on_error = on_error
-        self.counters, self.bad = counters, bad
+        super().__init__(device, on_error, counters, bad)
         self._engine: Engine = engine or TorchvisionEngine(device)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        # All of it at once: the call into torchvision returns when the images are there, so that there is
-        # nothing to wait for later.
+        # All at once: the call into torchvision returns when the images are ready, so nothing is left to wait
+        # for later.
         with self.counters.timed("decoder"):
             images: torch.Tensor | Exception
             try:
@@ -137,7 +134,7 @@ class NvJpegDecoder:
             try:
                 images = self._engine.decode(files)
             finally:
-                self._engine.wait()  # after: the files' memory may now be used again, and the images read
+                self._engine.wait()  # after: now the files' memory may be used again, and the images read
             self._resize(encoded, rows, images, out)
         if encoded.crop.channels_last:
             out = out.permute(0, 2, 3, 1).contiguous()
@@ -156,15 +153,12 @@ class NvJpegDecoder:
         out[torch.from_numpy(rows).to(self._device)] = resized.to(torch.uint8)
 
     def _fall_back(self, encoded: EncodedImages, error: Exception) -> torch.Tensor | Exception:
-        """One image of the batch was refused, and so all were: the kernel decodes them."""
+        """The engine refuses a whole batch for one bad image: the kernel decodes it."""
         self.counters.add("decoder.fallbacks")
         try:
-            images, bad = decode_by_kernel(encoded, self._on_error)
+            return self.decode_by_kernel(encoded)[0]
         except FastloadError as failure:
             return failure
-        self.bad.extend(bad)
-        self.counters.add("bad.samples", len(bad))
-        return images.to(self._device)
 
 
 def _result(images: torch.Tensor | Exception) -> torch.Tensor:
@@ -176,8 +170,8 @@ def _result(images: torch.Tensor | Exception) -> torch.Tensor:
 def _resized(image: torch.Tensor, encoded: EncodedImages, row: int) -> torch.Tensor:
     """(3, H, W) float32: the box of one whole image, by torch's antialiased bilinear filter.
 
-    One image at a time. Its three launches are of no account beside the decoding; one launch for a batch
-    (roi_align, grid_sample) has no antialiasing filter.
+    One image at a time: its three launches cost little next to the decoding. The functions that resize a
+    batch in one launch (roi_align, grid_sample) were rejected: they have no antialiasing filter.
     """
     crop = encoded.crop
     size = (crop.height, crop.width)
@@ -188,7 +182,7 @@ def _resized(image: torch.Tensor, encoded: EncodedImages, row: int) -> torch.Ten
     if crop.clamp:
         part = image[None, :, round(y0) : round(y1), round(x0) : round(x1)].float()
         return functional.interpolate(part, size, mode="bilinear", antialias=True)[0]
-    # Pixels around the box count: the whole image is resized, and the box cut out of that, as in torchvision.
+    # The filter reaches beyond the box: the whole image is resized, and the box cut out, as in torchvision.
     down, across = size[0] / (y1 - y0), size[1] / (x1 - x0)
     whole = (round(height * down), round(width * across))
     resized = functional.interpolate(image[None].float(), whole, mode="bilinear", antialias=True)

@@ -1,11 +1,11 @@
-"""The feed: from a batch in host memory to one on the device, transformed, and safe to use.
+"""The device prefetcher: from a batch in host memory to one on the device, transformed and safe to use.
 
     arrived, due next ─▶ unpack ─▶ copy ─▶ batch_transform ─▶ ready ─▶ the consumer's stream waits, takes over
                          (slot)    └─── on the side stream ───┘  │
                          slot goes back, once the device is there┘
 
-`stage` does all but the last step, for batches that are not asked for yet; none of it waits for the device.
-`take` hands over. There is no thread: staging costs a few launches, in calls of `next()` that happen anyway.
+`start` does all steps but the last, for batches that are not asked for yet, and never waits for the device.
+`get` hands over. There is no thread: a start costs a few launches, in calls of `next()` that happen anyway.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from fastload.metrics.counters import Counters
 
 __all__ = ["DevicePrefetcher"]
 
-# One is copied while the consumer's stream works on the batch before it; the second is there where that
-# work is shorter than the way from one call of `next()` to the copy.
+# One is copied while the consumer's stream works on the batch before it. The second helps where that work is
+# shorter than the time from a call of `next()` to the copy.
 _AHEAD = 2
 
 
 class Decodes(Protocol):
-    """What decodes images that come encoded, to the device; see `fastload.gpu.decoding`."""
+    """Decodes encoded images to the device; see `fastload.gpu.decoding`."""
 
     def begin(self, batch: Any) -> Any:
-        """The batch with its encoded images on their way; the batch itself if there are none."""
+        """Start decoding the batch's encoded images; returns the batch itself if there are none."""
 
     def finish(self, batch: Any) -> Any:
-        """What `begin` returned, with pixels. Waits for them."""
+        """The batch of `begin` with pixels. Waits for them."""
 
 
 @dataclass
-class _Staged:
-    """A batch on the device, or what went wrong."""
+class _Started:
+    """A batch on the device, or its error."""
 
     batch: Any = None
     decoding: bool = False  # the batch waits for its pixels, and for the transform
@@ -65,12 +65,16 @@ class DevicePrefetcher:
     """Puts the batches of one iterator onto a device, ahead of the consumer.
 
     Args:
-        device: where to; "cpu" leaves them where they are; None too, and nothing is staged ahead.
-        transform: called with each batch, on the side stream. None: the batch as it is.
+        device: the target. "cpu" and None leave batches in host memory; with None, none is started ahead.
+        transform: called with each batch, on the side stream. None: batches stay unchanged.
         counters: gets copy.* and device.*, see `fastload.metrics.counters`.
-        decoding: decodes what comes encoded; then batches are staged ahead without a device too.
+        decoding: decodes encoded images; with it, batches are started ahead without a device too.
 
-    The device is touched with the first batch, not before. To be used by one thread.
+    Used by one thread. It does not touch the device before the first batch.
+
+    Attributes:
+        ahead: batches to start before they are asked for.
+        copies: whether batches are copied to another device.
     """
 
     def __init__(
@@ -87,11 +91,9 @@ class DevicePrefetcher:
         self._transform = transform
         self._counters = counters
         self._owner = os.getpid()
-        self._staged: dict[Hashable, _Staged] = {}
+        self._started: dict[Hashable, _Started] = {}
         self._reading: deque[_Copy] = deque()
-        self._asked: Event | None = None
-        self._last_ready: Event | None = None
-        self._watched: deque[tuple[Event, Event, Event]] = deque()
+        self._idle = _IdleTime(counters)
         self._warned = False
 
     @functools.cached_property
@@ -99,10 +101,10 @@ class DevicePrefetcher:
         return Cuda(self._wanted) if self.copies and self._wanted is not None else Cpu()
 
     def pin(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Register a slot's memory with the device; returns what undoes it, to be called before unmapping."""
+        """Register a slot's memory with the device. Call the result, which undoes it, before unmapping."""
         device = self._device
         if device.register(address, nbytes):
-            # Without `self`: the feed holds batches, whose memory holds this.
+            # Without `self`, which holds batches, whose memory holds this function.
             return functools.partial(device.unregister, address)
         self._counters.add("copy.unregistered")
         if not self._warned:
@@ -117,98 +119,94 @@ class DevicePrefetcher:
         return _nothing
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory for a batch that is made in this process."""
+        """Host memory for a batch made in this process."""
         return self._device.allocate(shape, dtype)
 
-    def rest(self) -> None:
-        """An epoch is over: what the device does until the next one is not about these batches."""
-        self._asked = None
+    def end_epoch(self) -> None:
+        """An epoch is over: the device's work until the next one does not count."""
+        self._idle.forget()
 
-    def ask(self) -> None:
+    def mark_wait(self) -> None:
         """The consumer asks for its next batch."""
-        if not self.copies:
-            return
-        asked = self._device.event()
-        if self._asked is not None and self._last_ready is not None:
-            self._watched.append((self._asked, self._last_ready, asked))
-        self._asked, self._last_ready = asked, None
+        if self.copies:
+            self._idle.ask(self._device.event())
 
-    def stage(self, key: Hashable, load: Callable[[], Any]) -> None:
-        """Start the batch `load()` on its way, unless it is. `load` is called once, whatever happens.
+    def start(self, key: Hashable, load: Callable[[], Any]) -> None:
+        """Start the batch `load()`, unless it was started. `load` is called once in any case.
 
-        An exception is kept for `take(key)`. What is not an `Exception`, such as Ctrl-C, is raised here too.
+        An error is kept for `get(key)`. Ctrl-C, and others that are not an `Exception`, are raised here too.
         """
-        if key in self._staged:
+        if key in self._started:
             return
-        self._let_go()
-        staged = self._staged[key] = _Staged()
+        self._release_read()
+        started = self._started[key] = _Started()
         try:
-            self._send(load(), staged)
+            self._send(load(), started)
         except BaseException as error:
-            staged.error = error
+            started.error = error
             if not isinstance(error, Exception):
                 raise
 
-    def take(self, key: Hashable, load: Callable[[], Any]) -> Any:
-        """The batch, for the consumer's current stream; staged now, if it was not.
+    def get(self, key: Hashable, load: Callable[[], Any]) -> Any:
+        """The batch, for the consumer's current stream; started now if it was not.
 
         Raises:
-            What `load`, a copy or the transform raised, the latter with a note that names it.
+            Exception: the error of `load`, of a copy, or of the transform (with a note that names it).
         """
         try:
-            self.stage(key, load)
+            self.start(key, load)
         finally:
-            staged = self._staged.pop(key)
-        if staged.error is not None:
-            raise staged.error
-        if staged.decoding:
-            self._finish(staged)
-        assert staged.ready is not None
-        self._device.wait(staged.ready)
-        for tensor in tree_leaves(staged.batch) if self.copies else ():
+            started = self._started.pop(key)
+        if started.error is not None:
+            raise started.error
+        if started.decoding:
+            self._finish(started)
+        assert started.ready is not None
+        self._device.wait(started.ready)
+        for tensor in tree_leaves(started.batch) if self.copies else ():
             self._device.keep(tensor)
-        self._last_ready = staged.ready
-        self._let_go()
-        return staged.batch
+        self._idle.ready(started.ready)
+        self._release_read()
+        return started.batch
 
     def drop(self, key: Hashable) -> bool:
-        """Forget a staged batch; False if it is none."""
-        return self._staged.pop(key, None) is not None
+        """Forget a started batch; False if it was not started."""
+        return self._started.pop(key, None) is not None
 
     def close(self) -> None:
-        """Forget what is staged, and wait until the device no longer reads from host memory."""
+        """Forget the started batches, and wait until the device has read all host memory."""
         if os.getpid() != self._owner:
             return
-        self._staged.clear()
+        self._started.clear()
         start = time.perf_counter()
         while self._reading:
             self._reading[0].ready.synchronize()
-            self._let_go()
+            self._release_read()
         self._counters.add("copy.wait_seconds", time.perf_counter() - start)
 
-    def _send(self, host: Any, staged: _Staged) -> None:
+    def _send(self, host: Any, started: _Started) -> None:
         device = self._device
         with device.side():
-            started = copied = device.event()
+            before = copied = device.event()
             try:
                 begun = host if self._decoding is None else self._decoding.begin(host)
-                staged.batch = tree_map(begun, self._copy)
+                started.batch = tree_map(begun, self._copy)
                 copied = device.event()
-                staged.decoding = begun is not host
-                if not staged.decoding:
-                    self._transform_it(staged)
+                started.decoding = begun is not host
+                if not started.decoding:
+                    self._apply_transform(started)
             finally:
-                # Whatever happened: a copy may be on its way, and a transform may read from the host too.
-                staged.ready = device.event()
-                self._hold(_Copy(host, started, copied, staged.ready))
+                # After an error too: a copy may be running, and a transform may read host memory.
+                started.ready = device.event()
+                self._hold(_Copy(host, before, copied, started.ready))
 
-    def _finish(self, staged: _Staged) -> None:
-        """Wait for the pixels of a batch that was asked for. Those staged behind it are decoded meanwhile."""
+    def _finish(self, started: _Started) -> None:
+        """Wait for the pixels of a batch that was asked for. Later batches are decoded meanwhile."""
         assert self._decoding is not None
         with self._device.side():
-            staged.batch = self._decoding.finish(staged.batch)
-            self._transform_it(staged)
-            staged.ready = self._device.event()
+            started.batch = self._decoding.finish(started.batch)
+            self._apply_transform(started)
+            started.ready = self._device.event()
 
     def _copy(self, leaf: Any) -> Any:
         copy = self._device.copy(leaf)
@@ -216,14 +214,14 @@ class DevicePrefetcher:
             self._counters.add("copy.bytes", leaf.nbytes)
         return copy
 
-    def _transform_it(self, staged: _Staged) -> None:
+    def _apply_transform(self, started: _Started) -> None:
         if self._transform is None:
             return
         try:
             with torch.profiler.record_function("fastload.batch_transform"):
-                staged.batch = self._transform(staged.batch)
+                started.batch = self._transform(started.batch)
         except StopIteration as error:
-            # Left alone it would end the epoch without a word.
+            # Left alone it would end the epoch silently.
             raise RuntimeError("[batch_transform] raised StopIteration") from error
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
@@ -233,17 +231,45 @@ class DevicePrefetcher:
     def _hold(self, copy: _Copy) -> None:
         self._reading.append(copy)
 
-    def _let_go(self) -> None:
-        """Of the host memory that the device has read; its slots can go back."""
+    def _release_read(self) -> None:
+        """Release the host memory that the device has read; its slots can go back."""
         while self._reading and self._reading[0].ready.query():
             copy = self._reading.popleft()
             if self.copies:
                 self._counters.add("copy.batches")
                 self._counters.add("copy.seconds", copy.started.elapsed_time(copy.copied) / 1000)
-        while self._watched and self._watched[0][2].query():
-            asked, ready, again = self._watched.popleft()
+        self._idle.count()
+
+
+class _IdleTime:
+    """Counts the device's time between requests for batches, and the part of it without a batch."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._asked: Event | None = None
+        self._ready: Event | None = None
+        self._spans: deque[tuple[Event, Event, Event]] = deque()  # (asked, ready, asked again)
+
+    def forget(self) -> None:
+        """The time until the next request does not count."""
+        self._asked = None
+
+    def ask(self, asked: Event) -> None:
+        """The device has come to the point where it needs a batch."""
+        if self._asked is not None and self._ready is not None:
+            self._spans.append((self._asked, self._ready, asked))
+        self._asked, self._ready = asked, None
+
+    def ready(self, ready: Event) -> None:
+        """The batch is ready at this event."""
+        self._ready = ready
+
+    def count(self) -> None:
+        """Count the spans that the device has completed."""
+        while self._spans and self._spans[0][2].query():
+            asked, ready, again = self._spans.popleft()
             self._counters.add("device.seconds", asked.elapsed_time(again) / 1000)
-            # Negative where the batch was there before the device had come to the point of asking for it.
+            # Negative where the batch was ready before the device needed it.
             self._counters.add("device.idle.seconds", max(0.0, asked.elapsed_time(ready)) / 1000)
 
 

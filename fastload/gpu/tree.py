@@ -1,4 +1,8 @@
-"""Batches are nested: dicts, lists, tuples, named tuples and dataclasses of tensors and other things."""
+"""Nested batches: dicts, lists, tuples, named tuples and dataclasses of tensors and other values.
+
+`torch.utils._pytree` was rejected: it is private, copies containers in which nothing changed, and has no
+dataclasses, no subclasses of containers, no objects with a method `to`, and no memory of shared leaves.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,18 @@ __all__ = ["tree_leaves", "tree_map"]
 def tree_map(batch: Any, move: Callable[[Any], Any]) -> Any:
     """The same structure with `move(leaf)` for every tensor, and every object that has a method `to`.
 
-    Containers are taken apart as torch's `pin_memory` does it, and dataclasses too. Other leaves stay, and so
-    do containers in which nothing changed. What is in the batch twice is moved once.
+    Enters the containers that torch's `pin_memory` enters, and dataclasses. Other leaves stay the same
+    objects, and so do containers in which nothing changed. A leaf that occurs twice is moved once.
     """
-    return _mapped(batch, move, {})
+    return _map(batch, move, {})
 
 
 def tree_leaves(batch: Any) -> Iterator[torch.Tensor]:
-    """All strided tensors of a batch, those in other libraries' objects and the parts of sparse ones too."""
-    return _tensors(batch, set())
+    """All strided tensors of a batch, with those in objects that have `to` and in sparse tensors."""
+    return _leaves(batch, set())
 
 
-def _mapped(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
+def _map(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
     if id(value) in known:
         return known[id(value)][1]
     if isinstance(value, str | bytes | int | float | type) or value is None:
@@ -34,17 +38,17 @@ def _mapped(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, 
     if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
         result = move(value)
     elif isinstance(value, Mapping):
-        items = {key: _mapped(item, move, known) for key, item in value.items()}
+        items = {key: _map(item, move, known) for key, item in value.items()}
         result = value if all(items[key] is value[key] for key in items) else _mapping(value, items)
     elif isinstance(value, Sequence):
-        moved = [_mapped(item, move, known) for item in value]
+        moved = [_map(item, move, known) for item in value]
         unchanged = all(new is old for new, old in zip(moved, value, strict=True))
         result = value if unchanged else _sequence(value, moved)
     elif dataclasses.is_dataclass(value):
         result = _dataclass(value, move, known)
     else:
         return value
-    known[id(value)] = (value, result)  # with the value, which keeps its id valid
+    known[id(value)] = (value, result)  # with the value, so that its id stays valid
     return result
 
 
@@ -78,14 +82,14 @@ def _dataclass(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[An
     clone = value
     for field in dataclasses.fields(value):
         item = getattr(value, field.name, None)
-        moved = _mapped(item, move, known)
+        moved = _map(item, move, known)
         if moved is not item:
             clone = copy.copy(value) if clone is value else clone
             object.__setattr__(clone, field.name, moved)  # frozen ones too
     return clone
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _leaves(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if id(value) in seen or isinstance(value, str | bytes | int | float | type) or value is None:
         return
     seen.add(id(value))
@@ -93,14 +97,14 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield from _parts(value)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item, seen)
+            yield from _leaves(item, seen)
     elif isinstance(value, Sequence):
         for item in value:
-            yield from _tensors(item, seen)
+            yield from _leaves(item, seen)
     elif dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
-        # Not into everything: a leaf may know its dataset, and that a whole process.
+        # Other leaves are not entered: one may refer to its dataset, and so to the whole process.
         for item in list(getattr(value, "__dict__", {}).values()):
-            yield from _tensors(item, seen)
+            yield from _leaves(item, seen)
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

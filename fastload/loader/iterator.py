@@ -27,7 +27,7 @@ from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.metrics.tracing import stage
 from fastload.workers.executor import Arrival, Executor, ProcessExecutor
 from fastload.workers.inline import InlineExecutor, allocator
-from fastload.workers.messages import WorkerSetup
+from fastload.workers.protocol import WorkerSetup
 
 __all__ = ["LoaderIterator"]
 
@@ -81,7 +81,7 @@ class LoaderIterator(TorchIterator):
             self._executor.check_open()
         self._context.meter.asked()
         if self._device is not None:
-            self._device.ask()
+            self._device.mark_wait()
         while (seq := self._next_due()) is not None:  # schedule -> executor
             arrival = self._wait_for(seq)  # executor -> reorder
             self._start_copies()  # reorder -> device
@@ -172,7 +172,7 @@ class LoaderIterator(TorchIterator):
         self._receive(wait=False)
         for arrival in self._reorder.first(1 + device.ahead):
             if arrival.load is not None:
-                device.stage(arrival.seq, arrival.load)
+                device.start(arrival.seq, arrival.load)
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
         """The batch as the user gets it. Raises what its worker, the device or the pinning raised."""
@@ -194,7 +194,7 @@ class LoaderIterator(TorchIterator):
     def _load(self, arrival: Arrival) -> Any:
         assert arrival.load is not None
         with stage("unpack"):
-            batch = arrival.load() if self._device is None else self._device.take(arrival.seq, arrival.load)
+            batch = arrival.load() if self._device is None else self._device.get(arrival.seq, arrival.load)
         return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _give_more(self, lane: int, worker_id: int) -> None:
@@ -270,7 +270,7 @@ class LoaderIterator(TorchIterator):
         for arrival in self._reorder.clear():
             self._discard(arrival)
         if self._device is not None:
-            self._device.rest()
+            self._device.end_epoch()
         self._first = self._sent
         self._schedule = self._new_schedule(loader, wanted)
         self._executor.start_epoch(

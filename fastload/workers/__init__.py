@@ -1,10 +1,13 @@
-"""Worker processes: index batches in, filled slots out, and a watch on who is alive.
+"""Worker processes: index batches in, filled slots out, and a watch on the other side's life.
 
     trainer                                             worker (x num_workers)
-    WorkerPool.submit ── Work(seq, index) ───────────▶  reads ahead for every index batch it knows,
+    WorkerPool.submit ── Work(seq, index) ───────────▶  prefetches every index batch that it knows,
                       ── consumed, released slots ──▶   makes at most `prefetch_factor` batches in advance
     WorkerPool.receive ◀─ Result(seq, slots, counters) ─ makes them in order
 
-Each worker has a socket of its own, so an end-of-file names the one that died. The trainer's process runs no
-thread. A worker watches the trainer through a pidfd and leaves when it is gone, whatever it is busy with.
+Each worker has its own socket, so an end-of-file names the worker that died. The trainer's process runs no
+thread. A worker watches the trainer through a pidfd and ends with it, also in the middle of a batch.
+
+Start reading at `batch.BatchMaker.make_batch`, which names the steps of a batch, and `worker`, which sends
+it.
 """

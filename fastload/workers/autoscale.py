@@ -1,9 +1,9 @@
-"""`num_workers="auto"`: how many workers make batches, found while the first epoch runs.
+"""`num_workers="auto"`: the number of workers, found while the first epoch runs.
 
-    cores of this process / ranks of the node, less the trainer's own threads   =  the ceiling
-    start at half of it ──▶ look at the counters about once a second ──▶ grow, park, or leave it
+    cores of this process / ranks of the node, minus the trainer's own threads   =  the ceiling
+    start at half of it ──▶ look at the counters about once a second ──▶ add workers, park some, or wait
 
-The samples do not depend on it: who makes a batch is all that changes.
+The samples do not depend on it: only the worker that makes a batch changes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = ["Autoscaler", "ceiling", "why_fixed"]
 _log = logging.getLogger("fastload")
 
 _INTERVAL = 1.0  # seconds between looks, at least
-_ENOUGH = 0.03  # a consumer that waits for less than this part of its time has enough workers
+_ENOUGH = 0.03  # of its time; a consumer that waits less has enough workers
 _GROWTH = 1.5
-_GAIN = 1.05  # of the rate; workers that bring less go again
-_SLACK = 0.5  # of their time that workers wait for the consumer before some are parked
-_ROOM = 1.3  # more than what is needed just now stays
-_CORE = 0.5  # idle, for one worker more
+_GAIN = 1.05  # minimum speed-up; otherwise the added workers are removed
+_SLACK = 0.5  # of their time; workers that wait more for the consumer are parked in part
+_ROOM = 1.3  # workers to keep, as a multiple of those needed now
+_CORE = 0.5  # idle cores needed to add a worker
 _WORKING = ("get", "cache", "decode", "collate")
 
 
 def ceiling(cores: float | None = None, ranks: int | None = None) -> int:
-    """The most workers of one rank: its share of the node's cores less air for the trainer's own threads.
+    """The most workers of one rank: its share of the node's cores minus headroom for the trainer's threads.
 
     Those are its main thread, autograd's, NCCL's: one core, and one more for every 16. A share of two cores
-    or less has none to give away.
+    or less has no headroom.
     """
     share = (Cores().usable if cores is None else cores) / (local_ranks() if ranks is None else ranks)
-    air = 1 + share // 16 if share > 2 else 0
-    return max(1, math.floor(share - air))
+    headroom = 1 + share // 16 if share > 2 else 0
+    return max(1, math.floor(share - headroom))
 
 
 def why_fixed(dataset: Any) -> str:
@@ -59,19 +59,20 @@ def why_fixed(dataset: Any) -> str:
 
 
 class Autoscaler:
-    """Says how many workers should make batches.
+    """Chooses the number of workers.
 
-    Of a consumer that waits: half as many again, while cores are idle; they go again if the rate stays as it
-    was, and it is not tried again. Of workers that wait for the consumer most of the time: only as many stay
-    as their work takes, and 30 % more; none are parked any more once that was too few.
+    Where the consumer waits and cores are idle, it adds half as many workers again. If the rate does not
+    rise, it removes them and does not try again. Where workers wait for the consumer most of the time, it
+    keeps the number that their work needs, and 30 % more. Once that was too few, it parks no more workers.
 
     Args:
         most: the ceiling.
-        clock: seconds.
-        busy: core-seconds worked on the `cores` that are there, as of `Cores`.
+        clock: in seconds.
+        cores: that this process may use, see `Cores`.
+        busy: core-seconds worked on these cores, see `Cores`.
 
     Attributes:
-        workers: how many there should be now.
+        workers: the chosen number.
         why: one sentence.
     """
 
@@ -94,33 +95,33 @@ class Autoscaler:
         self._parked = False
         self._settled = False
         self._why_no_more = "that is the ceiling"
-        self._before: tuple[int, float] | None = None  # the workers before they grew, and their rate
-        self._due = 0.0  # batches handed over when the next stretch may begin
+        self._before: tuple[int, float] | None = None  # the number before workers were added, and its rate
+        self._due = 0.0  # handed-over batches at which the next measurement may begin
         self._start: tuple[float, float, Mapping[str, float]] | None = None  # time, busy, counters
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_start": None}
 
     def start_epoch(self, handed_over: float = 0.0) -> None:
-        """Look anew: what comes before the first batch is no sign of anything."""
+        """Start measuring again: the time before the first batch does not count."""
         self._start, self._due = None, handed_over + 1
 
     def end_epoch(self) -> None:
-        """The number that the first epoch has found stays."""
+        """Keep the number that the first epoch has found."""
         if not self._settled:
             self._settled = True
             _log.info("%s", self.sentence())
 
     def sentence(self) -> str:
-        """What was chosen, and why."""
+        """The choice and its reason."""
         return f"num_workers='auto': {self.workers} of at most {self.most} workers: {self.why}"
 
     def look(self, counters: Counters, in_flight: int) -> int:
-        """How many workers there should be.
+        """The number of workers that there should be.
 
         Args:
             counters: the loader's, of all epochs.
-            in_flight: batches that were asked of workers. A change shows once these are through.
+            in_flight: batches under way. A change has its effect after these.
         """
         if self._settled or counters["wait.batches"] < self._due:
             return self.workers
@@ -132,9 +133,9 @@ class Autoscaler:
         elapsed = now - began
         if elapsed < _INTERVAL or counters["wait.batches"] - before["wait.batches"] < 2 * self.workers:
             return self.workers
-        stretch = {name: value - before.get(name, 0) for name, value in counters.as_dict().items()}
+        measured = {name: value - before.get(name, 0) for name, value in counters.as_dict().items()}
         idle_cores = self._cores - (self._busy() - busy) / elapsed
-        wanted = self._decide(stretch, stretch["wait.batches"] / elapsed, idle_cores)
+        wanted = self._decide(measured, measured["wait.batches"] / elapsed, idle_cores)
         self._start = None
         if wanted != self.workers:
             _log.debug("num_workers='auto': %d -> %d: %s", self.workers, wanted, self.why)
@@ -173,7 +174,7 @@ class Autoscaler:
         return self.workers
 
     def _fewer(self, counters: Mapping[str, float]) -> int:
-        """As many as the work takes, where they wait for the consumer most of the time."""
+        """The number that the work needs, where workers wait for the consumer most of the time."""
         working = sum(counters.get(f"{stage}.seconds", 0.0) for stage in _WORKING)
         waiting = counters.get("slot.seconds", 0.0)
         if waiting <= _SLACK * (working + waiting):

@@ -15,7 +15,7 @@ def is_stateful(thing: object) -> bool:
 
 
 def dataset_state(dataset: Any, fetcher: Any) -> dict[str, Any] | None:
-    """The state of a dataset and of the iterator that `fetcher` has over it; None where neither has one."""
+    """The state of a dataset and of the iterator that `fetcher` has over it; None without one."""
     iterator = getattr(fetcher, "dataset_iter", None)
     own = is_stateful(dataset) and iterator is not dataset
     if not own and not is_stateful(iterator):
@@ -34,9 +34,9 @@ def load_dataset(dataset: Any, saved: Mapping[str, Any] | None) -> None:
 
 
 def resume_fetcher(fetcher: Any, saved: Mapping[str, Any] | None, batch_size: int) -> None:
-    """Second step: the iterator that torch's fetcher has made over an iterable dataset goes to its place.
+    """Second step: move the iterator of torch's fetcher over an iterable dataset to the saved position.
 
-    An iterator without a state is moved there by drawing and dropping samples.
+    An iterator without a state is moved by drawing and dropping samples.
     """
     if saved is None:
         return

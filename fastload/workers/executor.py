@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import torch.multiprocessing
 
 from fastload.metrics.counters import Counters
-from fastload.workers.failure import Failure
-from fastload.workers.messages import Result, WorkerSetup
 from fastload.workers.pool import WorkerPool
+from fastload.workers.protocol import Failure, Result, WorkerSetup
 from fastload.workers.slot_memory import Pin
 
 __all__ = ["PRELOADED", "Arrival", "BadSamples", "Executor", "ProcessExecutor"]

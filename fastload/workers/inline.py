@@ -21,7 +21,7 @@ from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.collate import note_sample
 from fastload.workers.dataset_state import dataset_state, resume_fetcher
 from fastload.workers.executor import Arrival, BadSamples
-from fastload.workers.messages import Work, WorkerSetup
+from fastload.workers.protocol import Work, WorkerSetup
 from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
 
 __all__ = ["InlineExecutor", "allocator"]
@@ -191,7 +191,7 @@ class _Indexed:
     def make(self, index: Any, *, encoded: bool) -> Any:
         # A seed sets the generators for each sample, and here they are the trainer's.
         with _kept_globals() if self._setup.seeded else contextlib.nullcontext():
-            return self._maker(index, encoded=encoded)
+            return self._maker.make_batch(index, encoded=encoded)
 
     def state(self) -> Any:
         return copy.deepcopy(dataset_state(self._setup.dataset, self._maker))

@@ -1,4 +1,4 @@
-"""The reason why samples cannot be collated, as text: torch's error names neither samples nor remedy."""
+"""Why samples cannot be collated, as text: torch's error names neither the samples nor a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REMEDY = "pass collate_fn, or make all samples alike in the dataset's transform
 
 
 def describe_mismatch(samples: Sequence[Any], name: Callable[[int], str]) -> str:
-    """One sentence on why `default_collate` refuses these samples; "" where that is not known.
+    """One sentence on why `default_collate` refuses these samples; "" where the reason is unknown.
 
     Args:
         samples: of one batch.
@@ -40,14 +40,14 @@ def _at(where: str) -> str:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """(key, value) of what `default_collate` goes into."""
+    """(key, value) of the containers that `default_collate` enters."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list | tuple) else []
 
 
 def _find_image(value: Any, where: str) -> str | None:
-    """Where in a sample a PIL.Image is: "", "[0]", "['image']"; None where there is none."""
+    """The place of a PIL.Image in a sample: "", "[0]", "['image']"; None where there is none."""
     if any(kind.__module__ == "PIL.Image" for kind in type(value).__mro__):  # it may not be installed
         return where
     found = (_find_image(item, f"{where}[{key!r}]") for key, item in _items(value))
@@ -55,7 +55,7 @@ def _find_image(value: Any, where: str) -> str | None:
 
 
 def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
-    """(where, what the first has there, what the other has) at the first place that cannot be stacked."""
+    """(place, the first sample's form, the other's form) at the first place that cannot be stacked."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in a:
             if key not in b:
@@ -70,7 +70,7 @@ def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
 
 
 def _form(value: Any) -> str:
-    """What two values have to share to be stacked, in words."""
+    """The form that two values must share to be stacked, in words."""
     if isinstance(value, torch.Tensor | np.ndarray) and getattr(value, "shape", None) is not None:
         return f"has shape {tuple(value.shape)}"
     if isinstance(value, list | tuple):

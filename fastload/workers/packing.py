@@ -1,4 +1,4 @@
-"""A batch as it travels: its tensors lie in slots, the rest of its structure is pickled."""
+"""Packing a batch: its tensors go into slots, the rest of its structure is pickled."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from fastload.workers.slot_memory import Bytes, storage_over, tensor_over
 
 __all__ = ["PackedBatch", "dump", "load"]
 
-# Of the pool: copy bytes into the batch's slots, (slot, offset, bytes); find or make a tensor's place there,
-# (slot, offset, shape, stride).
-Store = Callable[[memoryview], tuple[int, int, int]]
-Place = Callable[[torch.Tensor], tuple[int, int, tuple[int, ...], tuple[int, ...]]]
+# Methods of the pool. The first copies bytes into the batch's slots and returns (slot, offset, bytes). The
+# second finds a tensor in the slots or copies it there, and returns (slot, offset, shape, stride).
+StoreBytes = Callable[[memoryview], tuple[int, int, int]]
+LocateTensor = Callable[[torch.Tensor], tuple[int, int, tuple[int, ...], tuple[int, ...]]]
 
 
 @dataclass
 class PackedBatch:
-    """A batch as it travels: where its bytes lie in which slots, and its pickled structure."""
+    """A batch in a message: the positions of its bytes in slots, and its pickled structure."""
 
     slots: list[int]  # ids, in the order that offsets refer to
     new: list[tuple[int, int]]  # (id, bytes) of slots whose descriptors come with this message
     retired: list[int]  # ids that the trainer may unmap
     inline: bytes | None  # the content of the only slot, for small batches
     buffers: list[tuple[int, int, int]]  # (slot, offset, bytes) of pickle's out-of-band buffers
-    structure: bytes | tuple[int, int, int]  # the pickle, or where it lies
+    structure: bytes | tuple[int, int, int]  # the pickle, or its (slot, offset, bytes)
 
 
 class _Pickler(ForkingPickler):
-    """Torch's own pickler, but what CPU memory a tensor needs lies in slots.
+    """Torch's own pickler, with the CPU memory of tensors in slots.
 
-    A plain tensor takes the short way. Others (subclasses, sparse, quantized ...) are torch's to take apart;
-    in the end they come down to storages, which torch would each make a file in /dev/shm.
+    A plain tensor is stored directly. torch takes others (subclasses, sparse, quantized) apart, down to
+    storages; torch itself would make a file in /dev/shm of each storage.
     """
 
     def __init__(
-        self, file: io.BytesIO, store: Store, place: Place, buffers: list[tuple[int, int, int]]
+        self, file: io.BytesIO, store: StoreBytes, locate: LocateTensor, buffers: list[tuple[int, int, int]]
     ) -> None:
         def keep_out_of_band(buffer: pickle.PickleBuffer) -> bool:
             raw = buffer.raw()
@@ -53,8 +53,8 @@ class _Pickler(ForkingPickler):
             return False
 
         super().__init__(file, pickle.HIGHEST_PROTOCOL, True, keep_out_of_band)
-        self._place = place
-        self._placed: dict[int, tuple[Any, Any]] = {}  # by id, with the object, which keeps the id valid
+        self._locate = locate
+        self._located: dict[int, tuple[Any, Any]] = {}  # by id, with the object, which keeps the id valid
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor:
@@ -62,22 +62,22 @@ class _Pickler(ForkingPickler):
                 return None
         elif type(obj) is not torch.UntypedStorage or obj.device.type != "cpu":
             return None
-        known = self._placed.get(id(obj))
+        known = self._located.get(id(obj))
         if known is None:
-            number = len(self._placed)
-            self._placed[id(obj)] = known = (obj, (number, *self._describe(obj)))
+            number = len(self._located)
+            self._located[id(obj)] = known = (obj, (number, *self._describe(obj)))
         return known[1]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is np.ndarray and not obj.flags.writeable:
-            return obj.__reduce__()  # a buffer would arrive read-only, which torch's pickle does not do to it
+            return obj.__reduce__()  # as a buffer it would arrive read-only, unlike by torch's pickle
         return NotImplemented
 
     def _describe(self, obj: torch.Tensor | torch.UntypedStorage) -> tuple[Any, ...]:
         if isinstance(obj, torch.Tensor):
-            return *self._place(obj.detach()), obj.dtype, obj.requires_grad
+            return *self._locate(obj.detach()), obj.dtype, obj.requires_grad
         content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
-        return *self._place(content), None, False
+        return *self._locate(content), None, False
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -89,11 +89,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def dump(batch: Any, store: Store, place: Place) -> tuple[bytes, list[tuple[int, int, int]]]:
+def dump(batch: Any, store: StoreBytes, locate: LocateTensor) -> tuple[bytes, list[tuple[int, int, int]]]:
     """The pickled structure of `batch`, and where its out-of-band buffers were stored."""
     file = io.BytesIO()
     buffers: list[tuple[int, int, int]] = []
-    _Pickler(file, store, place, buffers).dump(batch)
+    _Pickler(file, store, locate, buffers).dump(batch)
     return file.getvalue(), buffers
 
 
@@ -111,10 +111,10 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, structure: bytes, buffers: list[Bytes], leases: list[Bytes]) -> None:
         super().__init__(io.BytesIO(structure), buffers=buffers)
         self._leases = leases
-        self._seen: dict[int, Any] = {}  # so that what lay twice in the batch does so here
+        self._seen: dict[int, Any] = {}  # a tensor that is twice in the batch is the same object here too
 
-    def persistent_load(self, place: Any) -> Any:
-        number, slot, offset, shape, stride, dtype, requires_grad = place
+    def persistent_load(self, position: Any) -> Any:
+        number, slot, offset, shape, stride, dtype, requires_grad = position
         if number not in self._seen:
             memory = self._leases[slot] if self._leases else np.empty(0, np.uint8)
             if dtype is None:

@@ -1,4 +1,4 @@
-"""The trainer's side of its workers: start them, feed them, notice their deaths, end them."""
+"""The trainer's side of its workers: starts them, sends them work, notices their deaths, ends them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 from fastload.errors import WorkerError
-from fastload.workers.channel import Channel
-from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
 from fastload.workers.packing import PackedBatch
-from fastload.workers.slot_map import SlotMap, forking_a_worker
+from fastload.workers.protocol import Channel, EpochStart, Result, Work, WorkerSetup
 from fastload.workers.slot_memory import Pin
+from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
 
 __all__ = ["WorkerPool"]
 
-_LIVENESS_INTERVAL = 0.5  # seconds between looks at the processes while waiting for a batch
-# Torch's words, which scripts may filter or tests expect.
+_LIVENESS_INTERVAL = 0.5  # seconds between checks of the processes while waiting for a batch
+# torch's wording, which scripts may filter or tests expect.
 _CANNOT_PICKLE = (
     "Got pickle error when attempting to start a worker Process. "
     "This might be because the worker Process arguments are not picklable. "
@@ -36,12 +35,12 @@ _CANNOT_PICKLE = (
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
-_SHUTDOWN_GRACE = 5.0  # seconds a worker has to finish its batch and write out its cache
+_SHUTDOWN_GRACE = 5.0  # seconds for a worker to finish its batch and write out its cache
 
 
 @dataclass
 class _Handle:
-    """One worker, seen from the trainer."""
+    """One worker, as the trainer sees it."""
 
     process: Any
     channel: Channel
@@ -57,7 +56,7 @@ class WorkerPool:
         setup: see `WorkerSetup`.
         context: a multiprocessing context.
         pin: registers the memory of slots with a device, see `SlotMap`.
-        start: how many to start now; `grow` starts another one. None: all that the setup names.
+        start: number of workers to start now; `grow` starts another one. None: `setup.num_workers`.
     """
 
     _alive: ClassVar[weakref.WeakSet[WorkerPool]] = weakref.WeakSet()
@@ -71,7 +70,7 @@ class WorkerPool:
     ) -> None:
         self._workers: list[_Handle] = []
         self._setup = setup
-        self._epoch: Epoch | None = None  # that runs
+        self._epoch: EpochStart | None = None  # the current one
         self._context = context
         self._pin = pin
         self._open = True
@@ -89,7 +88,7 @@ class WorkerPool:
         return [worker.process for worker in self._workers]
 
     def grow(self) -> None:
-        """Start one worker more, in the epoch that runs."""
+        """Start one more worker, in the current epoch."""
         worker = self._start(self._setup, len(self._workers))
         self._workers.append(worker)
         if self._epoch is not None:
@@ -108,22 +107,22 @@ class WorkerPool:
                 warnings.warn(_CANNOT_PICKLE, stacklevel=2)
             raise
         finally:
-            # Only the worker may hold this end, or its death would not be an end-of-file here.
+            # Only the worker may hold this end: otherwise its death would not be an end-of-file here.
             theirs.close()
         return _Handle(process, ours, SlotMap(self._pin))
 
     @contextmanager
     def _interrupts_held(self) -> Iterator[None]:
-        """A worker inherits this until it ignores Ctrl-C: one that is still importing leaves no traceback.
+        """Block Ctrl-C while a worker starts; it inherits this, so that its imports leave no traceback.
 
-        Not under forkserver: it would pass the mask on to every other process that it ever starts.
+        Not under forkserver, which would pass the mask on to all its later processes.
         """
         method = self._context.get_start_method()
         if method == "forkserver":
             yield
             return
         if method == "spawn":
-            resource_tracker.ensure_running()  # as spawn itself does, and thereby would lift the mask
+            resource_tracker.ensure_running()  # spawn itself would do it, and lift the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             yield
@@ -133,8 +132,8 @@ class WorkerPool:
     def start_epoch(
         self, first: int, seed: int, epoch: int, *, streamed: bool = False, shared_seed: int | None = None
     ) -> None:
-        """Results older than sequence number `first` are not wanted any more."""
-        self._epoch = Epoch(first, seed, epoch, streamed, shared_seed)
+        """Start an epoch. Results older than sequence number `first` are void from now on."""
+        self._epoch = EpochStart(first, seed, epoch, streamed, shared_seed)
         for worker in self._workers:
             worker.consumed = 0
             self._send(worker, self._epoch)
@@ -148,26 +147,27 @@ class WorkerPool:
         self._workers[worker_id].consumed += 1
 
     def finish(self, worker_id: int) -> None:
-        """Tell a worker what was consumed and released, and that this epoch has no more index batches."""
+        """Report consumed batches and free slots to a worker, and the end of the epoch's index batches."""
         self._tell(self._workers[worker_id], -1, None)
 
     def unpack(self, worker_id: int, packed: PackedBatch) -> Any:
-        """The batch that a worker has packed."""
+        """The batch that a worker packed."""
         return self._workers[worker_id].slots.unpack(packed)
 
     def _tell(self, worker: _Handle, seq: int, index: Any, encoded: bool = False) -> None:
         self._send(worker, Work(worker.consumed, *worker.slots.take_returned(), seq, index, encoded))
 
-    def _send(self, worker: _Handle, message: Epoch | Work) -> None:
-        # A death is reported when the worker's batch is due, with what it had sent before.
+    def _send(self, worker: _Handle, message: EpochStart | Work) -> None:
+        # A death is reported when the worker's batch is due, after the batches that it sent before.
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)
 
     def receive(self, timeout: float, tick: Callable[[], None] | None = None) -> list[tuple[int, Result]]:
-        """Wait for results: (worker, result), at least one. `tick` is called now and then meanwhile.
+        """Wait for results: (worker, result), at least one. Calls `tick` about twice a second meanwhile.
 
         Raises:
-            WorkerError: a worker died. RuntimeError: nothing came within `timeout` seconds (0: no limit).
+            WorkerError: a worker died.
+            RuntimeError: no result came within `timeout` seconds (0: no limit).
         """
         self.check_open()
         deadline = time.monotonic() + (timeout or math.inf)
@@ -178,19 +178,19 @@ class WorkerPool:
                 return results
             for worker in self._workers:
                 if not worker.process.is_alive():
-                    raise self._obituary(worker)
+                    raise self._death_error(worker)
             if tick is not None:
                 tick()
             if left == 0:
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
 
     def check_open(self) -> None:
-        """Raises WorkerError once the workers were ended."""
+        """Raise WorkerError if the workers were ended."""
         if not self._open:
             raise WorkerError("the workers of this iterator were ended by an earlier error: start a new one")
 
     def arrived(self) -> list[tuple[int, Result]]:
-        """The results that are here, without waiting. A death is left for `receive` to report."""
+        """The results that have arrived, without waiting. `receive` reports a death."""
         with suppress(WorkerError):
             return self._poll(0) if self._open else []
         return []
@@ -217,10 +217,10 @@ class WorkerPool:
             except (EOFError, BrokenPipeError):
                 dead = worker
         if dead is not None and not results:
-            raise self._obituary(dead)
+            raise self._death_error(dead)
         return results
 
-    def _obituary(self, worker: _Handle) -> WorkerError:
+    def _death_error(self, worker: _Handle) -> WorkerError:
         process = worker.process
         process.join(timeout=1)
         code = process.exitcode
@@ -240,7 +240,7 @@ class WorkerPool:
         return WorkerError(text)
 
     def shutdown(self) -> None:
-        """End the workers: let them finish their batch and write out their cache, then insist."""
+        """End the workers: give them time to finish their batch and write out their cache, then kill them."""
         if not self._open or self._owner != os.getpid():
             return
         self._open = False

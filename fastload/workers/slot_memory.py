@@ -1,4 +1,4 @@
-"""A slot's memory: mapped once by each side, and the tensors that lie over it."""
+"""The memory of a slot, mapped once by each side, and the tensors over it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "Bytes",
     "Lease",
     "Pin",
+    "anonymous_file",
     "contiguous_stride",
     "extent",
     "map_shared",
@@ -37,18 +38,25 @@ _libc.mmap.argtypes = [
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 Bytes = npt.NDArray[np.uint8]
-Pin = Callable[[int, int], Callable[[], object]]  # (address, bytes) -> what undoes it
+Pin = Callable[[int, int], Callable[[], object]]  # (address, bytes) -> a function that undoes it
 
 
 class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A slot's bytes for the life of one batch. A class of its own, so that NumPy's views of it keep it as
-    their base: its finalizer then runs when the last tensor over the slot dies."""
+    """A slot's bytes for the life of one batch. A separate class, so that NumPy's views keep it as their
+    base: its finalizer then runs when the last tensor over the slot dies."""
+
+
+def anonymous_file(nbytes: int) -> int:
+    """A descriptor of a new memory file of `nbytes` bytes, with no name that could leak in /dev/shm."""
+    fd = os.memfd_create("fastload", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    return fd
 
 
 def map_shared(fd: int, nbytes: int, pin: Pin | None = None) -> Bytes:
     """Map the whole of `fd` shared and writable, and close it. Unmapped when the last view dies.
 
-    `pin` is told of the new mapping, and what it returns is called just before the memory is unmapped.
+    `pin` is called with the new mapping, and its result just before the memory is unmapped.
 
     `mmap.mmap` was rejected: before Python 3.13 it keeps a duplicate of the descriptor for each mapping, and
     `list(loader)` over a few thousand batches would run out of them.
@@ -86,7 +94,7 @@ def tensor_over(
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """How many elements of storage a strided tensor spans."""
+    """The number of storage elements that a strided tensor spans."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))

@@ -10,38 +10,47 @@ A slot is an anonymous memory file: no name in /dev/shm to leak, no limit of 64 
 side keeps a descriptor once it has mapped it. The pages stay mapped while the slot is in use, so a batch
 costs one memcpy and no page faults; torch's way, a fresh shared-memory file per batch, costs both.
 
-A fork of the trainer by its user sees the batches that live then in the same pages: their slots are given up
-instead of used again, so that its batches stay as they are.
+A process that the user forks from the trainer sees the live batches in the same pages. Their slots are given
+up instead of used again, so that the fork's batches do not change.
 
 Slots never grow: a batch that does not fit takes a second one, and the next slot is made as large as the
-largest batch so far. Growing in place was rejected, since tensors already handed out would have to move.
-
-This module is the worker's side; `slot_map` is the trainer's.
+largest batch so far. Growing in place was rejected: tensors already handed out would have to move.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from fastload.workers.channel import anonymous_file
-from fastload.workers.packing import PackedBatch, dump
-from fastload.workers.slot_memory import Bytes, Lease, contiguous_stride, extent, map_shared, tensor_over
+from fastload.workers.packing import PackedBatch, dump, load
+from fastload.workers.slot_memory import (
+    Bytes,
+    Lease,
+    Pin,
+    anonymous_file,
+    contiguous_stride,
+    extent,
+    map_shared,
+    tensor_over,
+)
 
-__all__ = ["SlotPool"]
+__all__ = ["SlotMap", "SlotPool", "forking_a_worker"]
 
 _ALIGN = 64
 # A batch below this travels inside the message: one copy of a few KiB is cheaper than a slot, and users who
 # keep 100,000 tiny batches would otherwise run into the kernel's limit of 65,530 mappings.
 _INLINE_LIMIT = 16 << 10
-# Room for labels and the pickled structure beside the one large tensor of a first batch.
+# Room for labels and the pickled structure besides the one large tensor of a first batch.
 _SLACK = 256 << 10
 
 
@@ -49,10 +58,10 @@ _SLACK = 256 << 10
 class _Slot:
     id: int
     memory: Bytes
-    fd: int  # until the trainer has been sent it; then -1
+    fd: int  # until it was sent to the trainer; then -1
     used: int = 0
     lease: Bytes | None = None
-    alive: Callable[[], Any] = lambda: None  # weak reference to the lease: does a tensor still lie here?
+    alive: Callable[[], Any] = lambda: None  # weak reference to the lease: does a tensor still use the slot?
 
 
 @dataclass
@@ -62,8 +71,8 @@ class SlotPool:
     A slot serves one batch at a time: from `allocate` or `pack` until `release(id)`. Used by one thread.
 
     Args:
-        keep: how many free slots to keep for later batches. The memory of more goes back to the system, as
-            when a user lets go of a whole epoch of batches.
+        keep: free slots to keep for later batches. The memory of further ones goes back to the system, as
+            when a user releases a whole epoch of batches.
     """
 
     keep: int
@@ -75,18 +84,19 @@ class SlotPool:
     _made: int = 0
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised contiguous tensor in the slot of the batch that is being made."""
+        """An uninitialised contiguous tensor in the slot of the current batch."""
         stride = contiguous_stride(shape)
         slot, offset = self._reserve(extent(shape, stride) * dtype.itemsize)
         return tensor_over(self._lease(slot), offset, dtype, shape, stride)
 
     def pack(self, batch: Any) -> tuple[PackedBatch, list[int]]:
-        """Move `batch` into slots. Returns what travels, and the descriptors to send with it.
+        """Move `batch` into slots. Returns the message and the descriptors to send with it.
 
-        Raises whatever pickling an object of the batch raises; the slots are then free again.
+        Raises:
+            Exception: any that pickling an object of the batch raises; the slots are then free again.
         """
         try:
-            structure, buffers = dump(batch, self._store, self._place)
+            structure, buffers = dump(batch, self._store, self._locate)
             inline = self._inline(structure)
             place: bytes | tuple[int, int, int] = structure
             if inline is None and len(structure) > _INLINE_LIMIT:
@@ -105,11 +115,11 @@ class SlotPool:
             self._free.append(slot)
 
     def give_up(self, slot_id: int) -> None:
-        """The trainer will not send this slot back: another process may look at it."""
+        """The trainer will not send this slot back: another process may read it."""
         del self._slots[slot_id]
 
     def abandon(self) -> None:
-        """Forget the batch in the making; its slots are free again."""
+        """Forget the current batch; its slots are free again."""
         for slot in self._current:
             slot.lease = None
             if slot.fd >= 0:
@@ -140,8 +150,8 @@ class SlotPool:
     def _take(self, nbytes: int) -> _Slot:
         while self._free:
             slot = self._free.pop()
-            # A slot is alive where the dataset or collate_fn has kept a tensor that lies in it: the next
-            # batch must not overwrite that.
+            # A slot is alive while the dataset or collate_fn keeps a tensor in it: the next batch must not
+            # overwrite that.
             if slot.memory.nbytes >= nbytes and slot.alive() is None:
                 return slot
             self._retire(slot)
@@ -170,8 +180,8 @@ class SlotPool:
         self._lease(position)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
         return position, offset, len(data)
 
-    def _place(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-        """(slot, offset, shape, stride) of the tensor's elements: where they are, or were copied to."""
+    def _locate(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        """(slot, offset, shape, stride) of the tensor's elements, which are copied unless a slot has them."""
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         nbytes = extent(shape, stride) * tensor.element_size()
         if (found := self._find(tensor.data_ptr(), nbytes)) is not None:
@@ -189,7 +199,7 @@ class SlotPool:
         return position, offset, shape, stride
 
     def _find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """(slot, offset) where these bytes already lie in the batch's slots."""
+        """(slot, offset) of these bytes, if the batch's slots have them already."""
         for position, slot in enumerate(self._current):
             offset = address - slot.memory.ctypes.data
             if nbytes and offset >= 0 and offset + nbytes <= slot.memory.nbytes:
@@ -215,7 +225,7 @@ class SlotPool:
         fds: list[int] = []
         self._largest = max(self._largest, sum(slot.used for slot in used) + _ALIGN * len(used))
         for slot in used:
-            slot.lease = None  # from here on only the batch's own tensors keep it
+            slot.lease = None  # from here on only the batch's tensors keep it alive
             if slot.fd >= 0:
                 new.append((slot.id, slot.memory.nbytes))
                 fds.append(slot.fd)
@@ -224,3 +234,103 @@ class SlotPool:
                 self._free.append(slot)
         slots = [] if inline is not None else [slot.id for slot in used]
         return PackedBatch(slots, new, retired, inline, buffers, structure), fds
+
+
+class _Leases:
+    """The slots of one worker that live batches use, and the others, which the worker is to learn of.
+
+    `released`: may be used again. `given_up`: must not, because a fork of this process may still read them.
+    Finalizers end leases, in any thread and at any moment: each step is one call, without a lock.
+    """
+
+    def __init__(self) -> None:
+        self.released: deque[int] = deque()
+        self.given_up: deque[int] = deque()
+        self._leased: set[int] = set()
+        self._seen: set[int] = set()  # by a fork
+
+    def begin(self, slot_id: int) -> None:
+        self._leased.add(slot_id)
+
+    def end(self, slot_id: int) -> None:
+        self._leased.discard(slot_id)
+        (self.given_up if slot_id in self._seen else self.released).append(slot_id)
+
+    def before_fork(self) -> None:
+        self._seen |= self._leased.copy()
+
+
+_all: weakref.WeakSet[_Leases] = weakref.WeakSet()
+_workers_fork = threading.local()
+
+
+@contextmanager
+def forking_a_worker() -> Iterator[None]:
+    """Around the fork of a worker, which reads no batch."""
+    _workers_fork.now = True
+    try:
+        yield
+    finally:
+        _workers_fork.now = False
+
+
+def _before_fork() -> None:
+    """The child sees the live batches in the same pages as this process: they must not change.
+
+    Copying them for the child was rejected: most forks of a trainer do not read batches.
+    """
+    if not getattr(_workers_fork, "now", False):
+        for leases in list(_all):
+            leases.before_fork()
+
+
+os.register_at_fork(before=_before_fork)
+
+
+class SlotMap:
+    """The trainer's side, for one worker: maps its slots once, and notes which ones are free again.
+
+    Args:
+        pin: called once with (address, bytes) of each mapped slot; returns a function that undoes it.
+    """
+
+    def __init__(self, pin: Pin | None = None) -> None:
+        self._pin = pin
+        self._leases = _Leases()
+        self._memory: dict[int, Bytes] = {}
+        _all.add(self._leases)
+
+    def take_returned(self) -> tuple[list[int], list[int]]:
+        """(slots that the worker may use again, slots that it must not use again), since the last call."""
+        released = _emptied(self._leases.released)
+        given_up = _emptied(self._leases.given_up)
+        for slot_id in given_up:
+            self._memory.pop(slot_id, None)
+        return released, given_up
+
+    def attach(self, packed: PackedBatch, fds: Sequence[int]) -> None:
+        """Map the slots that are new with this batch; their descriptors are closed."""
+        for (slot_id, nbytes), fd in zip(packed.new, fds, strict=True):
+            self._memory[slot_id] = map_shared(fd, nbytes, self._pin)
+        for slot_id in packed.retired:
+            self._memory.pop(slot_id, None)
+
+    def unpack(self, packed: PackedBatch) -> Any:
+        """The batch, with its tensors in the slots (small batches: in ordinary memory)."""
+        leases = [self._lease(slot_id) for slot_id in packed.slots]
+        if packed.inline is not None:
+            leases = [np.frombuffer(bytearray(packed.inline), np.uint8)] if packed.inline else []
+        return load(packed, leases)
+
+    def _lease(self, slot_id: int) -> Bytes:
+        lease = self._memory[slot_id].view(Lease)
+        self._leases.begin(slot_id)
+        weakref.finalize(lease, self._leases.end, slot_id).atexit = False
+        return lease
+
+
+def _emptied(ids: deque[int]) -> list[int]:
+    found = []
+    while ids:
+        found.append(ids.popleft())
+    return found

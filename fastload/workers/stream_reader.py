@@ -1,4 +1,4 @@
-"""The streams that a process reads."""
+"""The streams of samples that one process reads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ class StreamOver(Exception):
 
 
 class TakeNext(NamedTuple):
-    """What stands for an index batch: the next `n` samples of a stream."""
+    """In place of an index batch: the next `n` samples of a stream."""
 
     stream: int
     n: int
-    start: dict[str, Any] | None  # with its first batch: where the stream is to be opened
+    start: dict[str, Any] | None  # with the first batch of the stream: the state to open it with
 
 
 class StreamReader:
-    """Opens streams as they are asked for, and takes ids from them.
+    """Opens streams on request, and takes sample ids from them.
 
     Args:
-        dataset: any; streams are asked for where it is a `StreamDataset`.
+        dataset: any; streams are requested only of a `StreamDataset`.
         auto_collation: False where an "index batch" is one id (`batch_size=None`).
         drop_last: a stream ends before a last batch that is not full.
-        cancel: told of ids that were taken and are not asked for, as an index batch.
+        cancel: called with ids that were taken and will not be used, as an index batch.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class StreamReader:
         self._open: dict[int, SampleStream] = {}
 
     def start_epoch(self, *, streamed: bool) -> None:
-        """Let go of the streams of the epoch before."""
+        """Close the streams of the previous epoch."""
         self.close()
         if not streamed and isinstance(self._dataset, StreamDataset):
-            self._dataset.must_stream()  # looks for the places that this process was not there to learn
+            self._dataset.must_stream()  # reads the shard indexes that other processes have completed
 
     def take(self, work: TakeNext) -> tuple[Any, dict[str, Any]]:
         """The index batch of the next samples, and the stream's state after them.
 
         Raises:
-            StreamOver: it has no more. Whatever the stream raises; it is over then.
+            StreamOver: the stream is over.
+            Exception: any that the stream raises; it is over then.
         """
         if work.start is not None:
             self._open[work.stream] = self._dataset.open_stream(work.start)
@@ -75,6 +76,6 @@ class StreamReader:
         return (ids if self._auto_collation else ids[0]), state
 
     def close(self) -> None:
-        """Close all that is open."""
+        """Close all open streams."""
         while self._open:
             self._open.popitem()[1].close()

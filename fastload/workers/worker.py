@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
@@ -11,37 +12,35 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, graph_settings
 
 from fastload.metrics.counters import Counters
-from fastload.metrics.torch_private import (
-    IterableFetcher,
-    handle_dead_workers_signals,
-    numpy_seed,
-    set_worker_info,
-)
-from fastload.workers.allocator import keep_freed_memory
-from fastload.workers.batch import BatchCounters, BatchMaker
-from fastload.workers.channel import Channel
+from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
 from fastload.workers.collate import collate_into
-from fastload.workers.dataset_state import dataset_state, load_dataset, resume_fetcher
-from fastload.workers.failure import Failure
-from fastload.workers.messages import Epoch, Result, Work, WorkerSetup
+from fastload.workers.dataset_state import load_dataset
+from fastload.workers.protocol import Channel, EpochStart, Failure, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
-from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
+from fastload.workers.sources import BatchSource, open_source
+from fastload.workers.stream_reader import StreamOver, TakeNext
 
 __all__ = ["worker_main"]
 
-_LOOK_INTERVAL = 0.5  # seconds between looks at the trainer, where the kernel cannot tell
+# From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
+_LOOK_INTERVAL = 0.5  # seconds between checks of the trainer, on kernels without pidfd
 
 
 def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: int) -> None:
-    # What the trainer has left to its garbage collector (a DALI pipeline, a client, their threads) is the
-    # trainer's to take apart: a forked worker that collected its copy would crash, or wait for those threads.
+    """Run one worker until the trainer's process closes the channel or ends.
+
+    Args:
+        trainer: the process id of the trainer.
+    """
+    # Only the trainer may collect its garbage (a DALI pipeline, a client, their threads): a forked worker
+    # that collected its copy would crash, or wait for threads that it does not have.
     gc.freeze()
     # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,21 +48,21 @@ def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: i
     _leave_with(trainer)
     handle_dead_workers_signals()
     torch.set_num_threads(1)
-    keep_freed_memory()
-    worker = _Worker(setup, worker_id, channel)
+    _keep_freed_memory()
+    worker = _Worker(setup, channel)
     try:
-        worker.run()
+        worker.run(worker_id)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     finally:
-        if isinstance(worker.maker, BatchMaker):
-            worker.maker.close_cache()
+        if worker.source is not None:
+            worker.source.close_cache()
 
 
 def _leave_with(trainer: int) -> None:
-    """End this process when the trainer's does, even if a dataset sleeps for ever.
+    """End this process when the trainer's ends, even while a dataset sleeps.
 
-    PR_SET_PDEATHSIG was rejected: it follows the thread that started us, under forkserver another process.
+    PR_SET_PDEATHSIG was rejected: it follows the thread that started us, under forkserver another process's.
     """
 
     def watch() -> None:
@@ -81,76 +80,70 @@ def _leave_with(trainer: int) -> None:
     threading.Thread(target=watch, name="fastload-trainer-watch", daemon=True).start()
 
 
+def _keep_freed_memory() -> None:
+    """Let this process keep up to 64 MiB of freed memory for what it allocates next. With glibc only.
+
+    By default glibc returns blocks of the size of a decoded image to the kernel, and every next image costs
+    page faults: measured 100 us for 360 KB, as much as reading, verifying and resizing it. A pool of our own
+    buffers was rejected: it would not help users' transforms, which gain 13 % this way.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
+
+
 class _Worker:
     """The loop of one worker process."""
 
-    def __init__(self, setup: WorkerSetup, worker_id: int, channel: Channel) -> None:
+    def __init__(self, setup: WorkerSetup, channel: Channel) -> None:
         self._setup = setup
-        self._id = worker_id
         self._channel = channel
         self._slots = SlotPool(keep=setup.prefetch_factor + 2)
         self._work: deque[Work] = deque()
         self._made = self._consumed = 0
         self._counters = Counters()
         self._last_known = False
-        self._fresh = True  # nothing was made in this epoch
+        self._fresh = True  # no batch was made in this epoch
         self._broken: Failure | None = None
         self._refused: dict[int, Failure] = {}  # index batches that could not be announced to the dataset
-        self.maker: Any = None
+        self.source: BatchSource | None = None
 
-    def run(self) -> None:
+    def run(self, worker_id: int) -> None:
+        """Make batches in the order of the work, at most `prefetch_factor` ahead of the consumer."""
         try:
-            self._prepare()
+            self._prepare(worker_id)
         except Exception as error:
             self._broken = Failure.of(error)
         while True:
-            while not self._work or self._made - self._consumed >= self._setup.prefetch_factor:
+            while not self._work or self._is_ahead():
                 self._listen(wait=True)
             self._listen(wait=False)
             if self._work:  # a new epoch may just have emptied it
-                self._make(self._work.popleft())
+                self._answer(self._work.popleft())
 
-    def _prepare(self) -> None:
-        """Seed this process as torch does, and run the user's worker_init_fn."""
-        setup, seed = self._setup, self._setup.base_seed + self._id
+    def _is_ahead(self) -> bool:
+        return self._made - self._consumed >= self._setup.prefetch_factor
+
+    def _prepare(self, worker_id: int) -> None:
+        """Seed this process as torch does, run the user's worker_init_fn, and open the dataset."""
+        setup, seed = self._setup, self._setup.base_seed + worker_id
         random.seed(seed)
         torch.manual_seed(seed)
-        np.random.seed(numpy_seed(setup.base_seed, self._id))
-        set_worker_info(self._id, setup.num_workers, seed, setup.dataset)
+        np.random.seed(numpy_seed(setup.base_seed, worker_id))
+        set_worker_info(worker_id, setup.num_workers, seed, setup.dataset)
         collate_into(self._slots.allocate)
         if setup.worker_init_fn is not None:
-            setup.worker_init_fn(self._id)
-        position = setup.positions[self._id] if setup.positions is not None else None
+            setup.worker_init_fn(worker_id)
+        position = setup.positions[worker_id] if setup.positions is not None else None
         load_dataset(setup.dataset, position)
-        self._new_maker(position)
-
-    def _new_maker(self, position: dict[str, Any] | None = None) -> None:
-        setup = self._setup
-        if isinstance(setup.dataset, IterableDataset):
-            self._iterable_counters = BatchCounters(setup.dataset)
-            self.maker = IterableFetcher(
-                setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
-            )
-            resume_fetcher(self.maker, position, setup.batch_size)
-        else:
-            self.maker = BatchMaker(
-                setup.dataset,
-                collate_fn=setup.collate_fn,
-                auto_collation=setup.auto_collation,
-                on_error=setup.on_error,
-                seeded=setup.seeded,
-                allocate=self._slots.allocate,
-            )
-            self._streams = StreamReader(
-                setup.dataset,
-                auto_collation=setup.auto_collation,
-                drop_last=setup.drop_last,
-                cancel=self.maker.cancel,
-            )
+        self.source = open_source(setup, self._slots.allocate, position)
 
     def _listen(self, *, wait: bool) -> None:
-        """Take every message that is there; with `wait`, at least one."""
-        start, full = time.perf_counter(), self._made - self._consumed >= self._setup.prefetch_factor
+        """Handle every message that has arrived; with `wait`, at least one."""
+        start, full = time.perf_counter(), self._is_ahead()
         between_epochs = self._last_known and not self._work
         received = self._channel.receive(wait=wait)
         if wait and not between_epochs:
@@ -158,103 +151,80 @@ class _Worker:
             for stage in ("idle", "slot")[: 1 + full]:
                 self._counters.add(f"{stage}.seconds", waited)
         while received is not None:
-            self._obey(received[0])
+            message = received[0]
+            if isinstance(message, EpochStart):
+                self._start_epoch(message)
+            else:
+                self._accept(message)
             received = self._channel.receive(wait=False)
 
-    def _obey(self, message: Epoch | Work) -> None:
-        if isinstance(message, Epoch):
-            self._start_epoch(message)
-            return
-        self._consumed = message.consumed
-        for slot_id in message.released:
+    def _accept(self, work: Work) -> None:
+        """Queue an index batch, and announce it to the dataset."""
+        self._consumed = work.consumed
+        for slot_id in work.released:
             self._slots.release(slot_id)
-        for slot_id in message.given_up:
+        for slot_id in work.given_up:
             self._slots.give_up(slot_id)
-        self._last_known = message.seq < 0
-        if message.seq >= 0:
-            self._work.append(message)
-            if isinstance(self.maker, BatchMaker) and not isinstance(message.index, TakeNext):
+        self._last_known = work.seq < 0
+        if not self._last_known:
+            self._work.append(work)
+            if self.source is not None:
                 try:
-                    self.maker.prefetch(message.index)
+                    self.source.prefetch(work.index)
                 except Exception as error:
-                    self._refused[message.seq] = Failure.of(error)
+                    self._refused[work.seq] = Failure.of(error)
         elif not self._work:
             self._flush_cache()
 
-    def _flush_cache(self) -> None:
-        if isinstance(self.maker, BatchMaker):
-            self.maker.flush_cache()
-
-    def _start_epoch(self, message: Epoch) -> None:
-        self._fresh = True
-        # What was made for an earlier epoch and is still on its way fills no place in this one: nothing would
-        # tell this worker that it has left the loader.
+    def _start_epoch(self, start: EpochStart) -> None:
+        # Batches of an earlier epoch that are still on their way do not count in this one: no message would
+        # report that they left the loader.
         self._made = self._consumed = 0
+        self._fresh = True
         self._refused.clear()
-        if self._broken is not None:
-            self._work.clear()  # what is left of the epoch before: answers to it fill places here
+        unwanted, self._work = self._work, deque()
+        if self._broken is not None or self.source is None:
             return
-        if isinstance(self.maker, BatchMaker):
-            for work in self._work:
-                if not isinstance(work.index, TakeNext):
-                    self.maker.cancel(work.index)
-            self._streams.start_epoch(streamed=message.streamed)
-            self.maker.start_epoch(message.seed, message.epoch, numbered=not message.streamed)
-        elif message.first > 0:
-            try:
-                if message.shared_seed is not None:
-                    rng = torch.Generator().manual_seed(message.shared_seed)
-                    graph_settings.apply_random_seed(self._setup.dataset, rng)
-                self._new_maker()
-            except Exception as error:
-                self._broken = Failure.of(error)
-        self._work.clear()
+        for work in unwanted:
+            self.source.cancel(work.index)
+        try:
+            self.source.start_epoch(start)
+        except Exception as error:
+            self._broken = Failure.of(error)
 
-    def _make(self, work: Work) -> None:
+    def _answer(self, work: Work) -> None:
+        """Make a batch and send it, packed into slots; or send its error."""
         packed, fds, exhausted = None, list[int](), False
         failure = self._broken or self._refused.pop(work.seq, None)
         before = after = None
-        streamed = isinstance(work.index, TakeNext)
-        if failure is None:
+        source, streamed = self.source, isinstance(work.index, TakeNext)
+        if failure is None and source is not None:
             try:
-                before = dataset_state(self._setup.dataset, self.maker) if self._fresh else None
-                if streamed:
-                    index, after = self._streams.take(work.index)
-                    work = work._replace(index=index)
-                batch = self._fetch(work)
+                before = source.state() if self._fresh else None
+                index, after = source.take(work.index)
+                batch = source.make_batch(index, encoded=work.encoded)
                 if self._last_known and not self._work:
                     self._flush_cache()
                 with self._counters.timed("collate"):
                     packed, fds = self._slots.pack(batch)
                 del batch
             except StreamOver:
+                self._slots.abandon()
                 self._flush_cache()
                 exhausted = True
             except Exception as error:
                 self._slots.abandon()
-                exhausted = isinstance(error, StopIteration) and not isinstance(self.maker, BatchMaker)
-                failure = None if exhausted else Failure.of(error)
+                failure = Failure.of(error)
             if not streamed:
-                after = dataset_state(self._setup.dataset, self.maker)
+                after = source.state()
         self._fresh = False
         self._made += not exhausted
-        counters, bad = self._report()
-        self._channel.send(Result(work.seq, packed, failure, exhausted, counters, bad, before, after), fds)
+        counters, bad = ({}, []) if source is None else source.drain()
+        self._counters.merge(counters)
+        result = Result(work.seq, packed, failure, exhausted, self._counters.drain(), bad, before, after)
+        self._channel.send(result, fds)
         self._channel.flush(wait=True)
 
-    def _fetch(self, work: Work) -> Any:
-        if isinstance(self.maker, BatchMaker):
-            return self.maker(work.index, encoded=work.encoded)
-        with self._iterable_counters.timed("decode"):
-            batch = self.maker.fetch(work.index)
-        self._iterable_counters.made_batch(len(work.index) if self._setup.auto_collation else 1)
-        return batch
-
-    def _report(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
-        bad: list[tuple[str, str]] = []
-        if isinstance(self.maker, BatchMaker):
-            self._counters.merge(self.maker.counters.drain())
-            bad, self.maker.bad = self.maker.bad, []
-        elif self.maker is not None:
-            self._counters.merge(self._iterable_counters.drain())
-        return self._counters.drain(), bad
+    def _flush_cache(self) -> None:
+        if self.source is not None:
+            self.source.flush_cache()

@@ -26,7 +26,8 @@ from fastload import (
 )
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.gpu.dali import DaliDecoder, why_no_dali
-from fastload.gpu.decoding import Decoding, _Kernel, measure_decoder
+from fastload.gpu.decoders import KernelDecoder
+from fastload.gpu.decoding import Decoding, measure_decoder
 from fastload.gpu.nvjpeg import NvJpegDecoder
 from fastload.images.encoded import EncodedBatch, EncodedImages
 from fastload.metrics.counters import Counters
@@ -53,7 +54,7 @@ def _photo(k: int) -> bytes:
 
 @pytest.fixture(autouse=True)
 def nvjpeg_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All around nvJPEG runs here, with an engine of the tests in its place."""
+    """Everything but nvJPEG itself runs here, with a test engine in its place."""
     monkeypatch.setattr("fastload.gpu.decoding.why_no_nvjpeg", lambda device: None)
     monkeypatch.setattr("fastload.gpu.nvjpeg.TorchvisionEngine", lambda device: CpuEngine())
 
@@ -138,7 +139,7 @@ def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) 
 
 @every_decoder
 def test_with_a_batch_transform_and_channels_last(folder: Any, decode: str) -> None:
-    """The transform gets pixels; Normalize is on whatever device the decoder is."""
+    """The transform gets pixels; Normalize runs on the decoder's device."""
     dataset = folder(RandomResizedCrop(32, channels_last=True, flip=0.5))
     normalize = fastload.Normalize((0.5,) * 3, (0.25,) * 3, channels_last=True)
 
@@ -172,7 +173,7 @@ def test_objects_and_subsets(photos: Path, decode: str, num_workers: int) -> Non
 
 @pytest.fixture
 def spoilt(photos: Path) -> Path:
-    """One image whose header says nothing of it, and one that no header is to be seen in."""
+    """One image with damage after a good header, and one without a header."""
     (photos / BAD).write_bytes(undecodable(_photo(13)))
     (photos / HIDDEN).write_bytes(b"<html>no such key</html>")
     return photos
@@ -201,7 +202,7 @@ def test_bad_images_are_replaced(
 @every_decoder
 @every_workers
 def test_bad_images_are_raised(folder: Any, spoilt: Path, decode: str, num_workers: int) -> None:
-    """Each at its batch, with its key; the batches around them are whole, and so is the next epoch."""
+    """Each with its batch and its key; the batches around them and the next epoch are complete."""
     dataset = folder()
     loader = DataLoader(dataset, 6, num_workers=num_workers, seed=1, decode=decode)
     reference = DataLoader(dataset, 6, num_workers=0, seed=1, on_error="skip")
@@ -236,8 +237,8 @@ def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize("decode", ["dali", "nvjpeg", "auto"])
-def test_datasets_that_cannot(folder: Any, photos: Path, tmp_path: Path, decode: str) -> None:
-    """At once, with the reason, and before a worker is started."""
+def test_datasets_without_encoded_images(folder: Any, photos: Path, tmp_path: Path, decode: str) -> None:
+    """Refused at once, with the reason, before a worker starts."""
     cases = [
         (TensorDataset(torch.zeros(3)), "TensorDataset"),
         (folder(transform=_picture), "RandomResizedCrop or CenterCrop"),
@@ -292,7 +293,7 @@ def test_progressive_resolution(folder: Any) -> None:
 
 @every_decoder
 def test_resumed_in_the_middle(folder: Any, decode: str) -> None:
-    """What is staged and being decoded was not handed out: it comes again."""
+    """Batches that were started but not handed out come again."""
 
     def loader() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
@@ -339,7 +340,7 @@ def _large() -> bytes:
 
 
 def _finish_in_no_time(batch: EncodedBatch, finish: Any = EncodedBatch.finish) -> EncodedImages:
-    """What a worker takes for a few headers is as long as it was interrupted: here it took nothing."""
+    """A worker's time for a few headers depends on interruptions: here it is 0."""
     batch._seconds = 0.0
     encoded: EncodedImages = finish(batch)
     return encoded
@@ -360,7 +361,7 @@ def test_auto_keeps_the_fastest(
     nvjpeg: float,
     kept: str,
 ) -> None:
-    """Whoever it is, no sample is lost or repeated, and the pictures are those of the CPU path."""
+    """With any of them, no sample is lost or repeated, and the images equal those of the CPU path."""
     made: dict[Any, str] = {}
     monkeypatch.setattr("fastload.gpu.decoding.why_no_dali", lambda: None)
     rates = {"dali": dali, "nvjpeg": nvjpeg}
@@ -397,7 +398,7 @@ def test_auto_keeps_the_fastest(
 
 
 def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not start, or not work: the others are tried, and it is said why it was not."""
+    """It fails to start or to decode: the others are compared, and stats() has the reason."""
 
     class Failing(NvJpegDecoder):
         def start(self, encoded: EncodedImages) -> Any:
@@ -419,9 +420,9 @@ def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.Mon
 
 
 def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel decodes what came encoded for the trial; its pixels are to be where all others are."""
+    """The kernel decodes the encoded batches of the comparison, onto the loader's device."""
     encoded = encode(RandomResizedCrop(24, flip=0.5), {"a": pillow_jpeg(scene(96, 72))})
-    kernel = _Kernel(torch.device("meta"), "raise", Counters(), [])
+    kernel = KernelDecoder(torch.device("meta"), "raise", Counters(), [])
     assert kernel.start(encoded)().device.type == "meta"
     for reason in ("why_no_dali", "why_no_nvjpeg"):
         monkeypatch.setattr(f"fastload.gpu.decoding.{reason}", lambda *device: "not installed")
@@ -431,7 +432,7 @@ def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: 
 
 
 def test_auto_with_bad_images_and_few_batches(folder: Any, spoilt: Path) -> None:
-    """Too short an epoch to compare; bad images count once, however often a trial decodes them."""
+    """Too short an epoch to compare; bad images count once, even if a comparison decodes them twice."""
     loader = DataLoader(folder(), 6, num_workers=2, seed=1, decode="auto", on_error="skip")
     for _ in range(4):
         _epoch(loader)
@@ -450,7 +451,7 @@ def test_measure_decoder(decode: str) -> None:
 
 
 def test_exif_is_not_applied(tmp_path: Path) -> None:
-    """By no decoder: torchvision's loader does not, and the crops would lie elsewhere."""
+    """No decoder applies it: torchvision's loader does not, and the crops would differ."""
     exif = Image.Exif()
     exif[0x0112] = 6
     file = BytesIO()

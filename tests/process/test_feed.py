@@ -20,8 +20,7 @@ from fastload.gpu.cuda import Cpu
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.metrics.counters import Counters
 from fastload.workers import slot_memory as memory
-from fastload.workers.slot_map import SlotMap
-from fastload.workers.slots import SlotPool
+from fastload.workers.slots import SlotMap, SlotPool
 from tests.fakecuda import GARBAGE, FakeCuda
 from tests.feed_cases import *  # noqa: F403
 from tests.feed_cases import Target, ids
@@ -33,8 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 def _install(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fastload.gpu.transfer, "Cuda", fake)
     monkeypatch.setattr(
-        fastload.loader.dataloader,
-        "resolve_device",
+        "fastload.loader.dataloader.resolve_device",
         lambda name: None if name is None else torch.device(name),
     )
 
@@ -78,14 +76,14 @@ class Slots:
 
 
 def _late_copy(fake: FakeCuda) -> list[int]:
-    """The first value of two batches, the copy of the first of which runs after the second was made."""
+    """The first values of two batches; the copy of the first runs after the second was made."""
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    feed.stage(0, slots.send(0))
+    feed.start(0, slots.send(0))
     second = slots.send(1)
     fake.gate.set()
-    values = [int(feed.take(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
+    values = [int(feed.get(key, load)[0, 0]) for key, load in ((0, None), (1, second))]
     feed.close()
     return values
 
@@ -94,22 +92,26 @@ def test_a_slot_is_not_used_again_before_its_copy_ended(fake: FakeCuda) -> None:
     assert _late_copy(fake) == [0, 1]
 
 
-def test_twin_without_the_hold_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_slot_with_guard_removed_is_used_again(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DevicePrefetcher, "_hold", lambda self, copy: None)
     assert _late_copy(fake) == [1, 1]
 
 
-def test_twin_with_a_hold_that_asks_nobody_it_is(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_slot_with_guard_removed_from_event_is_used_again(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.fakecuda.FakeEvent.query", lambda self: True)
     monkeypatch.setattr("tests.fakecuda.FakeEvent.elapsed_time", lambda self, other: 0.0)
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    feed.stage(0, slots.send(0))
-    feed._let_go()
+    feed.start(0, slots.send(0))
+    feed._release_read()
     slots.send(1)
     fake.gate.set()
-    assert int(feed.take(0, None)[0, 0]) == 1
+    assert int(feed.get(0, None)[0, 0]) == 1
     feed.close()
 
 
@@ -119,19 +121,20 @@ def test_the_consumer_waits_for_the_copy(fake: FakeCuda) -> None:
         ids(batch)
 
 
-def test_twin_that_does_not_wait_sees_garbage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.stress
+def test_consumer_with_guard_removed_sees_garbage(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCuda, "wait", lambda self, event: None)
     feed = DevicePrefetcher(torch.device("cuda"), None, Counters())
     slots = Slots(feed)
     fake.gate.clear()
-    batch = feed.take(0, slots.send(7))
+    batch = feed.get(0, slots.send(7))
     assert (batch.view(torch.uint8) == GARBAGE).all()
     fake.gate.set()
     feed.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_is_handed_over_is_kept_for_the_consumers_stream(fake: FakeCuda, workers: int) -> None:
+def test_handed_over_batch_is_kept_for_the_consumers_stream(fake: FakeCuda, workers: int) -> None:
     def collate(samples: list[torch.Tensor]) -> Any:
         return {"a": torch.stack(samples), "b": [samples[0].clone()]}
 
@@ -218,11 +221,11 @@ def test_one_batch_goes_while_the_next_ones_are_copied(fake: FakeCuda) -> None:
     while sum(1 for _ in iterator._reorder.first(4)) < 4:
         iterator._receive()
     next(iterator)
-    assert len(iterator._device._staged) == 2
+    assert len(iterator._device._started) == 2
 
 
 def test_a_fork_leaves_the_device_alone(fake: FakeCuda) -> None:
-    """As workers of a second loader do, which inherit staged batches and registered slots."""
+    """Like workers of a second loader, which inherit started batches and registered slots."""
     loader = DataLoader(Numbers(40, numbered), num_workers=1, device="cuda")
     iterator = iter(loader)
     next(iterator)
@@ -262,7 +265,7 @@ def test_an_interrupt_loses_no_batch_silently(fake: FakeCuda) -> None:
     assert interrupts in (1, 2) and got == [0, 1, 2, 4, 5, 6, 7, 8, 9]
 
 
-def test_what_the_device_did_is_counted(fake: FakeCuda) -> None:
+def test_time_of_the_device_is_counted(fake: FakeCuda) -> None:
     loader = DataLoader(Numbers(40, numbered), batch_size=4, num_workers=1, device="cuda")
     for batch in loader:
         del batch
@@ -291,7 +294,7 @@ def test_arguments(options: Any, text: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)])
-def test_no_gpu_is_said_at_once(device: Any) -> None:
+def test_missing_gpu_is_reported_at_once(device: Any) -> None:
     with pytest.raises(ArgumentError, match=r"needs CUDA, and .*use device='cpu'"):
         DataLoader(Numbers(3), device=device)
 

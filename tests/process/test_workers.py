@@ -25,8 +25,7 @@ from torch.utils.data import default_collate
 
 from fastload import DataLoader
 from fastload.errors import WorkerError
-from fastload.workers.slot_map import SlotMap
-from fastload.workers.slots import SlotPool
+from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
     FormatsItself,
@@ -45,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def script(body: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a Python script in a session of its own."""
+    """Start a Python script in its own session."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(body), *arguments],
         cwd=ROOT,
@@ -66,7 +65,7 @@ def run(body: str, **options: Any) -> str:
 
 
 def wait_for_the_end(processes: list[psutil.Process]) -> None:
-    """Of all: they are gone, or dead and only not yet collected by the fork server that started them."""
+    """Whether all processes are gone, or dead and not yet collected by the fork server that started them."""
     wait_until(lambda: not any(map(runs, processes)), "all workers have ended")
 
 
@@ -90,8 +89,8 @@ def test_conjugate_tensors_are_stacked() -> None:
     assert batch[:, 0].tolist() == [-2j, 1 - 2j]
 
 
-def test_an_epoch_left_before_anything_was_received(tmp_path: Path) -> None:
-    """Results of the epoch before are still on their way, as many as a worker may make in advance."""
+def test_epoch_left_before_its_first_batch(tmp_path: Path) -> None:
+    """Results of the previous epoch are still on their way, as many as a worker may make in advance."""
 
     def make(index: int) -> int:
         (tmp_path / str(index)).touch()
@@ -154,7 +153,7 @@ def test_the_original_exception(error: Exception, expected: type[Exception]) -> 
 
 
 class Local:
-    """Can be sent, but not received: its module is not to be had there."""
+    """Can be sent, but not received: the trainer lacks its module."""
 
     def __reduce__(self) -> Any:
         return _explode, (os.getpid(),)
@@ -203,7 +202,7 @@ def _sleepy() -> Any:
 
 
 def _time_to_report(iterator: Any) -> float:
-    """Seconds from the death of a worker that is waited for to its report."""
+    """Seconds from the death of a worker to its report, while the trainer waits for it."""
     assert next(iterator) is not None
     victim = iterator._workers[1]
     killed_at = []
@@ -228,8 +227,8 @@ def test_a_death_is_reported_at_once() -> None:
 
 @pytest.fixture
 def no_end_of_file(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Some other process holds the workers' ends of their sockets, so their deaths are no end-of-file."""
-    from fastload.workers.channel import Channel
+    """Another process holds the workers' ends of their sockets, so their deaths cause no end-of-file."""
+    from fastload.workers.protocol import Channel
 
     kept: list[Any] = []
     pair = Channel.pair.__func__  # type: ignore[attr-defined]
@@ -249,7 +248,8 @@ def test_a_death_is_reported_without_end_of_file(no_end_of_file: None) -> None:
     assert any(_time_to_report(_sleepy()) < 2 for _ in range(3))
 
 
-def test_twin_without_both_guards_a_death_is_not_reported(
+@pytest.mark.stress
+def test_death_with_guards_removed_is_not_reported(
     no_end_of_file: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fastload.workers.pool._SHUTDOWN_GRACE", 0.1)
@@ -355,7 +355,7 @@ def test_every_batch_held_and_then_freed() -> None:
 
 
 def _slot_bytes() -> int:
-    """Of the slots that this process and its workers have mapped or hold a descriptor of, each once.
+    """The slots that this process and its workers have mapped or hold a descriptor of, each counted once.
 
     Not `Shmem:` of /proc/meminfo: whatever else runs on the machine is part of that.
     """
@@ -411,7 +411,7 @@ def test_a_tensor_that_the_worker_keeps_is_not_overwritten(size: int) -> None:
 
 
 def _slot_of_the_next_batch(pool: SlotPool) -> tuple[int, int]:
-    """Where a tensor lies that is kept after its batch came back, and where the next batch is made."""
+    """(address of a tensor kept after its batch came back, address of the next batch)."""
     kept = pool.allocate((50_000,), torch.float32)
     packed, descriptors = pool.pack(kept)
     for descriptor in descriptors:
@@ -427,7 +427,8 @@ def test_a_slot_that_still_has_a_tensor_is_not_used_again() -> None:
     assert kept != following
 
 
-def test_twin_without_that_guard_it_is_overwritten() -> None:
+@pytest.mark.stress
+def test_slot_with_guard_removed_is_overwritten() -> None:
     class Careless(SlotPool):
         def _take(self, nbytes: int) -> Any:
             for slot in self._free:
@@ -683,7 +684,7 @@ def _slots_of(iterator: Any) -> set[int]:
 
 
 def test_batch_that_a_forked_child_sees_does_not_change() -> None:
-    """As torch's: the memory of a batch is the child's too, and is not used for another one."""
+    """Like in torch: the child shares the memory of a batch, and no other batch uses it."""
     iterator = iter(DataLoader(Numbers(64, numbered), 2, num_workers=1))
     batch, kept = next(iterator), next(iterator)
     told, tell = os.pipe()
@@ -773,7 +774,7 @@ def test_few_descriptors_are_explained() -> None:
 
 
 class _Owned:
-    """What only the process that made it may take apart; in a cycle, so that its collector finds it."""
+    """An object that only its own process may take apart; in a cycle, so that the collector finds it."""
 
     def __init__(self, marker: Path) -> None:
         self.me, self.marker, self.pid = self, marker, os.getpid()

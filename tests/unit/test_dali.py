@@ -31,7 +31,7 @@ def _decoder(on_error: str = "raise", **options: int) -> DaliDecoder:
 
 
 def _batches(bad: set[int], count: int = 8) -> list[EncodedImages]:
-    """Batches of three images; the middle one of those in `bad` is one that nobody can decode."""
+    """Batches of three images; in the batches of `bad`, no decoder can decode the middle one."""
     return [
         encode(
             RandomResizedCrop(24, flip=0.5),
@@ -69,8 +69,8 @@ def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, lea
 
 
 @pytest.mark.parametrize("crop", [CenterCrop((110, 150)), CenterCrop(60, resize=50, channels_last=True)])
-def test_images_that_have_to_be_padded_are_those_of_the_kernel(crop: CenterCrop) -> None:
-    """Beside images of the same batch that DALI decodes."""
+def test_padded_images_equal_the_kernels(crop: CenterCrop) -> None:
+    """In one batch with images that DALI decodes."""
     files = {"a": pillow_jpeg(scene(161, 119)), "b": pillow_jpeg(scene(90, 200)), "c": png_of(20, 30)}
     encoded = encode(crop, files)
     decoder = _decoder()
@@ -84,7 +84,7 @@ def test_images_that_have_to_be_padded_are_those_of_the_kernel(crop: CenterCrop)
 
 
 def test_outputs_are_those_of_the_dynamic_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by name: with the other one they would be overwritten while they are copied on a GPU."""
+    """The other executor would overwrite them while a GPU copies them."""
     import nvidia.dali
 
     asked = []
@@ -107,8 +107,9 @@ def png_of(width: int, height: int) -> bytes:
     return png(Image.fromarray(scene(width, height)))
 
 
-def test_a_flip_that_is_left_out_shows() -> None:
-    """The twin of the test above: it would see a missing flip, and a box that is one pixel off."""
+@pytest.mark.stress
+def test_missing_flip_is_seen() -> None:
+    """The test above would see a missing flip, and a box that is one pixel off."""
     encoded = encode(RandomResizedCrop(64, flip=1), {"a": GOOD})
     expected, _ = decode_by_kernel(encoded, "raise")
     decoder = _decoder()
@@ -123,7 +124,7 @@ def test_a_flip_that_is_left_out_shows() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("bad", [set(), {0}, {3}, {1, 2, 3}, {0, 7}, {6, 7}])
 def test_a_bad_image_ends_the_pipeline_and_nothing_is_lost(ahead: int, depth: int, bad: set[int]) -> None:
-    """Each batch comes out as the kernel decodes it, or with its own error; however many are under way."""
+    """Each batch equals the kernel's, or raises its own error, for any number of batches under way."""
     decoder, batches = _decoder(queue_depth=depth), _batches(bad)
     started, failed = [], set()
     for k in range(len(batches) + ahead):
@@ -172,8 +173,8 @@ def test_bad_images_are_replaced_and_named(on_error: str) -> None:
     decoder.close()
 
 
-def test_results_are_kept_until_they_are_taken() -> None:
-    """In any order, and some never: as when an epoch is broken off."""
+def test_results_are_kept_until_they_are_waited_for() -> None:
+    """In any order, and some never, as after an epoch was left early."""
     decoder, batches = _decoder(), _batches(set(), 7)
     results = [decoder.start(batch) for batch in batches]
     for number in (4, 0, 5, 2):
@@ -183,7 +184,7 @@ def test_results_are_kept_until_they_are_taken() -> None:
 
 
 def test_other_sizes_and_larger_batches() -> None:
-    """As with a progressive resolution, and with a last batch that is smaller."""
+    """For progressive resolution, and for a smaller last batch."""
     decoder = _decoder()
     for size, n in ((24, 2), (24, 1), (24, 5), (40, 2), ((24, 40), 2), (24, 3)):
         encoded = encode(RandomResizedCrop(size, flip=0.5), {str(k): GOOD for k in range(n)})
@@ -215,21 +216,21 @@ def test_the_slot_is_kept_while_dali_reads_it_and_no_longer() -> None:
     assert int(images.sum()) > 0  # the pixels outlive the pipeline
 
 
-def test_a_decoder_that_only_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on and on by the kernel in the trainer's process, at a tenth of the speed."""
+def test_decoder_that_always_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel in the trainer's process, at a tenth of the speed, is no replacement for it."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("Critical error in pipeline:\nencountered:\n\nout of memory\nCurrent pipeline is")
 
     decoder, batches = _decoder(), _batches(set(), 8)
     monkeypatch.setattr(decoder, "_collect", fail)
-    with pytest.raises(FastloadError, match=r"in a row on images that are sound.*out of memory"):
+    with pytest.raises(FastloadError, match=r"in a row on sound images.*out of memory"):
         for batch in batches:
             _check(decoder.start(batch)(), batch)
     decoder.close()
 
 
-def test_damage_that_dali_does_not_mind() -> None:
+def test_damage_that_only_the_kernel_refuses() -> None:
     """Known, and in the README: bad codes in the middle of a JPEG are an error of the kernel only."""
     middle = GOOD.index(b"\xff\xda") + 40
     damaged = GOOD[:middle] + b"\xff\xc4" + GOOD[middle + 2 :]

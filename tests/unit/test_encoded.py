@@ -16,8 +16,7 @@ from fastload.gpu.decoders import finish_decoding, start_decoding
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
 from fastload.images.headers import is_plain_jpeg
-from fastload.workers.slot_map import SlotMap
-from fastload.workers.slots import SlotPool
+from fastload.workers.slots import SlotMap, SlotPool
 from tests.encodedimages import ordinary
 from tests.photos import pillow_jpeg, png, scene, variants
 
@@ -28,7 +27,7 @@ PLAIN |= {"restarts by row", "restarts by block"}
 def _encode(
     crop: RandomResizedCrop | CenterCrop, files: dict[str, bytes], seed: int = 0
 ) -> tuple[EncodedImages, np.ndarray]:
-    """The batch, and what the CPU path makes of the same files and seeds."""
+    """The batch, and the CPU path's batch of the same files and seeds."""
     names, images = list(files), list(files.values())
     seeds = [seed + k for k in range(len(images))]
     batch = EncodedBatch(crop, len(images), ordinary)
@@ -44,7 +43,7 @@ def test_which_jpegs_travel_encoded(name: str) -> None:
 
 
 def _frame(kind: int, precision: int = 8, factors: bytes = b"\x22\x11\x11", scan: int = 3) -> bytes:
-    """A JPEG's segments without anything in them that a header check should look at."""
+    """Segments of a JPEG without content that matters to a header check."""
     parts = b"".join(bytes([k + 1, factors[k], 0]) for k in range(len(factors)))
     frame = bytes([precision, 0, 8, 0, 8, len(factors)]) + parts
     start = bytes([scan]) + b"\x01\x00" * scan + b"\x00\x3f\x00"
@@ -101,7 +100,7 @@ def test_header_check_takes_any_bytes(change: bytes | tuple[int, int] | int) -> 
         RandomResizedCrop((20, 30), channels_last=True, flip=0.5),
     ],
 )
-def test_the_kernel_makes_the_same_of_it(crop: RandomResizedCrop | CenterCrop) -> None:
+def test_kernel_decodes_the_same_pixels(crop: RandomResizedCrop | CenterCrop) -> None:
     """The same boxes, flips and pixels as the CPU path, through slots too."""
     files = variants() | {"png": png(Image.fromarray(scene(60, 50)))}
     encoded, expected = _encode(crop, files)
@@ -122,7 +121,7 @@ def test_the_kernel_makes_the_same_of_it(crop: RandomResizedCrop | CenterCrop) -
 @pytest.mark.parametrize(
     "crop", [CenterCrop(200), CenterCrop((60, 200)), CenterCrop(70, resize=60, channels_last=True)]
 )
-def test_images_that_have_to_be_padded_travel_as_pixels(crop: CenterCrop) -> None:
+def test_padded_images_travel_as_pixels(crop: CenterCrop) -> None:
     encoded, expected = _encode(crop, {"a": variants()["420"]})
     assert len(encoded.encoded_rows) == 0
     images, _ = decode_by_kernel(encoded, "raise")
@@ -171,7 +170,7 @@ def _damaged(data: bytes) -> bytes:
     return data[:middle] + b"\xff\xc4" + data[middle + 2 :]
 
 
-def test_on_error_where_nobody_can_decode() -> None:
+def test_on_error_where_no_decoder_can_decode() -> None:
     good = pillow_jpeg(scene(64, 48))
     crop = RandomResizedCrop(16, scale=(1, 1), flip=0.5)
     encoded, _ = _encode(crop, {"a": good, "b": good})
@@ -192,7 +191,7 @@ def test_on_error_where_nobody_can_decode() -> None:
 
 
 class _Recorder:
-    """A decoder by the kernel that notes what it is asked."""
+    """A decoder by the kernel that records its calls."""
 
     started = 0
 
@@ -212,7 +211,7 @@ def test_encoded_images_anywhere_in_a_batch() -> None:
 
 
 def test_exif_orientation_is_not_applied() -> None:
-    """As in the CPU path and in torchvision: the size that a box is drawn from is the stored one."""
+    """Like in the CPU path and in torchvision, the box follows from the stored size."""
     exif = Image.Exif()
     exif[0x0112] = 6
     file = BytesIO()

@@ -147,7 +147,7 @@ def leaves(batch: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=range(len(BATCHES)))
-def test_batch_with_one_tensor_of_images_has_these_normalised_and_all_else_left_alone(batch: Any) -> None:
+def test_only_the_images_of_a_batch_are_normalised(batch: Any) -> None:
     before = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves(batch)]
     result = Normalize(MEAN, STD)(batch)
     assert type(result) is type(batch)
@@ -179,13 +179,13 @@ def test_batch_with_channels_last() -> None:
         ([], "in this list. Its tensors are: none"),
     ],
 )
-def test_batch_in_which_the_images_cannot_be_told_is_refused(batch: Any, words: str) -> None:
+def test_batch_with_no_or_several_images_is_refused(batch: Any, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         Normalize(MEAN, STD)(batch)
 
 
 @pytest.mark.parametrize("sample", [Image.new("RGB", (8, 8)), IMAGES[0].numpy(), b"bytes", "text", 3, None])
-def test_as_transform_of_a_sample_it_says_where_it_belongs(sample: Any) -> None:
+def test_as_transform_of_a_sample_it_names_its_right_place(sample: Any) -> None:
     with pytest.raises(ArgumentError, match=r"not a transform for a dataset: give the dataset transform="):
         Normalize(MEAN, STD)(sample)
 
@@ -204,7 +204,7 @@ def photos(tmp_path: Path) -> str:
 def test_as_batch_transform_of_image_folder_it_normalises_images(
     photos: str, num_workers: int, device: str | None
 ) -> None:
-    """As the docstring of DataLoader has it."""
+    """As in the docstring of DataLoader."""
     dataset = ImageFolder(photos, CenterCrop(40))
     plain = DataLoader(dataset, 4, num_workers=num_workers)
     loader = DataLoader(
@@ -217,7 +217,7 @@ def test_as_batch_transform_of_image_folder_it_normalises_images(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_as_transform_of_image_folder_it_is_refused_in_words(photos: str, num_workers: int) -> None:
+def test_as_transform_of_image_folder_it_is_refused_with_advice(photos: str, num_workers: int) -> None:
     dataset = ImageFolder(photos, Normalize(MEAN, STD))
     with pytest.raises(ArgumentError, match=r"not a transform for a dataset.*batch_transform=Normalize"):
         next(iter(DataLoader(dataset, 2, num_workers=num_workers)))

@@ -55,7 +55,7 @@ def test_the_same_images_as_the_kernel(crop: RandomResizedCrop | CenterCrop, lea
 
 
 class _LateEngine(CpuEngine):
-    """As the hardware engine: it does not wait for the work before it, and is not done when `decode` returns.
+    """Like the hardware engine: it ignores earlier work, and is not done when `decode` returns.
 
     Attributes:
         queued: memory that earlier work of the stream has not read yet; to be read when it is waited for.
@@ -105,7 +105,7 @@ class _NeverWaitsAfter(_LateEngine):
 
 
 def _run(engine: _LateEngine) -> tuple[bool, bool]:
-    """(what was queued has read what was there, the images are right)."""
+    """(whether earlier work read the right memory, whether the images are right)."""
     encoded = encode(RandomResizedCrop(32, flip=0.5), {"a": GOOD, "b": GOOD})
     decoder = _decoder(engine=engine)
     expected = _decoder().start(encoded)()
@@ -114,13 +114,14 @@ def _run(engine: _LateEngine) -> tuple[bool, bool]:
     return engine.read == [[1, 2, 3]], torch.equal(images, expected)
 
 
-def test_engines_that_do_not_honour_stream_order() -> None:
-    """The stream is waited for before the engine writes, and the engine before anything reads."""
+def test_engines_that_ignore_stream_order() -> None:
+    """The decoder waits for the stream before the engine writes, and for the engine before anything reads."""
     assert _run(_LateEngine()) == (True, True)
 
 
-def test_without_the_waits_it_shows() -> None:
-    """The twins: each of the two waits taken out is seen by the test above."""
+@pytest.mark.stress
+def test_engines_with_guards_removed_read_and_write_too_early() -> None:
+    """Each of the two waits, removed, is seen by the test above."""
     assert _run(_NeverWaitsBefore())[0] is False
     assert _run(_NeverWaitsAfter())[1] is False
 
@@ -145,7 +146,7 @@ def test_engines_are_waited_for_when_they_fail() -> None:
 
 
 def test_an_engine_that_makes_another_size() -> None:
-    """Some turn images by their EXIF orientation: such a batch is the kernel's."""
+    """Some apply the EXIF orientation: the kernel decodes such a batch."""
 
     class Turning(CpuEngine):
         def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -209,7 +210,7 @@ def test_torchvision_that_is_missing_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_torchvision_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As one whose operators are of another build than torch."""
+    """For example when its operators belong to another build of torch."""
     (tmp_path / "torchvision").mkdir()
     words = "operator torchvision::nms does not exist"
     (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError({words!r})")
@@ -221,14 +222,14 @@ def test_torchvision_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_decoder_on_the_cpu_cannot_start() -> None:
-    """As the benchmarks ask for it, past the loader's own check."""
+    """Without the loader's own check, as in the benchmarks."""
     decoding = Decoding("nvjpeg", CPU, workers=0, on_error="raise", counters=Counters(), bad=[])
     with pytest.raises(FastloadError, match=r"decode='nvjpeg' cannot start: nvJPEG decodes on a CUDA device"):
         decoding.start(encode(CenterCrop(32), {"a": GOOD}))
 
 
 def test_torchvision_without_nvjpeg_is_found_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a tiny image, and not by a fallback for every batch."""
+    """A tiny first image finds it, instead of a fallback for every batch."""
 
     def refuse(*arguments: object, **options: object) -> list[torch.Tensor]:
         raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support")
@@ -247,7 +248,7 @@ def test_torchvision_without_nvjpeg_is_found_when_the_engine_starts(monkeypatch:
 def test_an_engine_that_cannot_start_is_an_error_of_the_first_batch(
     photo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torchvision without nvJPEG decodes nothing: it is not the kernel that decodes under its name."""
+    """Without nvJPEG in torchvision nothing is decoded: the kernel does not decode under its name."""
 
     def refuse(device: torch.device) -> Engine:
         raise RuntimeError("torchvision not compiled with nvJPEG support")

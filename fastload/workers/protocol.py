@@ -1,0 +1,250 @@
+"""The protocol between the trainer's process and one worker: messages, errors, and the channel for both.
+
+A `Channel` is a Unix socket pair of sequenced packets: a message arrives whole or not at all, file
+descriptors travel with it, and the death of either side is an end-of-file on the other. A
+`multiprocessing.Queue` was rejected: it needs a feeder thread in the trainer's process, cannot carry
+descriptors, and does not notice the end of its peer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import socket
+import traceback
+import weakref
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+from fastload.errors import FastloadError
+from fastload.workers.packing import PackedBatch
+from fastload.workers.slot_memory import anonymous_file
+
+__all__ = ["Channel", "EpochStart", "Failure", "Result", "Work", "WorkerSetup"]
+
+# Above this a message travels as an anonymous file: the socket's send buffer (208 KiB) bounds a packet.
+_PACKET_LIMIT = 64 << 10
+_FDS_PER_MESSAGE = 253  # the kernel's limit
+_FD_BYTES = array("i", [0]).itemsize
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """The arguments of a worker; inherited under fork, pickled otherwise."""
+
+    dataset: Any
+    collate_fn: Any
+    auto_collation: bool
+    drop_last: bool
+    worker_init_fn: Any
+    num_workers: int
+    prefetch_factor: int
+    base_seed: int
+    on_error: str
+    seeded: bool
+    batch_size: int
+    positions: list[dict[str, Any]] | None  # where each worker resumes the dataset, see `dataset_state`
+
+
+class EpochStart(NamedTuple):
+    """An epoch begins."""
+
+    first: int  # sequence number of its first batch; older work is void
+    seed: int
+    epoch: int
+    streamed: bool  # index batches are `TakeNext`
+    shared_seed: int | None  # the same for all workers and ranks, for torch's iterable data pipes
+
+
+class Work(NamedTuple):
+    """An index batch for one worker."""
+
+    consumed: int  # batches of this epoch and worker that have left the loader, or were dropped
+    released: list[int]  # slots
+    given_up: list[int]  # slots that must not be used again
+    seq: int  # -1: there are no more index batches in this epoch
+    index: Any
+    encoded: bool  # the trainer's process decodes its images
+
+
+class Failure(NamedTuple):
+    """A worker's exception, which the trainer raises again.
+
+    The exception travels as bytes: one that cannot be rebuilt there must not spoil the message.
+    """
+
+    pickled: bytes  # (the exception or None, its type or None)
+    name: str
+    text: str  # the worker's traceback
+    sample: str  # the sample or samples at fault, and why; or ""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Describe an exception that was just caught."""
+        text = "".join(traceback.format_exception(error))
+        sample = error.__dict__.pop("fastload_sample", "")
+        pickled = _round_trip((error, type(error))) or _round_trip((None, type(error))) or _NOTHING
+        return cls(pickled, type(error).__name__, text, sample)
+
+    def reraise(self, where: str) -> NoReturn:
+        """Raise the exception in its own type, with the worker's traceback in its text or as its cause."""
+        text = f"Caught {self.name} {where}.\nOriginal {self.text}"
+        if self.sample:
+            text += f"({self.sample})\n"
+        try:
+            error, kind = pickle.loads(self.pickled)
+        except Exception:
+            error = kind = None
+        if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
+            raise error from RuntimeError(text)
+        try:
+            # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
+            rebuilt = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
+        except Exception:
+            raise RuntimeError(text) from error
+        rebuilt.__dict__.update(error.__dict__ if error is not None else {})
+        raise rebuilt
+
+
+_NOTHING = pickle.dumps((None, None))
+
+
+def _round_trip(thing: tuple[Exception | None, type[Exception]]) -> bytes | None:
+    """Its pickle, or None where that cannot be loaded: an exception may pickle and still fail to load."""
+    try:
+        pickled = bytes(ForkingPickler.dumps(thing))
+        return pickled if type(pickle.loads(pickled)[0]) is type(thing[0]) else None
+    except Exception:
+        return None
+
+
+class _Verbatim(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_one_text(error: BaseException) -> bool:
+    return len(error.args) <= 1 and all(isinstance(arg, str) for arg in error.args)
+
+
+class Result(NamedTuple):
+    """The answer to one index batch."""
+
+    seq: int
+    packed: PackedBatch | None
+    failure: Failure | None
+    exhausted: bool  # an iterable dataset or a stream is over; this is not a batch
+    counters: dict[str, float]
+    bad: list[tuple[str, str]]
+    before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
+    after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
+
+
+class Channel:
+    """One end of the pair. `send` never blocks: an outbox keeps messages that do not fit the socket yet."""
+
+    _trainer_ends: ClassVar[weakref.WeakSet[Channel]] = weakref.WeakSet()
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+
+    @classmethod
+    def pair(cls) -> tuple[Channel, Channel]:
+        """(the trainer's end, the worker's end)."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        trainer = cls(ours)
+        cls._trainer_ends.add(trainer)
+        return trainer, cls(theirs)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """True while messages wait in the outbox for room in the socket."""
+        return bool(self._outbox)
+
+    def send(self, message: Any, fds: list[int] | None = None) -> None:
+        """Queue `message` and the descriptors `fds`, which are closed once they are sent."""
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        fds = list(fds or ())
+        if len(data) > _PACKET_LIMIT:
+            spill = anonymous_file(len(data))
+            os.pwrite(spill, data, 0)
+            data, fds = b"", [spill, *fds]
+        self._outbox.append((data, fds))
+        self.flush(wait=False)
+
+    def flush(self, *, wait: bool) -> None:
+        """Send the outbox; with `wait`, block until the peer has taken all of it.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: the peer is gone.
+        """
+        while self._outbox:
+            data, fds = self._outbox[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+            flags = socket.MSG_NOSIGNAL | (0 if wait else socket.MSG_DONTWAIT)
+            try:
+                # The leading byte keeps a message that is all spill from looking like an end-of-file.
+                self._socket.sendmsg([b"s" if not data else b"d", data], rights, flags)
+            except BlockingIOError:
+                return
+            self._outbox.popleft()
+            for fd in fds:
+                os.close(fd)
+
+    def receive(self, *, wait: bool) -> tuple[Any, list[int]] | None:
+        """The next message with its descriptors; None where none has arrived (only without `wait`).
+
+        Raises:
+            EOFError: the peer closed its end or died.
+            OSError: this process has too many open files to take the message's descriptors.
+        """
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
+        try:
+            data, rights, truncated, _ = self._socket.recvmsg(
+                _PACKET_LIMIT + 1, socket.CMSG_SPACE(_FDS_PER_MESSAGE * _FD_BYTES), flags
+            )
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            raise EOFError("the peer died") from None
+        if not data:
+            raise EOFError("the peer closed its end")
+        fds = array("i")
+        for _, _, raw in rights:
+            fds.frombytes(raw[: len(raw) - len(raw) % _FD_BYTES])
+        received = list(fds)
+        if truncated & socket.MSG_CTRUNC:
+            for fd in received:
+                os.close(fd)
+            raise OSError(errno.EMFILE, "Too many open files: raise the limit with `ulimit -n`")
+        if data[:1] == b"s":
+            with os.fdopen(received.pop(0), "rb") as spill:
+                spill.seek(0)
+                return pickle.load(spill), received
+        return pickle.loads(memoryview(data)[1:]), received
+
+    def close(self) -> None:
+        """Close this end and every descriptor that was not sent. The peer reads an end-of-file."""
+        self._socket.close()
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
+                os.close(fd)
+
+
+def _close_trainer_ends() -> None:
+    # A forked child must not hold the trainer's ends, or workers would not see the trainer die.
+    for channel in list(Channel._trainer_ends):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_trainer_ends)

@@ -1,0 +1,164 @@
+"""The source of a process's batches: a map-style dataset, by index or as streams; or an iterable dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, graph_settings
+
+from fastload.datasets.protocols import Allocate
+from fastload.metrics.torch_private import IterableFetcher
+from fastload.workers.batch import BatchCounters, BatchMaker
+from fastload.workers.dataset_state import dataset_state, resume_fetcher
+from fastload.workers.protocol import EpochStart, WorkerSetup
+from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
+
+__all__ = ["BatchSource", "IndexedSource", "IterableSource", "open_source"]
+
+
+class BatchSource:
+    """Makes the batches of one process. What a kind of dataset does not need, it leaves out."""
+
+    def start_epoch(self, start: EpochStart) -> None:
+        """An epoch begins. Work of the one before was cancelled."""
+
+    def prefetch(self, index: Any) -> None:
+        """Start reading an index batch that will be asked for after those announced before."""
+
+    def cancel(self, index: Any) -> None:
+        """An announced index batch will not be asked for."""
+
+    def take(self, index: Any) -> tuple[Any, Any]:
+        """(index batch, state of its stream); the latter is None for an index that is not of a stream.
+
+        Raises:
+            StreamOver: the stream has no more.
+        """
+        return index, None
+
+    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+        """The collated batch.
+
+        Raises:
+            StreamOver: an iterable dataset has no more.
+        """
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any] | None:
+        """The state of a stateful dataset; None for others."""
+        raise NotImplementedError
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        """(counters, bad samples) since the last call."""
+        raise NotImplementedError
+
+    def flush_cache(self) -> None:
+        """Wait until the cache has this epoch's records."""
+
+    def close_cache(self) -> None:
+        """At the end of this process: write out the queued records."""
+
+
+class IndexedSource(BatchSource):
+    """A map-style dataset."""
+
+    def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
+        self._dataset = setup.dataset
+        self._maker = BatchMaker(
+            setup.dataset,
+            collate_fn=setup.collate_fn,
+            auto_collation=setup.auto_collation,
+            on_error=setup.on_error,
+            seeded=setup.seeded,
+            allocate=allocate,
+        )
+        self._streams = StreamReader(
+            setup.dataset,
+            auto_collation=setup.auto_collation,
+            drop_last=setup.drop_last,
+            cancel=self._maker.cancel,
+        )
+
+    def start_epoch(self, start: EpochStart) -> None:
+        self._streams.start_epoch(streamed=start.streamed)
+        self._maker.start_epoch(start.seed, start.epoch, numbered=not start.streamed)
+
+    def prefetch(self, index: Any) -> None:
+        if not isinstance(index, TakeNext):
+            self._maker.prefetch(index)
+
+    def cancel(self, index: Any) -> None:
+        if not isinstance(index, TakeNext):
+            self._maker.cancel(index)
+
+    def take(self, index: Any) -> tuple[Any, Any]:
+        return self._streams.take(index) if isinstance(index, TakeNext) else (index, None)
+
+    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+        return self._maker.make_batch(index, encoded=encoded)
+
+    def state(self) -> dict[str, Any] | None:
+        return dataset_state(self._dataset, self._maker)
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        bad, self._maker.bad = self._maker.bad, []
+        return self._maker.counters.drain(), bad
+
+    def flush_cache(self) -> None:
+        self._maker.flush_cache()
+
+    def close_cache(self) -> None:
+        self._maker.close_cache()
+
+
+class IterableSource(BatchSource):
+    """An iterable dataset, by torch's own fetcher."""
+
+    def __init__(self, setup: WorkerSetup, position: dict[str, Any] | None) -> None:
+        self._setup = setup
+        self._counters = BatchCounters(setup.dataset)
+        self._fetcher = self._new_fetcher()
+        resume_fetcher(self._fetcher, position, setup.batch_size)
+
+    def _new_fetcher(self) -> Any:
+        setup = self._setup
+        return IterableFetcher(setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last)
+
+    def start_epoch(self, start: EpochStart) -> None:
+        """Iterate again. The first epoch has its iterator already, which may have been resumed."""
+        if start.first == 0:
+            return
+        if start.shared_seed is not None:
+            rng = torch.Generator().manual_seed(start.shared_seed)
+            graph_settings.apply_random_seed(self._setup.dataset, rng)
+        self._fetcher = self._new_fetcher()
+
+    def make_batch(self, index: Any, *, encoded: bool) -> Any:
+        try:
+            with self._counters.timed("decode"):
+                batch = self._fetcher.fetch(index)
+        except StopIteration:
+            raise StreamOver from None
+        self._counters.made_batch(len(index) if self._setup.auto_collation else 1)
+        return batch
+
+    def state(self) -> dict[str, Any] | None:
+        return dataset_state(self._setup.dataset, self._fetcher)
+
+    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
+        return self._counters.drain(), []
+
+
+def open_source(
+    setup: WorkerSetup, allocate: Allocate, position: dict[str, Any] | None = None
+) -> BatchSource:
+    """The source for the dataset of `setup`.
+
+    Args:
+        allocate: memory for batches.
+        position: where an iterable dataset goes on, see `dataset_state`; None: at its beginning.
+    """
+    if isinstance(setup.dataset, IterableDataset):
+        return IterableSource(setup, position)
+    return IndexedSource(setup, allocate)
