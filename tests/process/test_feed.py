@@ -299,7 +299,7 @@ def test_no_gpu_is_said_at_once(device: Any) -> None:
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert fastload.gpu.cuda.checked("cuda:1") == torch.device("cuda:1")
+    assert fastload.gpu.cuda.resolve_device("cuda:1") == torch.device("cuda:1")
     with pytest.raises(ArgumentError, match="torch sees 2 GPUs here"):
         DataLoader(Numbers(3), device="cuda:2")
 

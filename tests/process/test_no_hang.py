@@ -23,7 +23,7 @@ from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.threads import ReadPool
-from fastload.loader.progress import Progress
+from fastload.loader.position import Progress
 from fastload.metrics.counters import Counters
 from fastload.store.local import LocalStore
 from tests.loaderdata import Numbers
