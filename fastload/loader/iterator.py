@@ -85,7 +85,7 @@ class LoaderIterator(TorchIterator):
         while (seq := self._next_due()) is not None:  # schedule -> executor
             arrival = self._wait_for(seq)  # executor -> reorder
             self._start_copies()  # reorder -> device
-            if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready()):
+            if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready):
                 break
             lane = self._reorder.take(arrival.seq)
             if not arrival.exhausted:

@@ -253,8 +253,9 @@ class Progress:
     def watch(self, index_batches: Iterator[Any]) -> Iterator[Any]:
         """What of it was not handed out yet, with note of it. The n-th of these has ticket n, from 0."""
         order, passed, check, ticket = self._order, frozenset(self.place["ahead"]), self.place["check"], 0
+        drawing = order.drawing()  # once: to ask for torch's default device takes microseconds
         for number in itertools.count(self.batches):
-            with order.drawing():
+            with drawing:
                 if self.place["origin"] is None:
                     self.place |= {"origin": order.origin(), "generators": order.generators()}
                 index = next(index_batches, _END)
@@ -290,12 +291,14 @@ class Progress:
         if self.unordered:
             self.place["batches"] += 1
             return
+        place, first = self.place, self.batches
+        ahead: list[int] = place["ahead"]
+        ahead.append(self._due.pop(ticket))
         noted = self._order.followed or self._order.foreign
-        self.place["ahead"].append(self._due.pop(ticket))
-        while self.batches in self.place["ahead"] and (not noted or self.batches in self._after):
-            self.place["ahead"].remove(self.batches)
-            self.place |= self._after.pop(self.batches, {})
-            self.place["batches"] += 1
+        while first in ahead and (not noted or first in self._after):
+            ahead.remove(first)
+            place |= self._after.pop(first, {})
+            first = place["batches"] = first + 1
 
     def ended(self, worker_id: int, state: Any) -> None:
         """An iterable dataset, or a worker's part of it, or the stream `worker_id`, is at its end."""
