@@ -158,36 +158,45 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return LoaderIterator(self, self.context)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration that began last is: what was handed out, not what is prefetched.
+        """The position in the iteration that began last: what was handed out, not what is prefetched.
 
         Exact at any point: before the first batch, between batches, after the last one (resumed, that epoch
-        has none left), and once the iteration is over (resumed, the next epoch begins). A few kilobytes for
-        any number of samples, and JSON, as long as the states of the user's own sampler and dataset are.
+        has none left), and once the iteration is over (resumed, the next epoch begins). No sample is lost or
+        repeated. A state is JSON of a few hundred bytes for any number of samples, or a few kilobytes where
+        it has the state of a generator, as long as the states of the user's own sampler and dataset are.
 
-        * An order that comes from torch's samplers, or from a sampler that draws from the generators of
-          torch, Python or numpy, is made again from their states, and what was handed out is passed over
-          unread. Of a sampler that draws from them batch by batch, where torch's draw once for an epoch, it
-          is the same order if nothing else in this process draws from them in between. A sampler with
-          randomness of its own has to offer `state_dict()` and `load_state_dict()`.
+        * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, which is the one
+          number that torch draws. torch's other samplers, and those that were given a generator: it has the
+          generator's state. What was handed out is passed over unread.
         * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in
           each worker, and iterators over iterable datasets too). An iterable dataset without them is moved to
           its place by drawing and dropping samples.
+        * Any other sampler is iterated over once more, and its first batches are dropped. It has to give the
+          same order again; where it does not, the resumed iteration raises ArgumentError.
         * A batch whose error was raised to the user counts as handed out, as it does for the iterator.
+
+        Not in a state are the process-wide generators of torch, Python and numpy. Two things follow. Epochs
+        after the resumed one are shuffled as torch's generator then stands, like those of torch's loader:
+        they are those of the unbroken run if the script restores `torch.get_rng_state()`, or has given the
+        loader a `generator`. And a sampler of one's own that draws from these generators needs a seed of its
+        own for each epoch, or a state.
         """
         return self.context.position.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next iteration goes on where `state_dict` was taken; those after it as if nothing had been.
+        """The next iteration goes on where `state_dict` was taken; those after it are whole epochs.
 
         The number of workers may be another one, unless the dataset keeps a state in each. The number of
         ranks and the batch size may be others if the order comes from `fastload.DistributedSampler`.
         Persistent workers are ended, and new ones started. `set_epoch` of the sampler, called after this,
-        names the epoch of the next iteration: where the state is from between two epochs, all goes on with
-        that one; where it is from the middle of another one, that position is dropped.
+        names the epoch of the next iteration: a state from between two epochs goes on with that one; a
+        position in the middle of another epoch is dropped.
 
-        Generators given to the loader or its sampler are moved to their place. The process-wide ones are not:
-        a loader that resumes draws from copies of them. If they are where they were at `state_dict()`,
-        because the script has restored them, epochs after the resumed one draw from them again.
+        Generators that were given to the loader or its sampler are moved to their place. The process-wide
+        ones are not moved, and an epoch that is resumed draws nothing from them that the saved run had drawn.
+
+        States that older versions of fastload have saved are loaded too, except in the middle of an epoch
+        whose order comes from a sampler of the user's own without a state.
 
         Raises:
             ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch

@@ -20,7 +20,7 @@ from torch.utils.data.graph_settings import apply_sharding
 from fastload.datasets.protocols import as_rows
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
-from fastload.loader.progress import Progress
+from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, shard_data_pipe
@@ -55,7 +55,7 @@ class LoaderIterator(TorchIterator):
         self.broken = False
         inline = loader.num_workers == 0
         if inline:
-            self._progress = context.position.begin(loader, late_seed=True)
+            self._progress = context.position.begin(loader)
         with context.position.seeding(loader):
             super().__init__(loader)
         self._base_seed = context.position.base_seed(int(self._base_seed))
@@ -64,7 +64,7 @@ class LoaderIterator(TorchIterator):
             self._pin_memory = False
         self._executor = self._new_executor(loader)
         if inline:
-            self._take_position(loader)
+            self._take_position()
             self._start_epoch(loader)
         else:
             self._reset(loader, first_iter=True)
@@ -85,7 +85,7 @@ class LoaderIterator(TorchIterator):
         while (seq := self._next_due()) is not None:  # schedule -> executor
             arrival = self._wait_for(seq)  # executor -> reorder
             self._start_copies()  # reorder -> device
-            if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready()):
+            if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready):
                 break
             lane = self._reorder.take(arrival.seq)
             if not arrival.exhausted:
@@ -106,15 +106,20 @@ class LoaderIterator(TorchIterator):
     def _fill(self) -> bool:
         """Give out as much work as the lanes may have at a time. Returns whether there was any."""
         before = self._sent
-        while len(self._reorder) < self._schedule.ahead * len(self._schedule.turn) and self._submit():
-            pass
+        while len(self._reorder) < self._schedule.ahead * len(self._schedule.turn):
+            if self._submit() is None:
+                break
         return self._sent > before
 
-    def _submit(self, left: int | None = None) -> bool:
-        """Give out the next work. `left` is the lane of the batch that has just left the loader."""
+    def _submit(self, left: int | None = None) -> int | None:
+        """Give out the next work. Returns the worker that gets it; None where there is none.
+
+        Args:
+            left: the lane of the batch that has just left the loader.
+        """
         schedule = self._schedule
         if not schedule.turn:
-            return False
+            return None
         lane = schedule.choose(left)
         try:
             with self._context.counters.timed("sampler"):
@@ -122,17 +127,18 @@ class LoaderIterator(TorchIterator):
         except StopIteration:
             schedule.turn.clear()
             self._executor.end_work()
-            return False
+            return None
+        worker_id = lane % max(1, self._num_workers)
         seq, self._sent = self._sent, self._sent + 1
         self._reorder.expect(seq, lane)
         try:
             decoding = self._context.decoding
             encoded = decoding is not None and decoding.next_encoded()
-            self._executor.submit(lane % max(1, self._num_workers), seq, index, encoded=encoded)
+            self._executor.submit(worker_id, seq, index, encoded=encoded)
         except BaseException:  # an index that cannot be pickled, Ctrl-C: nobody may wait for this batch
             self._reorder.forget(seq)
             raise
-        return True
+        return worker_id
 
     def _wait_for(self, seq: int) -> Arrival:
         """Wait until what is due has arrived; out of order, that is what arrives first."""
@@ -203,7 +209,9 @@ class LoaderIterator(TorchIterator):
             return  # not before it is asked for: its work would hold up this batch
         turn = self._schedule.turn
         parked = bool(turn) and lane not in turn
-        if parked or not self._submit(lane):
+        if parked or self._submit(lane) != worker_id:
+            # It is told at once that it may make another batch: with other workers coming and going, its next
+            # work may come late, and nobody would make a batch that is waited for.
             self._executor.finish(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
@@ -246,18 +254,18 @@ class LoaderIterator(TorchIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch with the workers that there are; called by torch's loader."""
         previous = None if first_iter else self._progress
-        self._progress = self._context.position.begin(loader, late_seed=False, previous=previous)
+        self._progress = self._context.position.begin(loader, previous)
         super()._reset(loader, first_iter)
-        self._take_position(loader)
+        self._take_position()
         self._start_epoch(loader)
         if previous is not None and previous.ran_on:
             # These workers' datasets went on after the break: only they know where this epoch begins.
             while self._reorder.waits_for_lanes():
                 self._receive()
 
-    def _take_position(self, loader: Any) -> None:
-        self._base_seed, self._sampler_iter = self._context.position.started(
-            loader, int(self._base_seed), self._sampler_iter, self._progress
+    def _take_position(self) -> None:
+        self._sampler_iter = self._context.position.started(
+            self._progress, int(self._base_seed), self._sampler_iter
         )
         self._num_yielded = self._progress.batches
 

@@ -6,7 +6,7 @@ A lane is what makes batches in turn: a worker, or a stream, which worker `lane 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fastload.loader.stream_epoch import StreamEpoch
@@ -41,8 +41,8 @@ class Schedule(Protocol):
             StopIteration: there is none. Whatever the sampler raises.
         """
 
-    def goes_on(self, ready: int) -> bool:
-        """Whether a batch that is here is to be handed out; `ready` are here."""
+    def goes_on(self, ready: Callable[[], int]) -> bool:
+        """Whether a batch that is here is to be handed out; `ready()` are here."""
 
     def next_lap(self) -> bool:
         """All lanes are at their end: whether they begin once more."""
@@ -96,7 +96,7 @@ class IndexSchedule:
     def work(self, lane: int) -> Any:
         return next(self._index_batches)
 
-    def goes_on(self, ready: int) -> bool:
+    def goes_on(self, ready: Callable[[], int]) -> bool:
         return True
 
     def next_lap(self) -> bool:
@@ -135,8 +135,8 @@ class StreamSchedule:
     def work(self, lane: int) -> Any:
         return self._streams.work(lane)
 
-    def goes_on(self, ready: int) -> bool:
-        return self._streams.goes_on(ready)
+    def goes_on(self, ready: Callable[[], int]) -> bool:
+        return self._streams.goes_on(ready())
 
     def next_lap(self) -> bool:
         while self._streams.goes_on(ready=0):

@@ -1,4 +1,4 @@
-"""Epochs of a dataset whose samples are not numbered yet: read as streams, each by one process.
+"""Epochs of a dataset that is not indexed yet: they are read as streams, each by one process.
 
     trainer                                              worker, or the trainer itself
     StreamEpoch.work(stream) ── TakeNext(stream, n) ──▶  StreamReader.take: ids of the next n samples
@@ -6,8 +6,8 @@
     StreamEpoch.handed_out  ◀── batch, state after it ──
          │ equal steps on all ranks: Ranks
 
-The streams of an epoch are as many as the workers at its start, and are handed out in turn. They are what a
-state holds, so the order of the samples stays what it was when they are dealt over other workers.
+An epoch has as many streams as there are workers at its start, and their batches are handed out in turn. A
+state holds the streams, so the order of the samples stays the same with another number of workers.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fastload.workers.stream_reader import TakeNext
 __all__ = ["StreamEpoch", "Streams", "check_streams"]
 
 _Plan = list[dict[str, Any]]
-_MEETINGS = 5  # places come in as shards are read to their end: seldom while an epoch begins
+_ATTEMPTS = 5  # an index comes in when a shard was read to its end: seldom while an epoch begins
 
 
 class Streams:
-    """How a loader's epochs are read: as streams until all ranks know where the samples are."""
+    """How a loader's epochs are read: as streams, until all ranks have indexed the dataset."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | None = None
-        self._numbered = False  # on all ranks, and for ever
+        self._indexed = False  # on all ranks, and for ever
 
     def begin(self, loader: Any, saved: Mapping[str, Any] | None) -> StreamEpoch | None:
-        """The coming epoch as streams, or None where it goes by number like that of any map-style dataset.
+        """The coming epoch as streams; None where it is read by index, as that of any map-style dataset.
 
         Args:
             loader: with its sampler already in that epoch.
@@ -48,7 +48,7 @@ class Streams:
             ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
         """
         sampler, dataset = loader.sampler, as_streams(loader.dataset)
-        if dataset is None or not isinstance(sampler, ShardSampler) or (self._numbered and saved is None):
+        if dataset is None or not isinstance(sampler, ShardSampler) or (self._indexed and saved is None):
             return None
         count = saved["count"] if saved is not None else max(1, loader.num_workers)
         if sampler.num_replicas == 1:
@@ -57,7 +57,7 @@ class Streams:
         else:
             streamed, plan = self._agree(dataset, sampler, count, saved)
         if not streamed:
-            self._numbered = True
+            self._indexed = True
             return None
         sampler.check_streamable()
         return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
@@ -65,15 +65,15 @@ class Streams:
     def _agree(
         self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
     ) -> tuple[bool, _Plan]:
-        """(whether to stream, this rank's streams), the same and fitting together on all ranks."""
-        for _ in range(_MEETINGS):
-            known = self._meet(dataset, sampler, count, saved)
+        """(whether to stream, this rank's streams): the same answer on all ranks, and disjoint streams."""
+        for _ in range(_ATTEMPTS):
+            known = self._compare(dataset, sampler, count, saved)
             if known is None:
                 return False, []
             if saved is not None:
                 return True, []
             count = known
-            # Offsets may be learned from this node at any time, and the plan made with them is another one.
+            # Another process of this node may index a shard at any time, and the plan made then differs.
             before = _shared(dataset, sampler)
             plan = _plan(dataset, sampler, count)
             shared = _shared(dataset, sampler)
@@ -83,15 +83,15 @@ class Streams:
                 return False, []
             if all(other == shared for _, other in answers):
                 return True, plan
-        raise WorkerError("the ranks do not come to plan the same streams", stage="ranks")
+        raise WorkerError("the ranks do not agree on the streams of this epoch", stage="ranks")
 
-    def _meet(
+    def _compare(
         self, dataset: StreamDataset, sampler: ShardSampler, count: int, saved: Mapping[str, Any] | None
     ) -> int | None:
-        """How many streams a rank has, or None for no streams; the ranks know what each of them knew."""
+        """Share the indexes of all ranks. Returns how many streams a rank has; None: no streams."""
         must = saved is not None or dataset.must_stream()
         if not must and not can_agree():
-            return None  # numbered without learning, as it seems: there is nothing to agree on
+            return None  # the dataset was indexed from the start, it seems: there is nothing to agree on
         if self._ranks is None:
             self._ranks = Ranks(sampler.rank, sampler.num_replicas)
         tables = dataset.known_indexes()
@@ -101,7 +101,7 @@ class Streams:
             "shuffle": sampler.shuffle,
             "mode": sampler.mode,
             "resumed": saved is not None,
-            # In "eval" some ranks have more than others.
+            # In mode "eval" some ranks have more batches than others.
             "batches": saved["batches"] if saved is not None and sampler.mode == "train" else 0,
         }
         summaries = self._ranks.begin_epoch(alike | {"must": must, "count": count, "known": sorted(tables)})
@@ -147,9 +147,9 @@ def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
 class StreamEpoch:
     """One epoch.
 
-    Batches are handed out from the live streams in turn. Where all ranks have to do equally many steps (mode
-    "train"), a rank whose streams are over begins another lap: its streams from their start, and if these are
-    empty those of the next rank, until every rank is through its own.
+    Batches are handed out from the live streams in turn. In mode "train" all ranks do equally many steps: a
+    rank whose streams are over begins another lap, which repeats its streams, or those of the next rank if
+    its own are empty. Laps end when every rank has finished its own streams.
 
     Args:
         dataset, sampler: of the loader.
@@ -159,9 +159,8 @@ class StreamEpoch:
         saved: `state()` of the epoch that is resumed.
 
     Attributes:
-        live: the streams that are not over, as far as is known here, in the order in which they are handed
-            out next.
-        lap: 0 while they are this rank's own samples.
+        live: the streams that are not over, as far as is known here; the next one to hand out comes first.
+        lap: 0 while this rank's own samples are read for the first time.
     """
 
     def __init__(
@@ -227,11 +226,13 @@ class StreamEpoch:
     def _next_lap(self, ranks: int) -> None:
         self._empty = 0 if self._in_lap else self._empty + 1
         if self._empty > ranks:
-            raise WorkerError("no rank's streams give a batch to repeat, and yet one did", stage="ranks")
+            raise WorkerError(
+                "no rank's streams give a batch to repeat, although one gave some before", stage="ranks"
+            )
         if self._empty:
             self._source = (self._source + 1) % ranks
         self.lap, self._in_lap = self.lap + 1, 0
-        # A plan made anew could be another one, now that more places are known.
+        # A new plan could differ, now that more shards are indexed.
         plan = self._first
         if self._source != self._sampler.rank:
             plan = _plan(self._dataset, self._sampler, self._count, self._source)
@@ -247,7 +248,7 @@ class StreamEpoch:
         self.live.append(stream)
 
     def lost(self, stream: int) -> None:
-        """The process that read a stream has let go of it: its next work opens it again."""
+        """The process that read a stream has closed it: its next work opens it again."""
         self._unopened.add(stream)
 
     def ended(self, stream: int) -> None:

@@ -1,8 +1,8 @@
-"""`fastload.watch(loader)`: what a loader does, live on the terminal, while it is used.
+"""`fastload.watch(loader)`: a live view on the terminal of a loader that is in use.
 
     for batch in fastload.watch(loader): ...            with fastload.watch(loader): for batch in loader: ...
 
-No thread: the loader calls with every batch, and now and then while one is waited for.
+There is no thread: the loader calls the view with every batch, and now and then while it waits for one.
 """
 
 from __future__ import annotations
@@ -49,20 +49,21 @@ class _Console(Console):
 
 
 class watch:  # a verb for users, who write it like a function
-    """A live view of a loader: rates per stage, hit rate, batches that are ready, and the verdict.
+    """A live view of a loader: rates per stage, hit rate of the cache, and the bottleneck.
 
     Iterate over it in place of the loader, or use it as a context manager around any number of epochs. On a
-    terminal it is a table in place; elsewhere (a file, a notebook) one line from time to time. All figures
-    are of the time since the last look. When it ends, also by an exception, nothing of it is left but its
-    last picture. A terminal that goes away ends the view, and nothing else.
+    terminal it is a table in place; in a file or a notebook it is one line from time to time. All figures are
+    of the time since the last look. When the view ends, its last picture stays. A terminal that goes away
+    ends the view and nothing else.
 
     Args:
         loader: a `fastload.DataLoader`.
         interval: seconds between two looks; by default 0.5 on a terminal and 10 elsewhere.
-        console: where to; by default stderr.
+        console: where the view is shown; by default stderr.
 
     Raises:
-        ArgumentError: the loader is none of fastload's, or is watched already; interval is not positive.
+        ArgumentError: the loader is not a fastload.DataLoader, or is watched already; or interval is not
+            positive.
     """
 
     def __init__(

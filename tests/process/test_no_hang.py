@@ -24,7 +24,7 @@ from fastload.errors import StoreError, WorkerError
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.settings import ReadSettings
 from fastload.fetch.threads import ReadPool
-from fastload.loader.progress import Progress
+from fastload.loader.position import Progress
 from fastload.metrics.counters import Counters
 from fastload.store.local import LocalStore
 from tests.loaderdata import Numbers
