@@ -149,10 +149,6 @@ class BatchMaker:
         for filling in self._filling:
             filling.close_cache()
 
-    def __call__(self, index: Any, *, encoded: bool = False) -> Any:
-        """As `make_batch`."""
-        return self.make_batch(index, encoded=encoded)
-
     def make_batch(self, index: Any, *, encoded: bool = False) -> Any:
         """The collated batch of `index`; with `encoded`, its images as `EncodedImages`.
 

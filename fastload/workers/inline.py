@@ -16,13 +16,11 @@ from torch.utils.data import IterableDataset
 
 from fastload.datasets.protocols import Allocate
 from fastload.metrics.counters import Counters
-from fastload.metrics.torch_private import IterableFetcher
-from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.collate import note_sample
-from fastload.workers.dataset_state import dataset_state, resume_fetcher
 from fastload.workers.executor import Arrival, BadSamples
-from fastload.workers.protocol import Work, WorkerSetup
-from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
+from fastload.workers.protocol import EpochStart, Work, WorkerSetup
+from fastload.workers.sources import open_source
+from fastload.workers.stream_reader import StreamOver, TakeNext
 
 __all__ = ["InlineExecutor", "allocator"]
 
@@ -39,7 +37,8 @@ class InlineExecutor:
     concurrent = False
 
     def __init__(self, setup: WorkerSetup, counters: Counters, bad: BadSamples, allocate: Allocate) -> None:
-        self._setup = setup
+        # A seed sets the generators for each sample of a map-style dataset, and here they are the trainer's.
+        self._keeps_globals = setup.seeded and not isinstance(setup.dataset, IterableDataset)
         self._counters = counters
         self._bad = bad
         self._work: deque[Work] = deque()
@@ -48,8 +47,7 @@ class InlineExecutor:
         self._lost: list[int] = []
         self._last_known = False  # nothing more will be submitted
         self._owner = os.getpid()
-        iterable = isinstance(setup.dataset, IterableDataset)
-        self._source: _Iterated | _Indexed = _Iterated(setup) if iterable else _Indexed(setup, allocate)
+        self._source = open_source(setup, allocate)
 
     @property
     def processes(self) -> list[Any]:
@@ -58,7 +56,7 @@ class InlineExecutor:
     def start_epoch(
         self, first: int, seed: int, epoch: int, *, streamed: bool, shared_seed: int | None
     ) -> None:
-        self._source.start_epoch(seed, epoch, streamed=streamed)
+        self._source.start_epoch(EpochStart(first, seed, epoch, streamed, shared_seed))
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool) -> None:
         self._work.append(Work(0, [], [], seq, index, encoded))
@@ -100,15 +98,16 @@ class InlineExecutor:
         if arrival.failure is None:
             try:
                 index, arrival.after = self._source.take(work.index)
-                batch = self._source.make(index, encoded=work.encoded)
+                with _kept_globals() if self._keeps_globals else contextlib.nullcontext():
+                    batch = self._source.make_batch(index, encoded=work.encoded)
                 arrival.load = lambda: batch
-            except (StopIteration, StreamOver):
+            except StreamOver:
                 arrival.exhausted = True
             except Exception as error:
                 note_sample(error)
                 arrival.failure = error
         if not streamed:
-            arrival.after = self._source.state()
+            arrival.after = copy.deepcopy(self._source.state())
         return arrival
 
     def arrived(self) -> list[Arrival]:
@@ -133,7 +132,7 @@ class InlineExecutor:
 
     def take_up(self, position: dict[str, Any] | None) -> Any:
         self._source.resume(position)
-        return self._source.state()
+        return copy.deepcopy(self._source.state())
 
     def interrupted(self) -> list[int]:
         lost, self._lost = self._lost, []
@@ -145,107 +144,10 @@ class InlineExecutor:
     def close(self) -> None:
         if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
             return
-        self._source.close()
+        self._source.close_streams()
         while self._work:
             self._source.cancel(self._work.popleft().index)
         self._announced = 0
-
-
-class _Indexed:
-    """A map-style dataset, read by index batches or as streams."""
-
-    def __init__(self, setup: WorkerSetup, allocate: Allocate) -> None:
-        self._setup = setup
-        self._maker = BatchMaker(
-            setup.dataset,
-            collate_fn=setup.collate_fn,
-            auto_collation=setup.auto_collation,
-            on_error=setup.on_error,
-            seeded=setup.seeded,
-            allocate=allocate,
-        )
-        self._streams = StreamReader(
-            setup.dataset,
-            auto_collation=setup.auto_collation,
-            drop_last=setup.drop_last,
-            cancel=self._maker.cancel,
-        )
-        self.flush_cache = self._maker.flush_cache
-        self.close = self._streams.close
-
-    def start_epoch(self, seed: int, epoch: int, *, streamed: bool) -> None:
-        self._maker.start_epoch(seed, epoch, numbered=not streamed)
-
-    def prefetch(self, index: Any) -> None:
-        if not isinstance(index, TakeNext):
-            self._maker.prefetch(index)
-
-    def cancel(self, index: Any) -> None:
-        if not isinstance(index, TakeNext):
-            self._maker.cancel(index)
-
-    def take(self, index: Any) -> tuple[Any, Any]:
-        """(the index batch, the state of the stream that it is from)."""
-        return self._streams.take(index) if isinstance(index, TakeNext) else (index, None)
-
-    def make(self, index: Any, *, encoded: bool) -> Any:
-        # A seed sets the generators for each sample, and here they are the trainer's.
-        with _kept_globals() if self._setup.seeded else contextlib.nullcontext():
-            return self._maker.make_batch(index, encoded=encoded)
-
-    def state(self) -> Any:
-        return copy.deepcopy(dataset_state(self._setup.dataset, self._maker))
-
-    def resume(self, position: dict[str, Any] | None) -> None:
-        pass
-
-    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
-        bad, self._maker.bad = self._maker.bad, []
-        return self._maker.counters.drain(), bad
-
-
-class _Iterated:
-    """An iterable dataset."""
-
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = setup
-        self._counters = BatchCounters(setup.dataset)
-        self._fetcher = IterableFetcher(
-            setup.dataset, setup.auto_collation, setup.collate_fn, setup.drop_last
-        )
-
-    def start_epoch(self, seed: int, epoch: int, *, streamed: bool) -> None:
-        pass
-
-    def prefetch(self, index: Any) -> None:
-        pass
-
-    def cancel(self, index: Any) -> None:
-        pass
-
-    def take(self, index: Any) -> tuple[Any, Any]:
-        return index, None
-
-    def make(self, index: Any, *, encoded: bool) -> Any:
-        with self._counters.timed("decode"):
-            batch = self._fetcher.fetch(index)  # type: ignore[no-untyped-call]
-        self._counters.made_batch(len(index) if self._setup.auto_collation else 1)
-        return batch
-
-    def state(self) -> Any:
-        return copy.deepcopy(dataset_state(self._setup.dataset, self._fetcher))
-
-    def resume(self, position: dict[str, Any] | None) -> None:
-        resume_fetcher(self._fetcher, position, self._setup.batch_size)
-
-    def flush_cache(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
-        return self._counters.drain(), []
 
 
 def allocator(*, pinned: bool) -> Allocate:

@@ -29,6 +29,9 @@ class BatchSource:
     def cancel(self, index: Any) -> None:
         """An announced index batch will not be asked for."""
 
+    def resume(self, position: dict[str, Any] | None) -> None:
+        """Move an iterable dataset to a saved position, see `dataset_state`; None: to its beginning."""
+
     def take(self, index: Any) -> tuple[Any, Any]:
         """(index batch, state of its stream); the latter is None for an index that is not of a stream.
 
@@ -58,6 +61,9 @@ class BatchSource:
 
     def close_cache(self) -> None:
         """At the end of this process: write out the queued records."""
+
+    def close_streams(self) -> None:
+        """At the end of an iteration in the trainer's process: stop reading ahead for streams."""
 
 
 class IndexedSource(BatchSource):
@@ -111,15 +117,20 @@ class IndexedSource(BatchSource):
     def close_cache(self) -> None:
         self._maker.close_cache()
 
+    def close_streams(self) -> None:
+        self._streams.close()
+
 
 class IterableSource(BatchSource):
     """An iterable dataset, by torch's own fetcher."""
 
-    def __init__(self, setup: WorkerSetup, position: dict[str, Any] | None) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
         self._counters = BatchCounters(setup.dataset)
         self._fetcher = self._new_fetcher()
-        resume_fetcher(self._fetcher, position, setup.batch_size)
+
+    def resume(self, position: dict[str, Any] | None) -> None:
+        resume_fetcher(self._fetcher, position, self._setup.batch_size)
 
     def _new_fetcher(self) -> Any:
         setup = self._setup
@@ -150,15 +161,8 @@ class IterableSource(BatchSource):
         return self._counters.drain(), []
 
 
-def open_source(
-    setup: WorkerSetup, allocate: Allocate, position: dict[str, Any] | None = None
-) -> BatchSource:
-    """The source for the dataset of `setup`.
-
-    Args:
-        allocate: memory for batches.
-        position: where an iterable dataset goes on, see `dataset_state`; None: at its beginning.
-    """
+def open_source(setup: WorkerSetup, allocate: Allocate) -> BatchSource:
+    """The source for the dataset of `setup`; `allocate` gives the memory for batches."""
     if isinstance(setup.dataset, IterableDataset):
-        return IterableSource(setup, position)
+        return IterableSource(setup)
     return IndexedSource(setup, allocate)

@@ -139,7 +139,8 @@ class _Worker:
             setup.worker_init_fn(worker_id)
         position = setup.positions[worker_id] if setup.positions is not None else None
         load_dataset(setup.dataset, position)
-        self.source = open_source(setup, self._slots.allocate, position)
+        self.source = open_source(setup, self._slots.allocate)
+        self.source.resume(position)
 
     def _listen(self, *, wait: bool) -> None:
         """Handle every message that has arrived; with `wait`, at least one."""
