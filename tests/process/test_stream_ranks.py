@@ -267,7 +267,7 @@ def plan(rank: int, ranks: int, *, changes: int) -> Any:
 
 def test_plans_fit_together() -> None:
     check_padding(on_ranks(2, partial(plan, changes=7)), 2, 1, LENGTHS, 4)
-    with pytest.raises(WorkerError, match="do not come to plan the same streams"):
+    with pytest.raises(WorkerError, match="do not agree on the streams"):
         on_ranks(2, partial(plan, changes=1000))
 
 
