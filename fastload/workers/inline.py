@@ -66,10 +66,9 @@ class InlineExecutor:
         work = self._work[0]
         try:
             arrival = self._make(work)
-        except BaseException:
-            if isinstance(work.index, TakeNext):  # its stream is closed; other work is made once more
-                self._forget()
-                self._lost.append(work.seq)
+        except BaseException:  # Ctrl-C: as torch's, the iterator goes on with the batch after it
+            self._forget()
+            self._lost.append(work.seq)
             raise
         self._forget()
         if arrival.exhausted or (self._last_known and not self._work):

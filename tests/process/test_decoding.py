@@ -227,8 +227,8 @@ def test_bad_images_are_raised(folder: Any, spoilt: Path, decode: str, num_worke
     [
         ({"decode": "gpu"}, "decode must be one of"),
         ({"decode": None}, "decode must be one of"),
-        ({"decode": "nvjpeg", "collate_fn": list}, "no collate_fn"),
-        ({"decode": "nvjpeg", "batch_size": None}, "no batch_size=None"),
+        ({"decode": "nvjpeg", "collate_fn": list}, "leave out collate_fn"),
+        ({"decode": "nvjpeg", "batch_size": None}, "and batch_size=None"),
     ],
 )
 def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:

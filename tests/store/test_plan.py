@@ -238,7 +238,7 @@ def test_objects_that_are_no_images_are_an_error(tmp_path: Path) -> None:
         (tmp_path / "a" / f"{i}.jpg").write_bytes(b"<html>" * 100)
     given = [str(tmp_path), "--cache-size", "1GB", "--gpus", "1", "--gpu-rate", "100", "--json"]
     result = CliRunner().invoke(app, ["plan", *given])
-    assert result.exit_code == 1 and "no image" in json.loads(result.stdout)["error"]["message"]
+    assert result.exit_code == 1 and "not an image" in json.loads(result.stdout)["error"]["message"]
     used = tmp_path / "file"
     used.write_text("x")
     result = CliRunner().invoke(app, ["plan", *given, "--cache-dir", str(used)])
