@@ -44,6 +44,9 @@ class StoreDataset(Dataset[Any]):
     settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     computed: ClassVar[dict[str, str]] = {}
 
+    # What a sample may fail with that `on_error` decides on. Anything else, such as a lack of memory, is raised.
+    _row_errors: ClassVar[tuple[type[Exception], ...]] = (FastloadError, IndexError)
+
     cache: Cache | None
     _step: PrepareStep
 
@@ -52,6 +55,9 @@ class StoreDataset(Dataset[Any]):
         self.url = url
         self.decode = decode
         self.counters = Counters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.computed:
@@ -131,7 +137,7 @@ class StoreDataset(Dataset[Any]):
                 try:
                     record = self._record(index)
                     values.append(self._step.restore(self._get(record), readonly=True))
-                except Exception as error:  # of the user's `decode` too: `on_error` decides
+                except self._row_errors as error:
                     errors.append((row, self._named(error, record)))
                 else:
                     rows.append(row)

@@ -141,6 +141,7 @@ class CachedReads:
                 if payload is not None:
                     return payload
             try:
+                read.ranged = False
                 body = self._store.read_whole(read)
             except ObjectChangedError as another:
                 error = another

@@ -215,7 +215,7 @@ class Prefetcher:
             self._queues.advance(read)
 
     def _is_late(self, read: Read, hedging: Hedging) -> bool:
-        by_one_request = read.started and not read.hedged and not read.missing
+        by_one_request = read.started and not read.hedged and not read.ranged
         return bool(by_one_request) and hedging.due(time.monotonic() - read.started)
 
     def _ask_again(self, read: Read) -> None:

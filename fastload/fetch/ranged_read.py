@@ -29,7 +29,8 @@ class RangedRead:
 
     index: int
     size: int
-    missing: int = 0  # ranges that were not read yet; 0: it is read by one request
+    ranged: bool = False  # it is read by several requests
+    missing: int = 0  # ranges that were not read yet
     body: bytearray | None = None  # made when the first range is requested
     changes: int = 0  # how often the object was found changed
 
@@ -53,7 +54,7 @@ class RangedReads:
     def plan(self, read: RangedRead) -> list[tuple[int, int]]:
         """The (start, stop) of each request that reads the sample."""
         ranges = self._source.ranges(read.index)
-        read.missing = len(ranges)
+        read.ranged, read.missing = bool(ranges), len(ranges)
         return ranges or [(0, read.size)]
 
     def read(self, read: RangedRead, start: int, stop: int) -> Any:

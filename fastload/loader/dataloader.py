@@ -137,7 +137,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.decode = decode
         self.on_error = on_error
         self.seed = seed
-        self.context = context
+        self.loader_context = context
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
         _warn_of_lone_reads(dataset)
@@ -147,15 +147,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        with self.context.position.starting(self) as positions:
+        with self.loader_context.position.starting(self) as positions:
             iterator: Any = super().__iter__()
-        iterator.take_up(positions)
+        if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
+            iterator.take_up(positions)
         return iterator
 
     def _get_iterator(self) -> Any:
         if self.num_workers > 0:
             self.check_worker_number_rationality()
-        return LoaderIterator(self, self.context)
+        return LoaderIterator(self, self.loader_context)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the iteration that began last: what was handed out, not what is prefetched.
@@ -178,10 +179,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Not in a state are the process-wide generators of torch, Python and numpy. Two things follow. Epochs
         after the resumed one are shuffled as torch's generator then stands, like those of torch's loader:
         they are those of the unbroken run if the script restores `torch.get_rng_state()`, or has given the
-        loader a `generator`. And a sampler of one's own that draws from these generators needs a seed of its
+        loader a `generator`, and the loader has persistent workers in both runs or in neither. And a sampler of one's own that draws from these generators needs a seed of its
         own for each epoch, or a state.
         """
-        return self.context.position.state_dict(self)
+        return self.loader_context.position.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The next iteration goes on where `state_dict` was taken; those after it are whole epochs.
@@ -202,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch
                 size, seed, generator or (where that matters) number of workers.
         """
-        self.context.position.load_state_dict(self, state_dict)
+        self.loader_context.position.load_state_dict(self, state_dict)
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
@@ -218,7 +219,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "autoscale": what num_workers="auto" chose, and why, else "";
             "decode": who decodes ("decoder"), and for decode="auto" why.
         """
-        context = self.context
+        context = self.loader_context
         epoch, gauges = context.meter.counters(), context.meter.gauges()
         return {
             "rank": find_rank()[0],
@@ -242,8 +243,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.device,
             workers=self.num_workers,
             on_error=self.on_error,
-            counters=self.context.counters,
-            bad=self.context.bad,
+            counters=self.loader_context.counters,
+            bad=self.loader_context.bad,
         )
 
 

@@ -64,6 +64,8 @@ class LoaderIterator(TorchIterator):
             self._pin_memory = False
         self._executor = self._new_executor(loader)
         if inline:
+            if context.position.order_was_undone:
+                self._sampler_iter = iter(self._index_sampler)
             self._take_position()
             self._start_epoch(loader)
         else:
@@ -199,9 +201,14 @@ class LoaderIterator(TorchIterator):
 
     def _load(self, arrival: Arrival) -> Any:
         assert arrival.load is not None
+        start = time.perf_counter()
         with stage("unpack"):
             batch = arrival.load() if self._device is None else self._device.get(arrival.seq, arrival.load)
-        return pin_memory(batch, self._pin_memory_device) if self._pin_memory else batch
+        if self._pin_memory:
+            batch = pin_memory(batch, self._pin_memory_device)
+        if not self._executor.concurrent:  # nothing of it was done ahead
+            self._context.counters.add("wait.seconds", time.perf_counter() - start)
+        return batch
 
     def _give_more(self, lane: int, worker_id: int) -> None:
         """Give out new work in the place of a batch that leaves the loader, and say that it does."""

@@ -117,6 +117,11 @@ class Order:
         for name, generator in self._generators.items():
             write_generator(generator, states[name])
 
+    def draw_base_seed(self) -> None:
+        """Draw what torch's iterator draws as the base seed, where the loader was given a generator."""
+        if self._loaders_generator is not None:
+            draw_seed(self._loaders_generator)
+
     def origin(self, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
         """What an order that is about to be drawn will be made from; nothing is drawn by asking.
 
@@ -198,9 +203,11 @@ class Progress:
             "ahead": [],
             "sampler": order.sampler_state(),
             "origin": None,
-            "generators": None,
+            # A foreign sampler may draw in iter(), which comes next.
+            "generators": order.generators() if order.foreign else None,
             "check": 0,
         }
+        self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
         self._due: dict[int, int] = {}  # ticket -> batch
         self._after: dict[int, dict[str, Any]] = {}  # batch -> what `place` says once it is in the prefix
 
@@ -213,6 +220,7 @@ class Progress:
         """Take up a position that was saved in the middle of this epoch."""
         self.place = {name: saved[name] for name in self.place} | {"ahead": list(saved["ahead"])}
         self.base_seed = saved["base_seed"]
+        self._seeded_late = saved.get("num_workers") == 0
         self.next_worker = saved["next_worker"] if saved.get("num_workers") == len(self.workers) else 0
 
     def order_again(self, made: Iterator[Any]) -> Iterator[Any]:
@@ -234,6 +242,8 @@ class Progress:
             index_batches = made  # it may draw in iter(): not once more than in the run that was saved
         else:
             index_batches = iter(() if place["sampler"]["over"] else sampler)
+            if order.foreign and self._seeded_late:
+                order.draw_base_seed()
         if self.unordered or order.followed:
             return index_batches
         with order.drawing():
@@ -257,7 +267,9 @@ class Progress:
         for number in itertools.count(self.batches):
             with drawing:
                 if self.place["origin"] is None:
-                    self.place |= {"origin": order.origin(), "generators": order.generators()}
+                    self.place["origin"] = order.origin()
+                    if not order.foreign:
+                        self.place["generators"] = order.generators()
                 index = next(index_batches, _END)
             if index is _END:
                 break

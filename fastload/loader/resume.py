@@ -111,6 +111,11 @@ class LoaderState:
         if drawn:
             order.write_generators(generators)
 
+    @property
+    def order_was_undone(self) -> bool:
+        """`seeding` took back all that was drawn: what `iter(sampler)` drew too, which is to be drawn anew."""
+        return self._again is None and self._one_seed is not None
+
     def base_seed(self, drawn: int) -> int:
         """The base seed of the iteration that starts, where torch has drawn `drawn`."""
         if self._again is not None:

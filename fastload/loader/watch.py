@@ -81,10 +81,10 @@ class watch:  # a verb for users, who write it like a function
         self._seen: tuple[float, Mapping[str, float]] = (0.0, {})
 
     def __enter__(self) -> watch:
-        meter = self._loader.context.meter
+        meter = self._loader.loader_context.meter
         if meter.tick is not None:
             raise ArgumentError("loader is watched already: leave that watch first")
-        self._seen = time.monotonic(), self._loader.context.counters.as_dict()
+        self._seen = time.monotonic(), self._loader.loader_context.counters.as_dict()
         if self._in_place:
             self._live = Live(console=self._console, auto_refresh=False)
             with contextlib.suppress(OSError, ValueError):
@@ -95,7 +95,7 @@ class watch:  # a verb for users, who write it like a function
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loader.context.meter.tick = None
+        self._loader.loader_context.meter.tick = None
         live, self._live = self._live, None
         if live is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -112,10 +112,10 @@ class watch:  # a verb for users, who write it like a function
         now, (then, before) = time.monotonic(), self._seen
         if now - then < self._interval:
             return
-        counters = self._loader.context.counters.as_dict()
+        counters = self._loader.loader_context.counters.as_dict()
         self._seen = now, counters
         added = {name: value - before.get(name, 0.0) for name, value in counters.items()}
-        found = self._loader.context.meter.gauges() | rates(added, now - then)
+        found = self._loader.loader_context.meter.gauges() | rates(added, now - then)
         sentence = (
             explain_bottleneck(added, found, live=True)
             if added.get("wait.batches")
@@ -127,7 +127,7 @@ class watch:  # a verb for users, who write it like a function
             else:
                 self._console.print(_line(found, sentence), soft_wrap=True, markup=False, highlight=False)
         except (OSError, ValueError):  # the terminal went away, or was closed
-            self._loader.context.meter.tick = None
+            self._loader.loader_context.meter.tick = None
 
 
 def _line(found: Mapping[str, float], sentence: str) -> str:

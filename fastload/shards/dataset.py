@@ -32,6 +32,7 @@ from fastload.store.retry import sleep
 
 __all__ = ["ShardDataset"]
 
+_OFFSETS_KEPT = 64  # more than are decoded at a time
 _SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
@@ -56,6 +57,8 @@ class _Here(NamedTuple):
 
 class ShardDataset(StoreDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset."""
+
+    _row_errors = (Exception,)  # the user's `decode` runs in the prepare step too
 
     def __init__(
         self,
@@ -241,6 +244,8 @@ class ShardDataset(StoreDataset):
         here = self._here.get()
         if record not in here.pending:
             return super()._get(record)
+        if len(here.offsets) >= _OFFSETS_KEPT:  # of records that failed
+            here.offsets.clear()
         here.offsets[record] = here.pending.offset(record)
         self.counters.add("get.ahead")
         return here.pending.get(record)

@@ -55,6 +55,8 @@ class StreamReader:
             Exception: any that the stream raises; it is over then.
         """
         if work.start is not None:
+            if work.stream in self._open:  # Ctrl-C came after `take`, so it is opened once more
+                self._open.pop(work.stream).close()
             self._open[work.stream] = self._dataset.open_stream(work.start)
         stream = self._open.pop(work.stream, None)
         if stream is None:

@@ -107,7 +107,8 @@ class _Worker:
         self._counters = Counters()
         self._last_known = False
         self._fresh = True  # no batch was made in this epoch
-        self._broken: Failure | None = None
+        self._broken: Failure | None = None  # for good: the process could not be prepared
+        self._epoch_failure: Failure | None = None  # in place of each batch of this epoch
         self._refused: dict[int, Failure] = {}  # index batches that could not be announced to the dataset
         self.source: BatchSource | None = None
 
@@ -183,6 +184,7 @@ class _Worker:
         self._made = self._consumed = 0
         self._fresh = True
         self._refused.clear()
+        self._epoch_failure = None
         unwanted, self._work = self._work, deque()
         if self._broken is not None or self.source is None:
             return
@@ -191,12 +193,12 @@ class _Worker:
         try:
             self.source.start_epoch(start)
         except Exception as error:
-            self._broken = Failure.of(error)
+            self._epoch_failure = Failure.of(error)
 
     def _answer(self, work: Work) -> None:
         """Make a batch and send it, packed into slots; or send its error."""
         packed, fds, exhausted = None, list[int](), False
-        failure = self._broken or self._refused.pop(work.seq, None)
+        failure = self._broken or self._epoch_failure or self._refused.pop(work.seq, None)
         before = after = None
         source, streamed = self.source, isinstance(work.index, TakeNext)
         if failure is None and source is not None:

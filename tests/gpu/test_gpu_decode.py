@@ -155,4 +155,4 @@ def test_a_rate_can_be_measured(dataset: ImageFolder, decode: str) -> None:
         RandomResizedCrop(64, flip=0.5), {str(k): pillow_jpeg(scene(300, 240, k)) for k in range(16)}
     )
     next(iter(loader))
-    assert measure_decoder(loader.context.decoding._decoder, encoded, rounds=4) > 0
+    assert measure_decoder(loader.loader_context.decoding._decoder, encoded, rounds=4) > 0
