@@ -44,10 +44,10 @@ class ObjectDataset(StoreDataset):
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
-        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. If the store
+        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch. If the store
             gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
-        refresh: list the URL again where the cache holds an earlier listing.
+        refresh: list the URL again although the cache has an earlier listing.
         on_change: what to do if an object changed since it was listed: "error", or "refresh" to read the new
             version. `stats()` counts these as `get.refreshed`.
 
@@ -98,12 +98,11 @@ class ObjectDataset(StoreDataset):
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache, as training would, and yield the outcome of each.
 
-        Samples in the cache are not read again, and samples that another run is reading are left to it. A bad
-        object is an outcome, not an error. When the iterator has ended or was closed, all that it read is
-        written.
+        Samples that are in the cache, or that another run is reading, are not read. A bad object is an
+        outcome, not an error. When the iterator has ended or was closed, everything that it read is written.
 
         Raises:
-            ArgumentError: the dataset has no cache. StoreError: the store is down, or refuses us.
+            ArgumentError: the dataset has no cache. StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
         if self.cache is None:
