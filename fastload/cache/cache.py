@@ -58,7 +58,7 @@ def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
     if cache in get_args(Mode):
         raise ArgumentError(
             f"cache={cache!r} is a mode, and the directory is missing: give Cache(directory, {cache!r}); "
-            f"a directory of that name is './{cache}'"
+            f"for a directory of that name, write './{cache}'"
         )
     return Cache(cache)
 

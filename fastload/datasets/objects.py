@@ -78,8 +78,8 @@ class ObjectDataset(StoreDataset):
         self._store = open_store(url, **(storage_options or {}))
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
-                f"cache {kept_in.path!r} lies within {url!r}, and its files would be taken for samples: "
-                "give a directory beside it"
+                f"cache {kept_in.path!r} lies within {url!r}, and its files would be read as samples: "
+                "give a directory outside it"
             )
         self._manifest = self._list(None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
@@ -107,7 +107,7 @@ class ObjectDataset(StoreDataset):
         """
         if self.cache is None:
             raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (none is kept where a warning said "
+                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said "
                 "that nothing is cached)"
             )
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)

@@ -82,7 +82,7 @@ class PrepareStep:
         """Raise `ArgumentError` where the mode does not go with the other arguments."""
         if self.mode == "shrunk" and self._decode is not None:
             raise ArgumentError(
-                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: "
+                "cache mode 'shrunk' keeps smaller JPEGs and does not work with decode=: "
                 "use mode 'raw' or 'decoded'"
             )
 

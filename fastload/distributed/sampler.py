@@ -206,7 +206,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
-                    "make it with the arguments and the dataset of the run that is resumed"
+                    "make it with the arguments and the dataset of the saved run"
                 )
         self.epoch = int(state_dict["epoch"])
         self._start = int(state_dict["consumed"])

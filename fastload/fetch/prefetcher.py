@@ -191,7 +191,7 @@ class Prefetcher:
             self._wake(1)
             while not read.done and read.wanted > 0:
                 if self._closing.is_set():
-                    raise StoreError("the reader was closed while its bytes were waited for")
+                    raise StoreError("the reader was closed during a wait for its bytes")
                 if self._queues and self._queues.requests >= self.limiter.value:
                     self.limiter.grow(time.monotonic())
                     self._wake(self.limiter.value - self._queues.requests)

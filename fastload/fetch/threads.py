@@ -120,7 +120,7 @@ class ReadPool:
                     break
                 except concurrent.futures.TimeoutError:
                     if self._closing:
-                        raise StoreError("the reader was closed while its bytes were waited for") from None
+                        raise StoreError("the reader was closed during a wait for its bytes") from None
             if error is not None:
                 raise error
             return future.result()

@@ -258,9 +258,9 @@ def _warn_of_lone_reads(dataset: Any) -> None:
         kind = type(lone.dataset).__name__
         warnings.warn(
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. A subclass "
-            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: "
-            "also target_transform=), a torch Subset of it, and a collate_fn of the loader",
+            "time, so nothing is read ahead: from an object store this is several times slower. Read-ahead "
+            f"works with a subclass of {kind} that overrides __getitem__, with its transform= (ImageFolder: "
+            "also target_transform=), with a torch Subset of it, and with a collate_fn of the loader",
             stacklevel=3,
         )
 

@@ -83,7 +83,7 @@ class watch:  # a verb for users, who write it like a function
     def __enter__(self) -> watch:
         meter = self._loader.context.meter
         if meter.tick is not None:
-            raise ArgumentError("loader is watched already: leave that watch first")
+            raise ArgumentError("loader is watched already: end that watch first")
         self._seen = time.monotonic(), self._loader.context.counters.as_dict()
         if self._in_place:
             self._live = Live(console=self._console, auto_refresh=False)

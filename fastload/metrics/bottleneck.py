@@ -150,6 +150,6 @@ def _cores(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     if stage == "decode":
         less = "a cache in mode 'shrunk' or 'decoded', or decoding on the GPU"
     if not gauges:
-        return f"more workers where cores are idle, else {less}, would help"
+        return f"more workers (if cores are idle), or {less}, would help"
     more = _more_workers(gauges)
     return more or f"all {gauges['node.cores']:.0f} cores are busy; {less} would help"

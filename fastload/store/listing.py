@@ -163,7 +163,7 @@ class _Filter:
         elif self._missing:
             some = sorted(self._missing)
             names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
-            why = f"{len(some):,} of the objects named are not there: {names}"
+            why = f"{len(some):,} of the named objects do not exist: {names}"
         elif not taken and self._selection is not None:
             first = f"{self.listed:,} objects there (the first is {self._example!r})"
             why = f"{first}, but none is {self._selection.wanted}"

@@ -82,9 +82,9 @@ def _fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: Wri
         stop = min(hashed + PIECES.usual, info.size)
         hash_piece(shards.store.read_range(info.key, hashed, stop, info.version))
     if (whole.hexdigest(), content.text()) != (shard.xxh3, shard.content):
-        return "holds something else than was written"
+        return "contains other bytes than were written"
     if indexed != offsets or xxh3_64(index).hexdigest() != shard.places:
-        return "has another index than was written"
+        return "has another index than the one written"
     return ""
 
 
