@@ -165,7 +165,7 @@ def as_streams(dataset: Any) -> StreamDataset | None:
         try:
             len(inner)  # type: ignore[arg-type]
         except TypeError as error:
-            raise ArgumentError(f"a Subset chooses samples by number: {error}") from error
+            raise ArgumentError(f"a Subset chooses samples by index: {error}") from error
     return None
 
 

@@ -145,7 +145,7 @@ class _Filter:
         if not self.listed and not self.folders and local:
             why = "this directory holds no files: check the path"
         elif not self.listed and not self.folders:
-            why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
+            why = "no objects there: check the prefix (it ends at a '/'), and that the upload is complete"
         elif self._labels and not taken and any(self._shards.values()):
             endings, count = max(self._shards.items(), key=lambda item: item[1])
             kind, reader = _SHARDS[endings]
