@@ -152,7 +152,7 @@ class StoreDataset(Dataset[Any]):
         self.close()
 
     def close(self) -> None:
-        """End this process's reader threads, write out and close the cache. The next access opens it anew."""
+        """End this process's reader threads; write and close the cache. The next access opens it again."""
         prefetcher = self._prefetchers.drop()
         if prefetcher is not None:
             prefetcher.close()
@@ -183,7 +183,7 @@ class StoreDataset(Dataset[Any]):
     def _fill_rows(
         self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
-        """Write what the prepare step restored into rows of a batch."""
+        """Write the results of the prepare step into rows of a batch."""
 
     # --- what the steps are made of
 

@@ -219,7 +219,7 @@ class ObjectDataset(StoreDataset):
         return batch  # type: ignore[no-any-return]
 
     def _open(self, value: Any) -> Any:
-        """What the prepare step restored -> what the transform takes."""
+        """The result of the prepare step -> the input of the transform."""
         if isinstance(value, Oriented):
             return value.pixels
         as_they_are = self.decode is None and self._step.mode != "decoded" and self._fused is None

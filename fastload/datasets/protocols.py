@@ -60,7 +60,7 @@ class CacheFilling(Protocol):
         """Wait until all samples that were read are in the cache, for other processes too."""
 
     def close_cache(self) -> None:
-        """Flush, and close what this process has open of the cache and the store."""
+        """Flush, and close this process's part of the cache and the store."""
 
 
 @runtime_checkable

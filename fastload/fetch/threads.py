@@ -107,7 +107,7 @@ class ReadPool:
         return future
 
     def wait(self, future: Future[Any]) -> Any:
-        """What the task returned, or raise what it raised. Time spent here counts as `get.seconds`.
+        """Return the task's result, or raise its error. Time spent here counts as `get.seconds`.
 
         Raises:
             StoreError: the pool was closed.

@@ -137,7 +137,7 @@ def _plan(dataset: StreamDataset, sampler: ShardSampler, count: int, rank: int |
 
 
 def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
-    """A digest of what the plans of all ranks have to have in common."""
+    """A digest of the parts that the plans of all ranks must share."""
     plan = dataset.plan_streams(
         1, seed=sampler.seed, epoch=sampler.epoch, shuffle=sampler.shuffle, rank=0, ranks=1
     )
@@ -254,7 +254,7 @@ class StreamEpoch:
         self.live.remove(stream)
 
     def state(self) -> dict[str, Any]:
-        """Where all streams are after what was handed out. JSON."""
+        """The positions of all streams after the last returned batch. JSON."""
         return {
             "rank": self._sampler.rank,
             "ranks": self._sampler.num_replicas,

@@ -560,7 +560,7 @@ def test_missing_kernel_is_warned_of_once_by_a_process_and_its_workers(
             "pillow",
             "overwrite each other; pillow is in use",
         ),
-        ({"pillow": "1.0", "pillow-simd": "{}"}, "pillow-simd", "overwrite each other; pillow-simd is in use"),
+        ({"pillow": "1.0", "pillow-simd": "{}"}, "pillow-simd", "each other; pillow-simd is in use"),
         ({"pillow": "1.0", "pillow-simd": "2.0"}, None, "neither of them is in use"),
         ({"pillow-simd": "2.0"}, None, "overwrote it"),
     ],

@@ -1,4 +1,4 @@
-"""Reads a set of shards again, as a reader would, and compares it with what was written."""
+"""Reads a set of shards again, as a dataset would, and compares it with the written records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READS = 8  # at once
 
 
 def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
-    """(name, what is wrong) of each shard that does not hold what was written.
+    """(name, fault) of each shard that differs from what was written.
 
     The bytes are compared by their checksum, the samples by theirs (of before they were written), the index
     with the offsets at which the samples were found.
