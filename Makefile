@@ -1,4 +1,4 @@
-# Each target does all that it needs on a fresh machine with Python >= 3.10, make, a C compiler and git.
+# Each target runs on a fresh machine with Python >= 3.10, make, a C compiler and git.
 # `.ci/setup SET` installs; each target asks for the smallest set that it can run with.
 # PYTHON=python3.12 chooses the interpreter of .venv.
 
@@ -36,11 +36,11 @@ lint: $(dev_set)  ## style and types
 fuzz: $(dev_set)  ## hostile bytes into the native kernel
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
 
-# With the Python that has torch for this GPU, and the sources as they are: PYTHON=python3.12
-gpu-check:  ## what needs a GPU: its tests, its figures, bench/results/<gpu>-<date>.json
-	$(PYTHON) -m bench.gpu_check $(ARGS)
+# Uses the installed torch for this GPU and the sources of this checkout: PYTHON=python3.12
+gpu-check:  ## the tests and figures that need a GPU, bench/results/<gpu>-<date>.json
+	$(PYTHON) -m bench gpu_check $(ARGS)
 
-clean:  ## remove what the targets above made, and nothing else
+clean:  ## remove only the files that the targets above made
 	rm -rf .venv build fastload-demo train-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
 	find fastload -name '*.so' -delete
 

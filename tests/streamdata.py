@@ -55,7 +55,7 @@ class Shards(Dataset[Any]):
 
     def __len__(self) -> int:
         if not self._numbered:
-            raise TypeError("the samples of these shards are not numbered yet")
+            raise TypeError("the samples of these shards are not indexed yet")
         return sum(self._known.values())
 
     def __getitem__(self, index: int) -> tuple[int, int, int]:
@@ -69,7 +69,7 @@ class Shards(Dataset[Any]):
             return self._held.pop(index)
         assert index < 1 << 32, f"{index} was not handed out here"
         if not self._numbered:
-            raise TypeError("the samples of these shards are not numbered yet")
+            raise TypeError("the samples of these shards are not indexed yet")
         starts = list(itertools.accumulate((self._known[k] for k in range(len(self.lengths))), initial=0))
         shard = next(k for k in range(len(self.lengths)) if starts[k] <= index < starts[k + 1])
         return shard, index - starts[shard]
@@ -158,7 +158,7 @@ class RowShards(Shards):
     def prefetch(self, indices: Iterable[int]) -> None:
         for index in indices:
             if not self._numbered:
-                raise TypeError(f"sample {index} of these shards is not numbered yet")
+                raise TypeError(f"sample {index} of these shards is not indexed yet")
 
     def cancel(self, indices: Iterable[int]) -> None:
         for index in indices:

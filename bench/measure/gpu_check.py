@@ -1,7 +1,7 @@
 """All that needs a GPU, in one command: the tests of tests/gpu, and the rates of batches on the device.
 
-    make gpu-check                                        python -m bench.gpu_check
-    python -m bench.gpu_check --device cpu --quick        every step without a GPU, as a trial of the steps
+    make gpu-check                                        python -m bench gpu_check
+    python -m bench gpu_check --device cpu --quick        every step without a GPU, as a trial of the steps
 
 It measures with photos that it makes; nothing is downloaded. The figures: the rate of the loader's copies
 against a bare copy from pinned memory (goal: 90 %); images per second onto the device by each decoder, for

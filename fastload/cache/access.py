@@ -70,7 +70,9 @@ class Access:
         """Whether this process can write; if not, the reason is reported once."""
         if directory.writer is None:
             self._report_writer(
-                CacheError(f"cache {self._path} {directory.readonly}: it serves what it holds")
+                CacheError(
+                    f"cache {self._path} {directory.readonly}: its records are read, and none are added"
+                )
             )
         elif directory.writer.error is not None:
             self._report_writer(directory.writer.error)

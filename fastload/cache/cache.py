@@ -58,7 +58,7 @@ def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
     if cache in get_args(Mode):
         raise ArgumentError(
             f"cache={cache!r} is a mode, and the directory is missing: give Cache(directory, {cache!r}); "
-            f"a directory of that name is './{cache}'"
+            f"for a directory of that name, write './{cache}'"
         )
     return Cache(cache)
 
@@ -78,13 +78,13 @@ class Cache:
             are not supported.
         mode: the kind of payload: "raw" the object's bytes, "shrunk" a smaller JPEG, "decoded" pixels (uint8,
             HWC).
-        size_limit: bytes on disk over all processes that use the directory with this limit, as int or as text
+        size_limit: bytes on disk for all processes that use the directory with this limit, as int or as text
             such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays
-            free). The index comes on top, about 100 bytes an object.
+            free). The index is not included; it takes about 100 bytes per object.
         short_side: "shrunk" and "decoded": pixels of the shorter side.
         quality: "shrunk": JPEG quality, 1 to 100.
-        memory: refused. It gained 4 to 23 % in mode "decoded" over the kernel's page cache, which keeps the
-            segments in free memory without being asked.
+        memory: no longer supported. Its gain over the kernel's page cache, which keeps segments in free
+            memory by itself, was 4 to 23 % in mode "decoded".
 
     Raises:
         ArgumentError: an argument has an invalid value.
@@ -164,8 +164,8 @@ class Cache:
     def manifests(self) -> Path | None:
         """The folder in which datasets keep their listings. `clear` deletes these too.
 
-        None, with a RuntimeWarning, where other users can have written them: they would decide which objects
-        and labels a dataset has.
+        None, with a RuntimeWarning, if other users may have written them: a forged listing would change the
+        objects and labels of a dataset.
         """
         folder = Path(self.path) / MANIFESTS
         return folder if may_keep(folder) else None
@@ -250,12 +250,11 @@ class Cache:
         return kept
 
     def lock_inflight(self, key: bytes) -> bool:
-        """Take the in-flight lock of `key`, before its object is read from the store to be written here.
+        """Take the in-flight lock of `key`, before its object is read from the store.
 
-        False when the read is not needed: the cache has the payload by now, or another process or thread has
-        the lock, so that its result may soon be here. The lock ends once the payload can be looked up or was
-        dropped, with `unlock_inflight`, or with this process. Where the cache cannot be used, every call
-        succeeds.
+        False when the read is not needed: the cache has the payload now, or another process or thread has the
+        lock and is reading it. The lock ends when the payload can be looked up or was dropped, with
+        `unlock_inflight`, or with this process. If the cache cannot be used, every call succeeds.
         """
         directory = self._access.get().open()
         if directory is None or directory.inflight is None:
@@ -322,13 +321,13 @@ class Cache:
         return self._access.get().flush(timeout)
 
     def close(self) -> None:
-        """Write out, sync the index, let go of the directory. The next call opens it again."""
+        """Write what is queued, sync the index, close the directory. The next call opens it again."""
         self._access.get().close()
 
     # -- for people and for `fastload cache`: unlike reads and writes, these raise
 
     def open_or_raise(self) -> Directory:
-        """The opened directory, with all that was written before in it.
+        """The opened directory, after all queued payloads were written.
 
         Raises:
             CacheError: it cannot be opened.
@@ -336,7 +335,7 @@ class Cache:
         return self._access.get().open_or_raise()
 
     def info(self) -> dict[str, Any]:
-        """The size of the directory; makes nothing where there is none.
+        """The contents and sizes of the directory, which is not created if it is missing.
 
         Keys: path, mode, format, size_limit, exists, entries, bytes (on disk, payloads with headers),
         index_bytes, segments, disk_free. The modes of the entries are not known: the mode is a part of the
@@ -365,8 +364,8 @@ class Cache:
     def clear(self) -> int:
         """Delete every record, in all modes, and the listings kept beside them; return the bytes freed.
 
-        Safe while others read and write; they go on with an empty cache. Files that fastload did not write
-        stay.
+        Safe while other processes read and write; they continue with an empty cache. Files that fastload did
+        not write stay.
 
         Raises:
             CacheError: the directory cannot be opened or written.

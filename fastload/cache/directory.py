@@ -140,7 +140,7 @@ class Directory:
         if not state.clean and state.boot != _boot_id():
             raise CacheError(
                 f"cache {self.path} is read-only and was not closed before the machine stopped; "
-                "open it once where it can be written, or fill another cache"
+                "open it once from a process that can write to it, or fill another cache"
             )
         return Index(self.path / "index", readonly=True)
 

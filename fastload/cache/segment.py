@@ -247,7 +247,7 @@ class SegmentReader:
         """The verified payload, in memory of its own. Checks the length before it allocates anything."""
         end = entry.offset + HEADER_SIZE + entry.length
         if entry.length > MAX_PAYLOAD or (end > self._size and end > self.size()):
-            raise CorruptRecordError("record ends behind its segment")
+            raise CorruptRecordError("record extends beyond its segment")
         # Writable memory that nothing has zeroed: arrays and tensors are made of it where it lies. Copying a
         # decoded image out of read-only bytes cost as much as resizing it.
         data = np.empty(HEADER_SIZE + entry.length, np.uint8).data

@@ -189,7 +189,7 @@ class Writer:
         free = disk.f_bavail * disk.f_frsize
         if free < size + reserve:
             words = (
-                f"the disk is full: {free / 1e6:.1f} MB are free, of which {reserve / 1e6:.1f} MB stay free"
+                f"the disk is full: {free / 1e6:.1f} MB are free, and {reserve / 1e6:.1f} MB are kept free"
             )
             raise OSError(errno.ENOSPC, words)
 

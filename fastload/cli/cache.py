@@ -56,7 +56,7 @@ def info(directory: Directory, as_json: JsonOption = False) -> None:
 
 
 def _sources(cache: Any) -> list[dict[str, Any]]:
-    """What was listed by the datasets that this cache was given to: it may have all, some or none of that."""
+    """The listings of the datasets of this cache, which may have all, some or none of their objects."""
     if cache.manifests is None or not cache.manifests.is_dir():
         return []
     from fastload.store.manifest import Manifest

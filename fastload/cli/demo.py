@@ -1,4 +1,4 @@
-"""`fastload demo`: photos, an S3 server and a round trip on this machine, and what each loader makes of them.
+"""`fastload demo`: photos, an S3 server behind a round trip, and the rate of each loader on this machine.
 
     make photos ─▶ serve_s3 ─▶ delay_proxy ─▶ torch + s3fs (a sample) ─▶ fastload epoch 1 ─▶ fastload epoch 2
 

@@ -125,7 +125,7 @@ def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
         # Both put their files into the same PIL/ folder: the last one installed won, file by file.
         advice = (
             f"pillow {plain} and pillow-simd {simd} are both installed and overwrite each other; "
-            f"{running or 'neither of them'} is what runs. pip uninstall -y pillow pillow-simd, then pip "
+            f"{running or 'neither of them'} is in use. pip uninstall -y pillow pillow-simd, then pip "
             "install pillow-simd (fast) or pillow"
         )
     elif running is None:

@@ -44,7 +44,7 @@ class StoreDataset(Dataset[Any]):
     settled: ClassVar[frozenset[str]] = frozenset({"url", "decode", "cache", "on_change"})
     computed: ClassVar[dict[str, str]] = {}
 
-    # What a sample may fail with that `on_error` decides on. Anything else, such as a lack of memory, is raised.
+    # Errors of a sample, for `on_error` to decide on. All others, such as MemoryError, are raised.
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (FastloadError, IndexError)
 
     cache: Cache | None
@@ -158,7 +158,7 @@ class StoreDataset(Dataset[Any]):
         self.close()
 
     def close(self) -> None:
-        """End this process's reader threads, write out and close the cache. The next access opens it anew."""
+        """End this process's reader threads; write and close the cache. The next access opens it again."""
         prefetcher = self._prefetchers.drop()
         if prefetcher is not None:
             prefetcher.close()
@@ -189,7 +189,7 @@ class StoreDataset(Dataset[Any]):
     def _fill_rows(
         self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
-        """Write what the prepare step restored into rows of a batch."""
+        """Write the results of the prepare step into rows of a batch."""
 
     # --- what the steps are made of
 

@@ -78,7 +78,7 @@ class CachedDataset(Dataset[Any]):
             try:
                 return load(record)
             except DecodeError:
-                self.cache.counters.add("cache.corrupt")  # a miss: the sample is made and written anew
+                self.cache.counters.add("cache.corrupt")  # a miss: the sample is made and written again
         sample = self.dataset[index]
         try:
             self.cache.write(key, dump(sample))
@@ -92,7 +92,7 @@ class CachedDataset(Dataset[Any]):
         self.cache.flush()
 
     def close_cache(self) -> None:
-        """Write out the cache and close it; the next access opens it anew."""
+        """Write the cache and close it; the next access opens it again."""
         self.cache.close()
 
     @property

@@ -35,7 +35,7 @@ class ImageFolder(ObjectDataset):
     """Images in one folder per class, `url/class/.../name.jpg`; samples are (image, target).
 
     Classes, their order, the order of samples and the accepted file names are torchvision's. A subclass may
-    override `__getitem__` or `__getitems__`, as of `ObjectDataset`; the other hooks of torchvision's class,
+    override `__getitem__` or `__getitems__`, as in `ObjectDataset`; the other hooks of torchvision's class,
     such as `find_classes` and `loader`, are refused.
 
     Args:
@@ -47,14 +47,14 @@ class ImageFolder(ObjectDataset):
         classes: the class names, in the order of their indices; they are not sorted. A folder with another
             name is an error. None: every folder below `url`, sorted by name.
         allow_empty: accept classes without images. Otherwise they are an error.
-        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch.
+        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
-        refresh: list the URL again where the cache holds an earlier listing.
-        on_change: as `ObjectDataset`'s.
+        refresh: list the URL again although the cache has an earlier listing.
+        on_change: as in `ObjectDataset`.
 
     Raises:
         NotFoundError: there are no folders, or a class has no image. ArgumentError: a folder is not among
-            `classes`, or an argument is invalid. Others as `ObjectDataset`.
+            `classes`, or an argument is invalid. Others as in `ObjectDataset`.
     """
 
     computed: ClassVar[dict[str, str]] = {

@@ -44,10 +44,10 @@ class ObjectDataset(StoreDataset):
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
-        cache: a `Cache`, or the path of one in mode "raw"; filled during the first epoch. If the store
+        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch. If the store
             gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
-        refresh: list the URL again where the cache holds an earlier listing.
+        refresh: list the URL again although the cache has an earlier listing.
         on_change: what to do if an object changed since it was listed: "error", or "refresh" to read the new
             version. `stats()` counts these as `get.refreshed`.
 
@@ -78,8 +78,8 @@ class ObjectDataset(StoreDataset):
         self._store = open_store(url, **(storage_options or {}))
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
-                f"cache {kept_in.path!r} lies within {url!r}, and its files would be taken for samples: "
-                "give a directory beside it"
+                f"cache {kept_in.path!r} lies within {url!r}, and its files would be read as samples: "
+                "give a directory outside it"
             )
         self._manifest = self._list(None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
@@ -98,17 +98,16 @@ class ObjectDataset(StoreDataset):
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache, as training would, and yield the outcome of each.
 
-        Samples in the cache are not read again, and samples that another run is reading are left to it. A bad
-        object is an outcome, not an error. When the iterator has ended or was closed, all that it read is
-        written.
+        Samples that are in the cache, or that another run is reading, are not read. A bad object is an
+        outcome, not an error. When the iterator has ended or was closed, everything that it read is written.
 
         Raises:
-            ArgumentError: the dataset has no cache. StoreError: the store is down, or refuses us.
+            ArgumentError: the dataset has no cache. StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
         if self.cache is None:
             raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (none is kept where a warning said "
+                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said "
                 "that nothing is cached)"
             )
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
@@ -220,7 +219,7 @@ class ObjectDataset(StoreDataset):
         return batch  # type: ignore[no-any-return]
 
     def _open(self, value: Any) -> Any:
-        """What the prepare step restored -> what the transform takes."""
+        """The result of the prepare step -> the input of the transform."""
         if isinstance(value, Oriented):
             return value.pixels
         as_they_are = self.decode is None and self._step.mode != "decoded" and self._fused is None

@@ -59,11 +59,11 @@ class PrepareStep:
 
     @property
     def prepare(self) -> Callable[[Any], bytes] | None:
-        """Bytes -> what is cached; None where that is the bytes themselves."""
+        """Bytes -> the cached payload; None if it is the bytes themselves."""
         return None if self.mode == "raw" else self._to_record
 
     def restore(self, payload: Any, *, readonly: bool = False) -> Any:
-        """What the cache kept (or `prepare` returned) -> what the transform gets.
+        """The payload from the cache or from `prepare` -> the input of the transform.
 
         Args:
             readonly: it is only read: pixels in the cache's memory are not copied out of it.
@@ -82,7 +82,7 @@ class PrepareStep:
         """Raise `ArgumentError` where the mode does not go with the other arguments."""
         if self.mode == "shrunk" and self._decode is not None:
             raise ArgumentError(
-                "cache mode 'shrunk' keeps smaller JPEGs and does not go with decode=: "
+                "cache mode 'shrunk' keeps smaller JPEGs and does not work with decode=: "
                 "use mode 'raw' or 'decoded'"
             )
 

@@ -60,7 +60,7 @@ class CacheFilling(Protocol):
         """Wait until all samples that were read are in the cache, for other processes too."""
 
     def close_cache(self) -> None:
-        """Flush, and close what this process has open of the cache and the store."""
+        """Flush, and close this process's part of the cache and the store."""
 
 
 @runtime_checkable
@@ -165,7 +165,7 @@ def as_streams(dataset: Any) -> StreamDataset | None:
         try:
             len(inner)  # type: ignore[arg-type]
         except TypeError as error:
-            raise ArgumentError(f"a Subset chooses samples by number: {error}") from error
+            raise ArgumentError(f"a Subset chooses samples by index: {error}") from error
     return None
 
 

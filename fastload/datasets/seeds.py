@@ -118,7 +118,7 @@ class SampleSeeds:
         self._numpy.seed(number & _MASK_32)
 
     def _in_step(self) -> bool:
-        """Whether nobody has drawn from the generators but this."""
+        """Whether only this object has drawn from the generators."""
         if (
             random.getrandbits(64) == self._python.getrandbits(64)
             and np.random.random_sample() == self._numpy.random_sample()

@@ -136,7 +136,8 @@ class _Filling:
             return Warmed(index, "stored", size)
         if fit == "yes" or self._cache.counters["cache.failures"]:
             raise CacheError(
-                f"cache {self._cache.path} takes no more (see the warning above): what it has stays"
+                f"cache {self._cache.path} takes no more records (see the warning above); "
+                "its present records stay"
             )
         return Warmed(index, fit, size)
 

@@ -1,4 +1,4 @@
-"""The ranks of a job: who started them, which one this is, and which samples are its own."""
+"""The ranks of a job: their launcher, the number of this rank, and its samples."""
 
 from fastload.distributed.launcher import Launched, find_launched, find_rank, local_ranks
 

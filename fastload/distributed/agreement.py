@@ -185,8 +185,8 @@ class _Clock:
     def tick(self, rank: int, what: str) -> None:
         if time.monotonic() - self._start > PATIENCE_SECONDS:
             raise WorkerError(
-                f"waited {PATIENCE_SECONDS:.0f} s for rank {rank} {what}: it has died, or the ranks do not "
-                "iterate over their loaders equally often, in the same order and as far",
+                f"waited {PATIENCE_SECONDS:.0f} s for rank {rank} {what}: that rank has died, or the ranks "
+                "do not iterate over their loaders equally often, in the same order and to the same batch",
                 stage="ranks",
             )
         time.sleep(self._pause)
@@ -223,7 +223,7 @@ def _default_store() -> Any:
     """The key-value store of torch.distributed, for which there is no public name."""
     if not can_agree():
         raise ArgumentError(
-            "the samples are not indexed yet, so the ranks must agree on who reads which shard, and "
+            "the samples are not indexed yet, so the ranks must agree on the shards of each rank, and "
             "torch.distributed is not initialized: call init_process_group() before iterating, or give the "
             "dataset index files"
         )

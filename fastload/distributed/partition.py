@@ -44,7 +44,7 @@ def find_position(rank: int, replicas: int, nodes: int | None) -> RankPosition:
     if left or not (0 <= position.node < position.nodes and 0 <= position.local < per_node):
         raise ArgumentError(
             f"partition='node' needs equally many ranks on every node, found {replicas} ranks on "
-            f"{position.nodes} nodes; this one is number {position.local} of node {position.node}"
+            f"{position.nodes} nodes; this rank is number {position.local} of node {position.node}"
         )
     return position
 

@@ -42,21 +42,21 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
       it, and all ranks have to iterate equally often. After the first `set_epoch`, only it changes the epoch,
       as in torch.
     * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
-      with any batch size: no sample is lost or repeated. Ranks save it when each has drawn equally many (at
-      the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch is padded or
-      cut for the new number of ranks; padding repeats the epoch's first samples.
+      with any batch size: no sample is lost or repeated. Save it when all ranks have drawn equally many
+      samples (at the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch
+      is padded or cut for the new number of ranks; padding repeats the epoch's first samples.
     * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
-      among themselves. Its SSD then has to hold 1 / num_nodes of the data, and the store is read once per
-      cluster. The shares depend on the dataset's length and num_nodes only, and are those of `fastload warm`.
-      The price: a batch of one node is drawn from that node's samples. Nguyen et al., "Why Globally
+      among themselves. Its SSD then needs room for 1 / num_nodes of the data, and the cluster reads the store
+      once. The shares depend on the dataset's length and num_nodes only, and `fastload warm` uses the same.
+      The price: the batches of a node are drawn from that node's samples. Nguyen et al., "Why Globally
       Re-shuffle?" (IPDPS 2022), report that exchanging a part of the samples each epoch kept the accuracy of
       the global shuffle up to 2,048 GPUs. `exchange` does that: in each epoch, another random fraction of
       every node's samples is read by another node, from the store unless its cache has room for them too.
 
     Args:
         dataset: anything with a length.
-        num_replicas, rank: default to torch.distributed where it is initialized, else to what the launcher
-            tells (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else to 1 and 0.
+        num_replicas, rank: by default from torch.distributed if it is initialized, else from the launcher
+            (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else 1 and 0.
         shuffle: order by a permutation drawn from seed + epoch; else by index.
         seed: the same on all ranks.
         drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
@@ -64,7 +64,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         partition: None, or "node".
         exchange: with "node", 0 to 1.
         num_nodes: with "node": the number of nodes, with equally many neighbouring ranks on each. Default:
-            the number that torchrun, Horovod, Ray Train or SLURM tells.
+            from torchrun, Horovod, Ray Train or SLURM.
 
     Raises:
         ArgumentError: a rank outside of its world, an unknown mode or partition, drop_last with "eval", or
@@ -145,7 +145,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch. A position that was loaded for this very epoch is kept."""
+        """Set the epoch of the next iteration. A loaded position is kept if it is in this epoch."""
         if self._start is None or epoch != self.epoch:
             if self._start and self._start < (self._length() or math.inf):
                 warnings.warn(
@@ -160,7 +160,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._position = (epoch, self._start)
 
     def start_epoch(self) -> None:
-        """Settle which epoch the next iteration is of, before anything is drawn. Harmless if repeated."""
+        """Fix the epoch of the next iteration before the first draw. A repeated call changes nothing."""
         if self._start is not None:
             return
         if self._begun and self._advances:
@@ -187,7 +187,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from there, whatever the number of ranks and nodes was.
+        """Resume: the next iteration continues there. The numbers of ranks and nodes may differ.
 
         An epoch that was begun on another number of nodes is finished in its own order, as no node's share.
 
@@ -206,7 +206,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
                 raise ArgumentError(
                     f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
-                    "make it with the arguments and the dataset of the run that is resumed"
+                    "make it with the arguments and the dataset of the saved run"
                 )
         self.epoch = int(state_dict["epoch"])
         self._start = int(state_dict["consumed"])
@@ -219,7 +219,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self._dealt = (self.place.nodes, self.exchange)
 
     def _length(self) -> int | None:
-        """Of the dataset; None where only a `ShardSampler` can go on."""
+        """The length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
@@ -233,7 +233,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         return None if nodes == 1 else node_shares(length, nodes)
 
     def _share(self, start: int) -> int:
-        """How many samples this rank gets of those from `start` on."""
+        """The number of samples of this rank from `start` on."""
         left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
         if self.mode == "eval":
             return max(0, -(-(left - self._column) // self.num_replicas))
@@ -292,11 +292,11 @@ class ShardSampler(DistributedSampler):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def begin(self) -> None:
-        """Something was read in this epoch, as streams: the next iteration is of the next one."""
+        """A stream of this epoch was read: the next iteration is the next epoch."""
         self._start, self._begun = None, True
 
     def check_streamable(self) -> None:
-        """Raise ArgumentError for a loaded position that only an indexed dataset can resume at."""
+        """Raise ArgumentError if the loaded position needs an indexed dataset."""
         if self._start:
             raise ArgumentError(
                 f"the loaded state is {self._start} samples into an epoch of an indexed dataset, and the "

@@ -121,7 +121,7 @@ class CachedReads:
         return None if entry is None else self._cache.read(read.key, entry)
 
     def drain_counters(self) -> None:
-        """Add up what the cache has counted."""
+        """Add the cache's counters to these."""
         if self._cache is not None:
             self._counters.merge(self._cache.counters.drain())
 
@@ -149,7 +149,7 @@ class CachedReads:
                 return self._keep(read, body)
 
     def _keep(self, read: CachedRead, body: Any) -> Any:
-        """The bytes of a sample -> what is handed out, which goes into the cache too."""
+        """The bytes of a sample -> the result of `get`, which is also the payload in the cache."""
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
         payload = body if self._prepare is None else self._prepare(body)

@@ -129,7 +129,7 @@ class Hedging:
 
 
 def process_share(store: Store, settings: ReadSettings | None = None) -> tuple[ConcurrencyLimiter, int]:
-    """This process's part of what its node may have in flight: requests, and bytes."""
+    """This process's part of the node's limit of requests and bytes in flight."""
     from torch.utils.data import get_worker_info
 
     settings = settings or defaults.SETTINGS

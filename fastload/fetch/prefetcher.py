@@ -191,7 +191,7 @@ class Prefetcher:
             self._wake(1)
             while not read.done and read.wanted > 0:
                 if self._closing.is_set():
-                    raise StoreError("the reader was closed while its bytes were waited for")
+                    raise StoreError("the reader was closed during a wait for its bytes")
                 if self._queues and self._queues.requests >= self.limiter.value:
                     self.limiter.grow(time.monotonic())
                     self._wake(self.limiter.value - self._queues.requests)
@@ -240,7 +240,7 @@ class Prefetcher:
     def _forget(self, read: Read) -> None:
         """One of the readers that requested it does not want it any more."""
         read.wanted -= 1
-        if read.wanted != 0:  # others do, or nobody did before
+        if read.wanted != 0:  # still wanted elsewhere, or already released
             return
         self._reads.pop(read.index, None)
         if read.done and read.entry is None:
@@ -256,7 +256,7 @@ class Prefetcher:
         self._threads.grow(min(self.limiter.value, busy + len(self._queues)))
 
     def _read_on(self) -> None:
-        """A reader thread: reads what is queued, in order, within the bounds on requests and bytes."""
+        """A reader thread: reads the queue in order, within the limits on requests and bytes."""
         while (part := self._next_part()) is not None:
             self._read_part(part)
             del part  # an idle thread holds no payload

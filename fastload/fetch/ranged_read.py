@@ -62,7 +62,7 @@ class RangedReads:
 
         Returns:
             The body once all of it was read; None while ranges are missing, or where the read has failed or
-            begun anew in another range.
+            started again in another range.
 
         Raises:
             ObjectChangedError, StoreError: of ranges, in the first one that fails.

@@ -107,7 +107,7 @@ class ReadPool:
         return future
 
     def wait(self, future: Future[Any]) -> Any:
-        """What the task returned, or raise what it raised. Time spent here counts as `get.seconds`.
+        """Return the task's result, or raise its error. Time spent here counts as `get.seconds`.
 
         Raises:
             StoreError: the pool was closed.
@@ -120,7 +120,7 @@ class ReadPool:
                     break
                 except concurrent.futures.TimeoutError:
                     if self._closing:
-                        raise StoreError("the reader was closed while its bytes were waited for") from None
+                        raise StoreError("the reader was closed during a wait for its bytes") from None
             if error is not None:
                 raise error
             return future.result()

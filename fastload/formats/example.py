@@ -139,7 +139,7 @@ def _floats(values: memoryview) -> NDArray[np.float32]:
         content for number, wire, content in _fields(values) if number == 1 and wire in (_BYTES, _FIXED32)
     ]
     if any(len(part) % 4 for part in parts):
-        raise ValueError("a packed list of floats is no multiple of 4 bytes")
+        raise ValueError("the size of a packed list of floats is not a multiple of 4 bytes")
     data = parts[0] if len(parts) == 1 else b"".join(parts)
     return np.frombuffer(data, "<f4").astype(np.float32)
 
@@ -167,7 +167,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
         if wire == _BYTES:
             size, at = _varint(message, at)
             if size > stop - at:
-                raise ValueError(f"a field of {size} bytes where {stop - at} are left")
+                raise ValueError(f"a field of {size} bytes, but only {stop - at} are left")
             content = message[at : at + size]
             at += size
         elif wire == _VARINT:
@@ -175,7 +175,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int, Any]]:
         elif wire in (_FIXED32, _FIXED64):
             size = 4 if wire == _FIXED32 else 8
             if size > stop - at:
-                raise ValueError(f"a field of {size} bytes where {stop - at} are left")
+                raise ValueError(f"a field of {size} bytes, but only {stop - at} are left")
             content = message[at : at + size]
             at += size
         else:

@@ -107,11 +107,11 @@ class TarSplitter(Splitter):
     def _check_end(self, end: int) -> None:
         if self._end is None:
             if end > MOST_UNKNOWN:
-                raise DecodeError(f"a sample of {end:,} bytes is more than {MOST_UNKNOWN:,}, the most")
+                raise DecodeError(f"a sample of {end:,} bytes is more than the limit, {MOST_UNKNOWN:,}")
         elif self._pieces.offset + end > self._end:
             raise DecodeError(
                 f"a member reaches to byte {self._pieces.offset + end:,} of a shard that ends at "
-                f"{self._end:,}: it was cut"
+                f"{self._end:,}: the shard was cut"
             )
 
     def _advance(self, member: _Member) -> None:
@@ -201,7 +201,7 @@ def _parse(view: memoryview, at: int) -> _Member | int:
         if kind not in b"xgLKX":
             break
         if size > _MOST_META:
-            raise DecodeError(f"an extended header of {size:,} bytes is more than {_MOST_META:,}, the most")
+            raise DecodeError(f"an extended header of {size:,} bytes is more than the limit, {_MOST_META:,}")
         end = at + _padded(size)
         if end > len(view):
             return end + BLOCK

@@ -85,7 +85,7 @@ class TFRecordSplitter(Splitter):
     def _fitting(self, length: int) -> int:
         if self._end is None:
             if length > MOST_UNKNOWN:
-                raise DecodeError(f"a record of {length:,} bytes is more than {MOST_UNKNOWN:,}, the most")
+                raise DecodeError(f"a record of {length:,} bytes is more than the limit, {MOST_UNKNOWN:,}")
         elif length > self._end - self._pieces.offset - HEADER - FOOTER:
             raise DecodeError(
                 f"a record of {length:,} bytes begins {self._end - self._pieces.offset:,} bytes before the "

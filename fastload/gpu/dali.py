@@ -39,19 +39,17 @@ _GPU_THREADS = 8  # more were not needed to keep the engines of one GPU busy
 
 @dataclass(frozen=True)
 class Dali:
-    """`decode=Dali(...)`: decode by NVIDIA DALI, with other settings than those of `decode="dali"`.
+    """`decode=Dali(...)`: decode with NVIDIA DALI and other settings than those of `decode="dali"`.
 
     Args:
-        hw_decoder_load: the share of the JPEGs, 0 to 1, for the GPU's JPEG engines; CUDA and the CPU share
-        the
-            rest. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; with many idle cores, less
-            may be faster.
-        queue_depth: batches that DALI works on at a time.
-        threads: of DALI, for parsing JPEGs and for the work that the engines leave. None: one for each core
-        of
-            this process, on a GPU at most 8.
-        width_hint, height_hint: of the largest image; memory for it is set aside once. None: the largest
-            image of the first batch.
+        hw_decoder_load: the share of the JPEGs, 0 to 1, for the GPU's JPEG engines; CUDA and the CPU decode
+            the rest. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; with many idle cores, a
+            lower share may be faster.
+        queue_depth: the number of batches in DALI at a time.
+        threads: the number of DALI's threads, which parse JPEGs and do the rest of the decoding. None: one
+            for each core of this process, on a GPU at most 8.
+        width_hint, height_hint: the size of the largest image; memory for it is allocated once. None: the
+            largest image of the first batch.
 
     Raises:
         ArgumentError: an argument is out of range.

@@ -11,10 +11,10 @@ __all__ = ["ByEpoch", "all_transforms", "current_transform"]
 
 
 class ByEpoch:
-    """Another transform from certain epochs on, as in `ByEpoch({0: RandomResizedCrop(128), 18: ...})`.
+    """Transforms that change at given epochs, as in `ByEpoch({0: RandomResizedCrop(128), 18: ...})`.
 
     The transform in use is a function of the epoch, like a sample's randomness: a resumed loader uses the
-    right one, and persistent workers change over without an extra message. (A size in shared memory, set by
+    right one, and persistent workers need no extra message to change it. (A size in shared memory, set by
     the trainer, was rejected: workers make batches of the next epoch before it is set.)
 
     fastload's datasets follow the epochs of their DataLoader: its iterations, counted from 0 and kept in its

@@ -37,46 +37,49 @@ _ON_ERROR = ("raise", "skip", "replace")
 
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
-    """A drop-in for `torch.utils.data.DataLoader`: every argument of torch's, in its order, with its default.
+    """A drop-in for `torch.utils.data.DataLoader`: it takes torch's arguments, in torch's order.
+
+    The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: also "auto": the first epoch finds how many of the node's cores it takes, see
-            `fastload.workers.autoscale`. `loader.num_workers` is then the most that there can be, an int; the
-            samples and states are those of any number. A dataset that is split by worker gets the most at
-            once.
-        device: where the batches come to lie. None: in host memory. "cuda", "cuda:1" or a torch.device: on
-            that GPU, copied one or two batches ahead beside the running work; `pin_memory` is then of no use.
+        num_workers: an int, or "auto": the first epoch finds the number that the training needs, see
+            `fastload.workers.autoscale`. `loader.num_workers` is then the upper limit, an int. The number
+            does not change the samples or the states. A dataset that is split by worker gets the upper limit
+            at once.
+        device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU;
+            one or two batches are copied ahead, during the training step, and `pin_memory` has no effect.
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
-        batch_transform: called with every batch in this process, for example `fastload.Normalize(mean, std)`;
-            on a GPU after the copy, beside the running work. It may be called for batches that are never
-            handed out. On a GPU its stream does not wait for the training's, so it must not read tensors that
-            the training loop changes in place, such as averaged weights or a learned augmentation.
-        decode: who decodes images. "cpu": the workers. "dali", "nvjpeg": the device, by NVIDIA DALI (install
-            `fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators for the CPU too) or torchvision's
-            nvJPEG (on a CUDA device only); workers then only fetch, and draw the same crops and flips.
-            "auto": times what there is on the first batches, keeps the fastest and says so in
-            `stats()["decode"]`. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
+        batch_transform: a function that is called with every batch in this process, for example
+            `fastload.Normalize(mean, std)`; on a GPU after the copy, during the training step. It may be
+            called for batches that are never returned. On a GPU its stream does not wait for that of the
+            training, so it must not read tensors that the training loop changes in place, such as averaged
+            weights or a learned augmentation.
+        decode: the decoder of images. "cpu": the workers decode. "dali", "nvjpeg": the device decodes, with
+            NVIDIA DALI (install `fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators for the CPU too)
+            or torchvision's nvJPEG (on a CUDA device only); workers then only read, and draw the same crops
+            and flips. "auto": the first batches time the available decoders, the fastest one stays, and
+            `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
             ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk".
-            Damage in the middle of a JPEG is an error with "cpu"; the others may show it.
-        on_error: what a sample does that cannot be read or decoded: "raise"; "skip" (another row of its batch
-            is repeated in its place); "replace" (another sample takes its place, the same one in every run).
+            Damage in the middle of a JPEG is an error with "cpu"; the others may return a damaged image.
+        on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
+            its batch in its place); "replace" (use another sample in its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.
         seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
-            function of the batch: the same for any number of workers. This is what they draw from torch's
-            generator of the CPU, Python's `random` and `np.random`; generators of GPUs are left alone. After
-            100 samples that drew from neither of the last two, the first one that does is made twice. A
-            `__getitems__` is asked for one sample at a time. None: drawn from torch's generator, as torch
-            seeds its workers. (fastload's fused transforms are independent of the number of workers either
-            way, but where a subclass of its datasets makes the samples.)
+            function of the batch, so that neither depends on the number of workers. This holds for torch's
+            CPU generator, Python's `random` and `np.random`, not for generators of GPUs. After 100 samples
+            that drew from neither of the last two, the first sample that does is made twice. A
+            `__getitems__` is called for one sample at a time. None: workers are seeded from torch's
+            generator, as by torch. (With None too, fastload's fused transforms do not depend on the number of
+            workers, unless a subclass of its datasets makes the samples.)
 
-    A subclass of fastload's datasets that overrides `__getitem__` or `__getitems__` is obeyed, always: it is
-    still read ahead, and asked for its samples in place of writing rows into the batch.
+    If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
+    that method instead of writing rows into the batch, and still reads its objects ahead.
 
-    A shard dataset that is given no sampler gets a `fastload.ShardSampler`: each rank reads its own part, as
-    streams until the samples are indexed.
+    A shard dataset without a sampler gets a `fastload.ShardSampler`: each rank reads its own part, as streams
+    until the samples are indexed.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error or seed is not what it can be.
+        ArgumentError: device, batch_transform, decode, on_error or seed has an invalid value.
         ValueError, TypeError: as torch's.
     """
 
@@ -159,65 +162,66 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return LoaderIterator(self, self.loader_context)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the iteration that began last: what was handed out, not what is prefetched.
+        """The position of the latest iteration. It counts returned batches, not prefetched ones.
 
-        Exact at any point: before the first batch, between batches, after the last one (resumed, that epoch
-        has none left), and once the iteration is over (resumed, the next epoch begins). No sample is lost or
-        repeated. A state is JSON of a few hundred bytes for any number of samples, or a few kilobytes where
-        it has the state of a generator, as long as the states of the user's own sampler and dataset are.
+        Exact at any point: before the first batch, between batches, after the last batch (the resumed epoch
+        then has none left), and after the end of the iteration (the next epoch then begins). No sample is
+        lost or repeated. A state is JSON of a few hundred bytes for any number of samples. It has a few
+        kilobytes with the state of a generator, and more if the sampler or dataset of the user has a state.
 
-        * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, which is the one
-          number that torch draws. torch's other samplers, and those that were given a generator: it has the
-          generator's state. What was handed out is passed over unread.
+        * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
+          torch draws. torch's other samplers, and samplers with a generator of their own: the state has the
+          generator's state. Samples that were returned are skipped without reading them.
         * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in
-          each worker, and iterators over iterable datasets too). An iterable dataset without them is moved to
-          its place by drawing and dropping samples.
-        * Any other sampler is iterated over once more, and its first batches are dropped. It has to give the
-          same order again; where it does not, the resumed iteration raises ArgumentError.
-        * A batch whose error was raised to the user counts as handed out, as it does for the iterator.
+          each worker, and iterators over iterable datasets too). For an iterable dataset without them, the
+          samples up to the position are read and dropped.
+        * Any other sampler is iterated over again, and its first batches are dropped. It has to give the same
+          order again; otherwise the resumed iteration raises ArgumentError.
+        * A batch whose error was raised to the user counts as returned.
 
-        Not in a state are the process-wide generators of torch, Python and numpy. Two things follow. Epochs
-        after the resumed one are shuffled as torch's generator then stands, like those of torch's loader:
-        they are those of the unbroken run if the script restores `torch.get_rng_state()`, or has given the
-        loader a `generator`, and the loader has persistent workers in both runs or in neither. And a sampler of one's own that draws from these generators needs a seed of its
-        own for each epoch, or a state.
+        A state does not contain the process-wide generators of torch, Python and numpy. Two things follow.
+        The order of epochs after the resumed one comes from torch's generator at that time, as with torch's
+        loader. It is the order of the unbroken run if the script restores `torch.get_rng_state()`, or gave
+        the loader a `generator`, and both runs have persistent workers or neither has. A sampler of your
+        own that draws from these generators needs a seed for each epoch, or a state.
         """
         return self.loader_context.position.state_dict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next iteration goes on where `state_dict` was taken; those after it are whole epochs.
+        """Resume: the next iteration continues where `state_dict` was taken; later ones are whole epochs.
 
-        The number of workers may be another one, unless the dataset keeps a state in each. The number of
-        ranks and the batch size may be others if the order comes from `fastload.DistributedSampler`.
-        Persistent workers are ended, and new ones started. `set_epoch` of the sampler, called after this,
-        names the epoch of the next iteration: a state from between two epochs goes on with that one; a
-        position in the middle of another epoch is dropped.
+        The number of workers may differ, unless the dataset keeps a state in each worker. The number of ranks
+        and the batch size may differ if the order comes from `fastload.DistributedSampler`. Persistent
+        workers are ended, and new ones started. `set_epoch` of the sampler, called after this, names the
+        epoch of the next iteration: a state from between two epochs continues with that epoch; a position in
+        the middle of another epoch is dropped.
 
-        Generators that were given to the loader or its sampler are moved to their place. The process-wide
-        ones are not moved, and an epoch that is resumed draws nothing from them that the saved run had drawn.
+        Generators that were given to the loader or its sampler are restored. The process-wide ones are not,
+        and a resumed epoch does not repeat the draws that the saved run made from them.
 
         States that older versions of fastload have saved are loaded too, except in the middle of an epoch
-        whose order comes from a sampler of the user's own without a state.
+        whose order comes from a sampler of your own without a state.
 
         Raises:
-            ArgumentError: it is no state of a loader, or of one with another dataset length, sampler, batch
-                size, seed, generator or (where that matters) number of workers.
+            ArgumentError: this is not a state of a loader, or the loader had another dataset length, sampler,
+                batch size, seed, generator or (where that matters) number of workers.
         """
         self.loader_context.position.load_state_dict(self, state_dict)
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
-        """What this rank's loader did, with all its workers.
+        """Counters, rates and the bottleneck of this rank's loader and its workers.
 
         Returns:
-            "rank": of torch.distributed or the launcher; "epochs": iterations started; "counters": flat sums
-            since the loader was made, see `fastload.metrics.counters`; "rates": flat numbers of the epoch
-            that runs, or the last one, see `Meter.gauges`; of the same epoch "limit", the stage it would
-            be faster
-            without, and "verdict", one sentence that says what to change; "bad": (key, error) of the last bad
-            samples;
-            "autoscale": what num_workers="auto" chose, and why, else "";
-            "decode": who decodes ("decoder"), and for decode="auto" why.
+            "rank": from torch.distributed or the launcher.
+            "epochs": the number of iterations started.
+            "counters": flat sums since the loader was made, see `fastload.metrics.counters`.
+            "rates": flat numbers of the current epoch, or else the last one, see `Meter.gauges`.
+            "limit": the slowest stage of the same epoch.
+            "verdict": one sentence on that bottleneck, and what to change.
+            "bad": (key, error) of the last bad samples.
+            "autoscale": the choice of num_workers="auto", with the reason; else "".
+            "decode": the decoder ("decoder"), and for decode="auto" the reason.
         """
         context = self.loader_context
         epoch, gauges = context.meter.counters(), context.meter.gauges()
@@ -249,21 +253,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 
 def _warn_of_lone_reads(dataset: Any) -> None:
-    """Nothing is read ahead through a dataset of the user's own: only that knows what it will ask for."""
+    """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
     lone = next((inner for inner in inner_datasets(dataset) if inner.alone), None)
     if lone is not None:
         kind = type(lone.dataset).__name__
         warnings.warn(
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. A subclass "
-            f"of {kind} that overrides __getitem__ is read ahead, and so are its transform= (ImageFolder: "
-            "also target_transform=), a torch Subset of it, and a collate_fn of the loader",
+            "time, so nothing is read ahead: from an object store this is several times slower. Read-ahead "
+            f"works with a subclass of {kind} that overrides __getitem__, with its transform= (ImageFolder: "
+            "also target_transform=), with a torch Subset of it, and with a collate_fn of the loader",
             stacklevel=3,
         )
 
 
 def _warn_of_an_empty_epoch(loader: DataLoader[Any]) -> None:
-    """Torch says nothing, and a training that never takes a step looks like a fast one."""
+    """Warn if drop_last drops every batch. Torch does not, and training without a step looks fast."""
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return
     try:
@@ -281,12 +285,14 @@ def _warn_of_an_empty_epoch(loader: DataLoader[Any]) -> None:
 def _check(
     dataset: Any, batch_size: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any
 ) -> None:
-    """Raise `ArgumentError` for what only fastload takes; torch checks its own."""
+    """Raise `ArgumentError` for fastload's own arguments; torch checks its own."""
     check_dataset(dataset)
     if on_error not in _ON_ERROR:
         raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
     if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
-        raise ArgumentError(f"on_error={on_error!r}: what an iterable dataset raises ends it; use 'raise'")
+        raise ArgumentError(
+            f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
+        )
     if isinstance(batch_size, str):
         raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")
     if isinstance(num_workers, str) and num_workers != "auto":

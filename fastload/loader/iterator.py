@@ -143,7 +143,7 @@ class LoaderIterator(TorchIterator):
         return worker_id
 
     def _wait_for(self, seq: int) -> Arrival:
-        """Wait until what is due has arrived; out of order, that is what arrives first."""
+        """Wait for the next result: the one that is due, or the first one if order does not matter."""
         while not self._reorder.has(seq):
             self._receive()
             due = self._reorder.due()
@@ -152,7 +152,7 @@ class LoaderIterator(TorchIterator):
         return self._reorder.look(seq)
 
     def _receive(self, *, wait: bool = True) -> None:
-        """Take in what has arrived; with `wait`, at least one piece of work."""
+        """Receive arrived results; with `wait`, at least one."""
         start = time.perf_counter()
         try:
             if wait:

@@ -254,9 +254,9 @@ class Progress:
             check = _added(check, index)
         if check != place["check"]:
             raise ArgumentError(
-                f"{order.kind} gives another order than in the run that was saved: draw it from a seed of "
-                "the sampler's own, or give the sampler state_dict() and load_state_dict(), or resume from a "
-                "state that was saved between two epochs"
+                f"{order.kind} gives another order than in the run that was saved: give the sampler a "
+                "seed of its own, or state_dict() and load_state_dict(), or resume from a state that was "
+                "saved between two epochs"
             )
         return index_batches
 

@@ -1,4 +1,4 @@
-"""Work that was given out, and what has arrived of it, until it is handed over in its turn."""
+"""Submitted work and its arrived results, until they are returned in order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReorderBuffer:
         return self._expected.pop(seq)
 
     def put(self, arrival: Arrival) -> bool:
-        """Keep what has arrived; False if nobody waits for it."""
+        """Keep an arrived result; False if it is no longer expected."""
         if arrival.seq not in self._expected:
             return False
         self._arrived[arrival.seq] = arrival
@@ -70,14 +70,14 @@ class ReorderBuffer:
         return self._expected.pop(seq)
 
     def drop(self, lane: int) -> list[Arrival]:
-        """Expect nothing more from a lane; what had arrived from it."""
+        """Expect nothing more from a lane; returns its arrived results."""
         seqs = [seq for seq, owner in self._expected.items() if owner == lane]
         for seq in seqs:
             del self._expected[seq]
         return [self._arrived.pop(seq) for seq in seqs if seq in self._arrived]
 
     def clear(self) -> list[Arrival]:
-        """Expect nothing more; what had arrived."""
+        """Expect nothing more; returns the arrived results."""
         self._expected.clear()
         arrived, self._arrived = list(self._arrived.values()), {}
         return arrived

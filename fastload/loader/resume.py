@@ -72,7 +72,8 @@ class LoaderState:
         if "streams" in saved:
             warnings.warn(
                 f"set_epoch({order.epoch}) drops the position that was loaded, {saved['batches']} "
-                f"batches into epoch {self._loaded_epoch}: call set_epoch with that one to resume there",
+                f"batches into epoch {self._loaded_epoch}: call set_epoch({self._loaded_epoch}) to resume "
+                "there",
                 stacklevel=6,
             )
         self.epoch = saved["epoch"] + 1
@@ -113,7 +114,7 @@ class LoaderState:
 
     @property
     def order_was_undone(self) -> bool:
-        """`seeding` took back all that was drawn: what `iter(sampler)` drew too, which is to be drawn anew."""
+        """`seeding` has undone all draws, those of `iter(sampler)` too, which has to be called again."""
         return self._again is None and self._one_seed is not None
 
     def base_seed(self, drawn: int) -> int:
@@ -254,7 +255,7 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
     if saved["generators"].keys() != order.generators().keys():
         raise ArgumentError(
             f"state_dict has generators of {sorted(saved['generators'])}, this loader was given those of "
-            f"{sorted(order.generators())}: pass `generator` where the saved loader had it, only there"
+            f"{sorted(order.generators())}: pass `generator` in the same places as in the saved run"
         )
 
 
@@ -279,7 +280,7 @@ def _from_version_1(order: Order, saved: Mapping[str, Any]) -> dict[str, Any]:
     if order.foreign and begun and batches:
         raise ArgumentError(
             f"state_dict was saved by an older fastload, {batches} batches into an epoch that was ordered by "
-            f"{order.kind}: resume with that version until an epoch is over, and load the state saved then"
+            f"{order.kind}: resume with that version to the end of an epoch, and load the state saved there"
         )
     origin = None
     if begun:
@@ -302,12 +303,12 @@ _POSITION = {
     *("generators", "sampler", "workers"),
 }
 _POSITION_1 = _POSITION - {"origin", "check"} | {"late_seed", "drawn", "global"}
-_SAME_ORDER = "the order of the samples would be another one"
+_SAME_ORDER = "the order of the samples would differ"
 _ADVICE = {
-    "dataset": "resume with the dataset of the run that was saved",
+    "dataset": "resume with the dataset of the saved run",
     "length": f"{_SAME_ORDER}; resume with the same dataset",
     "samplers": f"{_SAME_ORDER}; resume with the same shuffle, sampler and batch_sampler",
-    "seed": "the samples' randomness would be another one; resume with the same seed",
+    "seed": "the samples' randomness would differ; resume with the same seed",
     "batch_size": "resume with the same batch_size, or with fastload.DistributedSampler, which can change it",
     "sampler_length": f"{_SAME_ORDER}; fastload.DistributedSampler can resume with other numbers of ranks",
     "num_replicas": f"{_SAME_ORDER}; fastload.DistributedSampler can resume with other numbers of ranks",

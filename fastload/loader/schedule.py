@@ -1,6 +1,6 @@
-"""What is to be made next, and by whom: index batches of a sampler, or the next samples of streams.
+"""The next work and its lane: index batches of a sampler, or the next samples of streams.
 
-A lane is what makes batches in turn: a worker, or a stream, which worker `lane mod workers` reads.
+Lanes make batches in turn. A lane is a worker, or a stream that worker `lane mod workers` reads.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def _plan(dataset: StreamDataset, sampler: ShardSampler, count: int, rank: int |
 
 
 def _shared(dataset: StreamDataset, sampler: ShardSampler) -> str:
-    """A digest of what the plans of all ranks have to have in common."""
+    """A digest of the parts that the plans of all ranks must share."""
     plan = dataset.plan_streams(
         1, seed=sampler.seed, epoch=sampler.epoch, shuffle=sampler.shuffle, rank=0, ranks=1
     )
@@ -226,9 +226,7 @@ class StreamEpoch:
     def _next_lap(self, ranks: int) -> None:
         self._empty = 0 if self._in_lap else self._empty + 1
         if self._empty > ranks:
-            raise WorkerError(
-                "no rank's streams give a batch to repeat, although one gave some before", stage="ranks"
-            )
+            raise WorkerError("no rank has a batch to repeat, although one had batches before", stage="ranks")
         if self._empty:
             self._source = (self._source + 1) % ranks
         self.lap, self._in_lap = self.lap + 1, 0
@@ -256,7 +254,7 @@ class StreamEpoch:
         self.live.remove(stream)
 
     def state(self) -> dict[str, Any]:
-        """Where all streams are after what was handed out. JSON."""
+        """The positions of all streams after the last returned batch. JSON."""
         return {
             "rank": self._sampler.rank,
             "ranks": self._sampler.num_replicas,
@@ -285,6 +283,6 @@ def check_streams(loader: Any, saved: Mapping[str, Any] | None) -> None:
         if saved[name] != own:
             raise ArgumentError(
                 f"state_dict was saved with {name} {saved[name]!r} in the middle of an epoch that was read "
-                f"as streams, this sampler has {own!r}: let each rank load the state that it has saved, "
-                "with as many ranks, or resume from a state at the end of an epoch"
+                f"as streams, this sampler has {own!r}: let each rank load the state that it saved, "
+                "with the same number of ranks, or resume from a state at the end of an epoch"
             )

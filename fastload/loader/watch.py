@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["watch"]
 
-_LIVE, _LINES = 0.5, 10.0  # seconds between looks, by default
+_LIVE, _LINES = 0.5, 10.0  # seconds between updates, by default
 # stage, what it counts, its share of the workers' time (of the trainer's, in the last two)
 _ROWS = (
     ("get", "the store is read", "get.share"),
@@ -42,7 +42,7 @@ _ROWS = (
 
 
 class _Console(Console):
-    """Rich's own ends the process where nobody reads on the other end of a pipe."""
+    """Rich's own ends the process when the reader of its pipe has closed it."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -52,14 +52,14 @@ class watch:  # a verb for users, who write it like a function
     """A live view of a loader: rates per stage, hit rate of the cache, and the bottleneck.
 
     Iterate over it in place of the loader, or use it as a context manager around any number of epochs. On a
-    terminal it is a table in place; in a file or a notebook it is one line from time to time. All figures are
-    of the time since the last look. When the view ends, its last picture stays. A terminal that goes away
-    ends the view and nothing else.
+    terminal it is a table that is updated in place; in a file or a notebook, it is a line per interval. All
+    figures are of the time since the last update. When the view ends, its last state stays visible. A closed
+    terminal ends the view, not the training.
 
     Args:
         loader: a `fastload.DataLoader`.
-        interval: seconds between two looks; by default 0.5 on a terminal and 10 elsewhere.
-        console: where the view is shown; by default stderr.
+        interval: seconds between two updates; by default 0.5 on a terminal and 10 elsewhere.
+        console: the output of the view; by default stderr.
 
     Raises:
         ArgumentError: the loader is not a fastload.DataLoader, or is watched already; or interval is not
@@ -83,7 +83,7 @@ class watch:  # a verb for users, who write it like a function
     def __enter__(self) -> watch:
         meter = self._loader.loader_context.meter
         if meter.tick is not None:
-            raise ArgumentError("loader is watched already: leave that watch first")
+            raise ArgumentError("loader is watched already: end that watch first")
         self._seen = time.monotonic(), self._loader.loader_context.counters.as_dict()
         if self._in_place:
             self._live = Live(console=self._console, auto_refresh=False)

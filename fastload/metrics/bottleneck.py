@@ -14,8 +14,8 @@ _SHORT_SECONDS, _FEW_BATCHES = 1.0, 3  # below these, the start and chance domin
 _BUSY_DEVICE = 0.1  # idle for less than this part, a device is busy
 
 _STAGES = {
-    "get": "the store: reading objects",
-    "cache": "the disk under the cache: reading records",
+    "get": "reading objects from the store",
+    "cache": "reading records from the disk of the cache",
     "decode": "decoding and transforming samples",
     "collate": "collating batches",
 }
@@ -82,7 +82,7 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
     if stage == "sampler":
         return (
             "the sampler is the bottleneck: the trainer's process draws indices for longer than it waits for "
-            "batches; draw them at once (a permutation), not one by one"
+            "batches; draw them all at once (a permutation), not one by one"
         )
     if stage == "copy":
         return (
@@ -97,7 +97,7 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0
     advice = {"get": _store, "cache": _disk}.get(stage, _cores)(counters, gauges, stage)
-    return f"the slowest stage is {stage} ({share:.0%} of the workers' time), {_STAGES[stage]}: {advice}"
+    return f"the slowest stage is {stage} ({_STAGES[stage]}, {share:.0%} of the workers' time): {advice}"
 
 
 def _consumer(counters: Mapping[str, float]) -> str:
@@ -132,7 +132,7 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     elif not hits and not misses:
         first = "give the dataset a cache, and later epochs will not read the store; until then "
     elif counters.get("cache.dropped", 0.0) > _DROPPED * misses:
-        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk'; besides, "
+        first = "the cache keeps only a part: raise its size_limit or use mode 'shrunk'; in addition, "
     else:
         first = "later epochs read the cache; until then "
     more = _more_workers(gauges)
@@ -150,6 +150,6 @@ def _cores(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     if stage == "decode":
         less = "a cache in mode 'shrunk' or 'decoded', or decoding on the GPU"
     if not gauges:
-        return f"more workers where cores are idle, else {less}, would help"
+        return f"more workers (if cores are idle), or {less}, would help"
     more = _more_workers(gauges)
     return more or f"all {gauges['node.cores']:.0f} cores are busy; {less} would help"

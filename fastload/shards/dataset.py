@@ -107,7 +107,7 @@ class ShardDataset(StoreDataset):
         self._reads_at_random = False
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on what is learned while reading: see `datasets.fingerprint`."""
+        """No sample depends on the index that reading builds: see `datasets.fingerprint`."""
         learned = ("_index", "_reads_at_random", "_maker")
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 

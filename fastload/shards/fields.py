@@ -191,10 +191,10 @@ def _open_npy(value: Any) -> Any:
         raise ValueError(f"npy version {version}")
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject:
-        raise ValueError("an array of Python objects, which takes pickle to read")
+        raise ValueError("an array of Python objects, which only pickle could read")
     count = int(np.prod(shape, dtype=object)) if shape else 1
     if count * dtype.itemsize > len(value) - file.tell():
-        raise ValueError(f"shape {shape} takes more bytes than the file has")
+        raise ValueError(f"shape {shape} needs more bytes than the file has")
     array = np.frombuffer(value, dtype, count, file.tell()).copy()
     return array.reshape(shape, order="F" if fortran else "C")
 

@@ -105,7 +105,7 @@ class ShardIndex:
 
     @property
     def kept(self) -> bool:
-        """Whether what streaming finds is kept."""
+        """Whether the index that streaming builds is kept."""
         return self._directory is not None
 
     def get(self, shard: int) -> RecordOffsets | None:
@@ -195,7 +195,7 @@ class ShardIndex:
         return {shard: records.dump(self._identity(shard)) for shard, records in self._shards.items()}
 
     def load(self, indexes: Mapping[int, bytes]) -> None:
-        """Take over what another rank has dumped. Shards that are not ours are left out."""
+        """Add the index that another rank has dumped, without shards that this dataset does not have."""
         for shard, data in indexes.items():
             if 0 <= shard < self._count and shard not in self._shards:
                 records = RecordOffsets.load(data, self._identity(shard))

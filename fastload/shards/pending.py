@@ -1,4 +1,4 @@
-"""Records that streams have handed out and nobody has used yet: their payloads, or the futures of these.
+"""Records of streams that wait to be decoded: their payloads, or the futures of these.
 
 They do not wait in the prefetcher with the records that are read at random, for three reasons. A record of a
 shard that is not indexed yet has an offset that only the stream knows, and errors name it. Its payload was

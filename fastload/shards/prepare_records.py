@@ -43,8 +43,8 @@ class RecordPrepareStep(PrepareStep):
     def _check(self) -> None:
         if self.mode == "shrunk" and (self._decode is not None or self._fields is None):
             raise ArgumentError(
-                "cache mode 'shrunk' keeps smaller JPEGs: it needs the fields of a record and goes with no "
-                "decode=; use mode 'raw' or 'decoded'"
+                "cache mode 'shrunk' keeps smaller JPEGs: it needs the fields of a record and does not work "
+                "with decode=; use mode 'raw' or 'decoded'"
             )
         if self.mode == "decoded" and self._decode is None and self._fields is None:
             raise ArgumentError("cache mode 'decoded' keeps pixels: pass features= or decode=, or use 'raw'")

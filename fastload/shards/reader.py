@@ -141,7 +141,7 @@ class ShardBytes:
         return piece
 
     def close(self) -> None:
-        """Give up what was asked for and not taken."""
+        """Drop all requests whose results were not taken."""
         self._closed = True
         while self._pieces:  # to which `_look` may still add
             self._pieces.popleft().cancel()
@@ -276,7 +276,7 @@ class ShardReader:
         return record
 
     def close(self) -> None:
-        """Give up what was asked for and not taken. `on_end` is not called any more."""
+        """Drop all requests whose results were not taken. `on_end` is not called any more."""
         self._on_end = None
         self._drained = True
         self._splitter = None

@@ -125,7 +125,7 @@ class RecordSource:
         self._index.settle(index)
         if record is None or record.error is None:
             _log.warning(
-                "the transfer of shard %r was damaged, the shard is not: the next run reads it again",
+                "the transfer of shard %r was damaged, but the shard is intact: the next run reads it again",
                 shard.key,
             )
             self._index.doubt(where.shard)

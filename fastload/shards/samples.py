@@ -21,7 +21,7 @@ __all__ = ["SampleMaker"]
 _log = logging.getLogger("fastload")
 
 _ADVICE = (
-    "Give transform= a function of the whole sample that makes all alike, or write the shards anew with the "
+    "Give transform= a function of the whole sample that makes all alike, or write the shards again with the "
     "same members in each sample (fastload convert --to tfrecord calls the first image of each 'image')"
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -226,7 +226,7 @@ class SampleMaker:
         if masks:
             self._warned = True
             _log.warning(
-                "%r of %s is a PNG in grey or with a palette. If it is a mask: fused transforms interpolate "
+                "%r of %s is a greyscale or palette PNG. If it is a mask: fused transforms interpolate "
                 "its values and make them RGB; use decode={%r: function of its bytes}, and transform= a "
                 "function of the sample",
                 masks[0],

@@ -205,7 +205,7 @@ class ShuffledStream(Generic[T]):
         }
 
     def close(self) -> None:
-        """Stop reading ahead, and let go of what was read."""
+        """Stop reading ahead, and drop the records that were read."""
         if not self.closed:
             self.closed = True
             self._block.clear()

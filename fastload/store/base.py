@@ -253,7 +253,9 @@ def check_length(key: str, body: Buffer, wanted: int | None) -> None:
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
     if found < wanted:
         raise ShortReadError(f"the store sent {found:,} bytes where {wanted:,} were expected", key=key)
-    raise ObjectChangedError(f"the object has {found:,} bytes, listed were {wanted:,}; list again", key=key)
+    raise ObjectChangedError(
+        f"the object has {found:,} bytes, but was listed with {wanted:,}; list again", key=key
+    )
 
 
 def is_error_document(body: Buffer) -> bool:
@@ -265,7 +267,7 @@ def is_error_document(body: Buffer) -> bool:
 def check_range(key: str, start: int, stop: int) -> None:
     """Raise `ArgumentError` for a range that no object has."""
     if not 0 <= start <= stop:
-        raise ArgumentError(f"range [{start}, {stop}) is not one: 0 <= start <= stop must hold", key=key)
+        raise ArgumentError(f"range [{start}, {stop}) is not valid: 0 <= start <= stop must hold", key=key)
 
 
 def check_end(key: str, stop: int, size: int) -> None:

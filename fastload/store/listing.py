@@ -145,7 +145,7 @@ class _Filter:
         if not self.listed and not self.folders and local:
             why = "this directory holds no files: check the path"
         elif not self.listed and not self.folders:
-            why = "no objects there: check the prefix (it ends at a '/'), and that the upload is done"
+            why = "no objects there: check the prefix (it ends at a '/'), and that the upload is complete"
         elif self._labels and not taken and any(self._shards.values()):
             endings, count = max(self._shards.items(), key=lambda item: item[1])
             kind, reader = _SHARDS[endings]
@@ -163,7 +163,7 @@ class _Filter:
         elif self._missing:
             some = sorted(self._missing)
             names = ", ".join(map(repr, some[:10])) + (", ..." if len(some) > 10 else "")
-            why = f"{len(some):,} of the objects named are not there: {names}"
+            why = f"{len(some):,} of the named objects do not exist: {names}"
         elif not taken and self._selection is not None:
             first = f"{self.listed:,} objects there (the first is {self._example!r})"
             why = f"{first}, but none is {self._selection.wanted}"

@@ -218,8 +218,8 @@ class Manifest:
         """The reason why nothing of this store may be cached, in words; "" where it may."""
         if self.unversioned:
             return (
-                f"the store names no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
-                "checksum or time of change), so that no change of them can be noticed: nothing is cached"
+                f"the store gives no version of {self.unversioned:,} of {len(self):,} objects (no ETag, "
+                "checksum or modification time), so their changes cannot be detected: nothing is cached"
             )
         return f"{store.unidentified}: nothing is cached" if store.unidentified else ""
 
@@ -243,7 +243,7 @@ class Manifest:
         try:
             descriptor = open_kept(path)
         except CacheError as error:
-            _log.warning("a kept manifest is not read, and listed again: %s", error.message)
+            _log.warning("a kept manifest is not used, and the url is listed again: %s", error.message)
             return None
         except OSError:
             return None

@@ -215,7 +215,7 @@ class NativeStore(Store):
             obstore.put(writer.get(), key, body, chunk_size=_PART, max_concurrency=_PARTS)
 
     def _errors(self, key: str, stage: str = "get") -> Any:
-        why = "obstore would take another one for it. For s3:// pass client='s3fs', or rename it"
+        why = "obstore would read another key instead. For s3:// pass client='s3fs', or rename it"
         check_key(key, why=why)
         return self._location.errors(stage, key)
 
@@ -282,7 +282,7 @@ def _address(url: str) -> _Address:
         raise ArgumentError(f"url {public_url(url)!r} names no bucket: write {scheme}://bucket/prefix")
     prefix = prefix.strip("/")
     if prefix:
-        check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may take it")
+        check_key(prefix, why=f"it is the prefix of url {url!r}; for s3:// client='s3fs' may accept it")
     return _Address(kind, bucket, prefix, account)
 
 

@@ -22,7 +22,7 @@ _CACHING = ("simplecache", "filecache", "blockcache", "cached")
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
-    """Open `url`. No request is made and nothing is started before the first call.
+    """Open `url`. The first request, and the first thread or process, starts with the first call.
 
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`, `http(s)://base`, `file://`, `memory://`, a path, or a
@@ -35,10 +35,9 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             access_key_id, secret_access_key, token and expires_at (a datetime with time zone). It is called
             again before they expire, and when the store refuses them.
 
-            All protocols take `max_requests`, the number of requests that a loader has in flight from this
-            node, all ranks and workers together (default: found by measuring, at most 1,024), and
-            `hedge=True`: a read that takes longer than 95 % of the reads is requested a second time, for at
-            most 3 % of the reads.
+            All protocols take `max_requests`, the largest number of requests in flight from this node, for
+            all ranks and workers together (default: found by measuring, at most 1,024), and `hedge=True`: a
+            read that takes longer than 95 % of the reads is requested a second time, for at most 3 % of them.
 
     Raises:
         ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
@@ -46,8 +45,8 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     if not isinstance(url, str | os.PathLike) or isinstance(os.fspath(url), bytes):
         raise ArgumentError(
             f"url must be one URL or path, a str or pathlib.Path, found {redacted(reprlib.repr(url))}. "
-            "Several are several datasets, which torch.utils.data.ConcatDataset joins; datasets of shards "
-            "take a list"
+            "For several, make one dataset each and join them with torch.utils.data.ConcatDataset; only "
+            "datasets of shards take a list"
         )
     reading = _reading(storage_options)
     store = _open(os.fspath(url), storage_options)

@@ -183,7 +183,7 @@ class StoreLocation:
             return ArgumentError(f"storage option not known to the file system of {self.url!r}: {said}")
         if _REDIRECT.search(text):
             return StoreError(
-                f"{self.bucket} is in another region than the one asked: set region=... in storage_options "
+                f"{self.bucket} is not in the region of this request: set region=... in storage_options "
                 f"(or AWS_REGION). The store said: {said}",
                 stage=stage,
                 key=key,

@@ -86,7 +86,7 @@ class Autoscaler:
     ) -> None:
         self.most = most
         self.workers = min(most, max(2, most // 2))
-        self.why = "the first epoch has not shown yet what is needed"
+        self.why = "the first epoch has not shown yet how many are needed"
         self._clock = clock
         node = Cores()
         self._cores = node.usable if cores is None else cores
@@ -150,7 +150,7 @@ class Autoscaler:
             self._before = None
             if share > _ENOUGH and rate < _GAIN * earlier:
                 return self._at_most(
-                    workers, f"more of them did not help: the bottleneck is {find_bottleneck(counters)}"
+                    workers, f"more workers did not help: the bottleneck is {find_bottleneck(counters)}"
                 )
         if share <= _ENOUGH:
             self.why = f"the consumer waited for {share:.1%} of its time"

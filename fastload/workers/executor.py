@@ -82,10 +82,10 @@ class Executor(Protocol):
         """A batch of this worker and epoch has left the loader: it may make another one."""
 
     def discard(self, arrival: Arrival) -> None:
-        """Nobody waits for this one: its memory goes back."""
+        """This result is not wanted: release its memory."""
 
     def finish(self, worker_id: int) -> None:
-        """Tell a worker what has left the loader, where it gets no new work in its place."""
+        """Tell a worker which batches left the loader, if it gets no new work in their place."""
 
     def end_work(self) -> None:
         """There is no more work in this epoch."""
@@ -97,7 +97,7 @@ class Executor(Protocol):
         """Go to a place in an iterable dataset; return the state of the dataset there."""
 
     def interrupted(self) -> list[int]:
-        """`receive` was left by an exception. Returns the work that nobody will answer."""
+        """`receive` raised an exception. Returns the work that will not be answered."""
 
     def check_open(self) -> None:
         """Raise WorkerError if nothing can be made any more."""

@@ -13,7 +13,7 @@ _UNUSED = 256  # samples prefetched in vain, after which prefetching stops
 
 
 class ReadAhead:
-    """Announces index batches, and takes back what is not used.
+    """Announces index batches, and cancels those that are not used.
 
     Args:
         rows: the dataset, or None where it cannot prefetch.

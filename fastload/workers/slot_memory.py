@@ -70,7 +70,7 @@ def map_shared(fd: int, nbytes: int, pin: Pin | None = None) -> Bytes:
         raise OSError(
             code,
             f"cannot map a batch slot of {nbytes} bytes ({os.strerror(code)}): memory is short, or more "
-            "batches are held than vm.max_map_count allows",
+            "batches are kept than vm.max_map_count allows",
         )
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
     weakref.finalize(pages, _libc.munmap, address, nbytes).atexit = False

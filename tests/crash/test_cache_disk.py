@@ -134,7 +134,7 @@ def test_full_disk_serves_hits(tmp_path: Path) -> None:
             cache.clear()
         with pytest.raises(CacheError, match="no room left on its disk: check without fix"):
             cache.check(fix=True)
-        with pytest.warns(RuntimeWarning, match="no room left on its disk: it serves what it holds"):
+        with pytest.warns(RuntimeWarning, match="no room left on its disk: its records are read"):
             assert not cache.write(cache.key("new"), b"x")
         cache.close()
         assert marker(cache)["clean"]

@@ -94,7 +94,7 @@ def test_without_room_for_the_mark_it_is_only_read(
             patched.setattr(directory_module.Directory, "_write_state", _no_room(number))
         assert all(cache.read(key) == payload for key, payload in content.items())
         assert cache.counters["cache.failures"] == 0
-        with pytest.warns(RuntimeWarning, match="has no room left on its disk: it serves what it holds"):
+        with pytest.warns(RuntimeWarning, match="has no room left on its disk: its records are read"):
             assert not cache.write(cache.key("new"), b"x")
     # It does not look like in use: another process is the first one, and marks it.
     lock = os.open(Path(cache.path) / "v1" / "lock", os.O_RDWR)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.gpu_check", *arguments]
+    command = [sys.executable, "-m", "bench", "gpu_check", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 

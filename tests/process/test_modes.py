@@ -203,7 +203,7 @@ def test_object_dataset_keeps_what_the_users_decode_returns(photos: Path, tmp_pa
             assert sample["head"][1] == [path.read_bytes()[:2]]
         assert calls.stat().st_size == len(FILES), "decode ran again"
     dataset.close()
-    with pytest.raises(ArgumentError, match="does not go with decode"):
+    with pytest.raises(ArgumentError, match="does not work with decode"):
         ObjectDataset(str(photos), decode, cache=Cache(tmp_path / "cache", "shrunk"))
 
 

@@ -1,4 +1,4 @@
-"""Epochs of shards whose samples are not numbered yet: every sample once, resumed exactly, until they are."""
+"""Epochs of shards whose samples are not indexed yet: every sample once, resumed exactly, until they are."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_numbered_after_the_first_epoch(
         persistent_workers=persistent and workers > 0,
     )
     for name in ("the loader", "its sampler"):
-        with pytest.raises(TypeError, match="not numbered yet"):
+        with pytest.raises(TypeError, match="not indexed yet"):
             len(loader if name == "the loader" else loader.sampler)  # type: ignore[arg-type]
     iterator = iter(loader)
     assert streamed(loader)
@@ -485,20 +485,20 @@ def test_more_streams_than_workers(prefetch: int) -> None:
 
 def test_who_needs_numbers() -> None:
     dataset = RowShards(LENGTHS)
-    with pytest.raises(ArgumentError, match=r"Subset chooses samples by number: .*not numbered yet"):
+    with pytest.raises(ArgumentError, match=r"Subset chooses samples by index: .*not indexed yet"):
         fastload.DataLoader(Subset(dataset, [1, 2]))
-    with pytest.raises(ArgumentError, match=r"Subset chooses samples by number: .*not numbered yet"):
+    with pytest.raises(ArgumentError, match=r"Subset chooses samples by index: .*not indexed yet"):
         fastload.DataLoader(Subset(Subset(dataset, [1, 2]), [0]), num_workers=1)
     for options in ({"sampler": torch.utils.data.SequentialSampler(dataset)}, {"batch_sampler": [[0, 1]]}):
-        with pytest.raises(TypeError, match="not numbered yet"):
+        with pytest.raises(TypeError, match="not indexed yet"):
             list(fastload.DataLoader(dataset, **options))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="not numbered yet"):
+        with pytest.raises(TypeError, match="not indexed yet"):
             list(fastload.DataLoader(dataset, num_workers=1, **options))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not numbered yet"):
+    with pytest.raises(TypeError, match="not indexed yet"):
         fastload.DistributedSampler(dataset, 1, 0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not numbered yet"):
+    with pytest.raises(TypeError, match="not indexed yet"):
         list(torch.utils.data.DataLoader(dataset))
-    with pytest.raises(TypeError, match="not numbered yet"):
+    with pytest.raises(TypeError, match="not indexed yet"):
         list(ShardSampler(dataset, 1, 0))
 
 
@@ -565,5 +565,5 @@ def test_looking_again_for_places_matters(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(
         "fastload.workers.stream_reader.StreamReader.start_epoch", lambda self, streamed: self.close()
     )
-    with pytest.raises(TypeError, match="not numbered yet"):
+    with pytest.raises(TypeError, match="not indexed yet"):
         test_numbered_after_the_first_epoch(RowShards, 1, True, tmp_path)

@@ -501,7 +501,7 @@ def test_a_listing_that_others_can_have_written_is_not_read(
         assert Manifest.open(store, directory=path.parent, labels=True).classes == ["cat", "dog"]
         assert store.listings == 1, "it was replaced by one of ours"
     assert manifest.classes == ["cat", "dog"] and store.listings == 1
-    assert "is not read" in caplog.text and str(target) in caplog.text
+    assert "is not used" in caplog.text and str(target) in caplog.text
 
 
 @pytest.mark.root

@@ -103,7 +103,7 @@ def test_every_way_to_name_shards(kind: str, tmp_path: Path, monkeypatch: pytest
     ("name", "error", "says"),
     [
         ("pipe:curl http://x", ArgumentError, "runs none"),
-        ("{url}/nothing-{{0..3}}.tar", NotFoundError, "4 of the objects named"),
+        ("{url}/nothing-{{0..3}}.tar", NotFoundError, "4 of the named objects"),
         ("{url}/*.zip", NotFoundError, "none is of the kind"),
         ([], ArgumentError, "names no shards"),
         (["{url}/part-000.tar"] * 2, ArgumentError, "twice"),
@@ -124,7 +124,7 @@ def test_over_http_shards_are_asked_for_by_name(kind: str, tmp_path: Path) -> No
         url = f"{server.endpoint_url}/bucket/part-{{000..005}}.{kind}"
         data = closing(dataset(kind, url, transform=CROP))
         assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
-        with pytest.raises(NotFoundError, match="2 of the objects named"):
+        with pytest.raises(NotFoundError, match="2 of the named objects"):
             dataset(kind, f"{server.endpoint_url}/bucket/part-{{000..007}}.{kind}", transform=CROP)
 
 

@@ -298,8 +298,8 @@ def test_lists_that_are_not_packed_and_unknown_fields() -> None:
         (encode_example({"a": 1}), {"a": bytes}, "list of int, not of bytes"),
         (encode_example({"a": [1, 2]}), {"a": int}, "2 values"),
         (encode_example({"a": b"\xff"}), {"a": str}, "not a tf.train.Example"),
-        (b"\x0a\xff\xff\xff\xff\x0f", {"a": int}, "bytes where 0 are left"),
-        (b"\x0a\x7f", {"a": int}, "bytes where 0 are left"),
+        (b"\x0a\xff\xff\xff\xff\x0f", {"a": int}, "bytes, but only 0 are left"),
+        (b"\x0a\x7f", {"a": int}, "bytes, but only 0 are left"),
         (b"\xff" * 20, {"a": int}, "varint"),
         (b"\x0b", {"a": int}, "wire type 3"),
         (b"\x02\x00", {"a": int}, "field number 0"),
@@ -441,7 +441,7 @@ def test_sizes_beyond_the_shard_are_refused() -> None:
     meta = member("x", b"9" * 600, type=tarfile.XHDTYPE)
     assert "pax" in str(split(TarSplitter, tar_file(meta, form=tarfile.USTAR_FORMAT))[0].error)
     huge = member("x", size=1 << 40, type=tarfile.XHDTYPE)
-    assert "the most" in str(split(TarSplitter, tar_file(huge, form=tarfile.GNU_FORMAT))[0].error)
+    assert "the limit" in str(split(TarSplitter, tar_file(huge, form=tarfile.GNU_FORMAT))[0].error)
 
 
 @settings(max_examples=300)

@@ -558,10 +558,10 @@ def test_missing_kernel_is_warned_of_once_by_a_process_and_its_workers(
         (
             {"pillow": "{}", "pillow-simd": "9.5.0.post2"},
             "pillow",
-            "overwrite each other; pillow is what runs",
+            "overwrite each other; pillow is in use",
         ),
-        ({"pillow": "1.0", "pillow-simd": "{}"}, "pillow-simd", "overwrite each other; pillow-simd is what"),
-        ({"pillow": "1.0", "pillow-simd": "2.0"}, None, "neither of them is what runs"),
+        ({"pillow": "1.0", "pillow-simd": "{}"}, "pillow-simd", "each other; pillow-simd is in use"),
+        ({"pillow": "1.0", "pillow-simd": "2.0"}, None, "neither of them is in use"),
         ({"pillow-simd": "2.0"}, None, "overwrote it"),
     ],
 )

@@ -50,7 +50,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="s3://bucket/prefix, gs://, a path, ...")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="URL or path of the new shards.")],
     to: Annotated[To, typer.Option("--to", help="WebDataset tars, or TFRecord files of tf.train.Example.")],
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard, about.")] = "256MB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Approximate size of a shard.")] = "256MB",
     shuffle: Annotated[
         int | None,
         typer.Option(
@@ -75,11 +75,11 @@ def convert(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write shards, with indexes, and read them again. After an interruption, run it again to resume.
+    """Write shards with indexes, and read them again to verify them. After an interruption, run it again.
 
     Labels are class indexes; NAME.json in DST has the class names. DST never shows a partial file.
-    Foreign files are not overwritten. Samples are made from files as KEY.jpg and KEY.cls in a tar, and as
-    features image (bytes), label (int), key (bytes) of an Example; other files keep their extension as name.
+    Files of other programs are not overwritten. A file becomes KEY.jpg and KEY.cls in a tar, or the features
+    image (bytes), label (int) and key (bytes) of an Example; other files keep their extension as name.
     """
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
@@ -265,10 +265,10 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
     for fault in document["faults"]:
         console.print(f"  {fault['shard']} {fault['fault']}", markup=False, soft_wrap=True)
     if document["faults"]:
-        console.print(
-            "run the same command again: it writes the first of these shards, and all after it, again"
-        )
+        console.print("run the same command again: it rewrites the first of these shards and all later ones")
     elif document["interrupted"]:
-        console.print("interrupted: type the same again to go on")
+        console.print("interrupted: run the same command to resume")
     else:
-        console.print(f"read again in {document['verify_seconds']:.1f} s: all shards hold what was written")
+        console.print(
+            f"read again in {document['verify_seconds']:.1f} s: all shards contain what was written"
+        )

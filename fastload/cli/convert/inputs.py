@@ -203,8 +203,8 @@ class _ShardsInput:
         """The records from `position` on."""
         if self.position.get("plan") != _PLAN:
             raise ArgumentError(
-                "another version of fastload began these shards, and its position cannot be read: finish them "
-                "with that version, or give another --name"
+                "another version of fastload began these shards, and its position cannot be read: "
+                "finish them with that version, or give another --name"
             )
         order = list(range(len(self._shards)))
         if self._seed is not None:

@@ -112,8 +112,8 @@ class ShardSet:
             self._resume(present)
         elif present:
             raise ArgumentError(
-                f"{store.url!r} has {min(present)!r} already, and no '{name}.json' that says that "
-                "fastload wrote it: it is not overwritten; give another --name or destination"
+                f"{store.url!r} already contains {min(present)!r}, and no '{name}.json' of fastload that "
+                "names it: it is not overwritten; give another --name or destination"
             )
         self.save()
 

@@ -1,4 +1,4 @@
-"""Reads a set of shards again, as a reader would, and compares it with what was written."""
+"""Reads a set of shards again, as a dataset would, and compares it with the written records."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _READS = 8  # at once
 
 
 def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
-    """(name, what is wrong) of each shard that does not hold what was written.
+    """(name, fault) of each shard that differs from what was written.
 
     The bytes are compared by their checksum, the samples by theirs (of before they were written), the index
     with the offsets at which the samples were found.
@@ -82,9 +82,9 @@ def _fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: Wri
         stop = min(hashed + PIECES.usual, info.size)
         hash_piece(shards.store.read_range(info.key, hashed, stop, info.version))
     if (whole.hexdigest(), content.text()) != (shard.xxh3, shard.content):
-        return "holds something else than was written"
+        return "contains other bytes than were written"
     if indexed != offsets or xxh3_64(index).hexdigest() != shard.places:
-        return "has another index than was written"
+        return "has another index than the one written"
     return ""
 
 
