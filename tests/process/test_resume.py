@@ -972,3 +972,67 @@ def test_states_of_version_1(case: str) -> None:
     run.load_state_dict(state)
     assert list(run) == rest or rest is None
     assert len(list(run)) == len(list(with_order(name)()))
+
+
+# --- samplers that draw all their order in iter() ---------------------------------------------------------
+
+
+class Eager(Sampler[list[int]]):
+    """A batch sampler without a state that draws its whole order at once."""
+
+    batch_size = 3
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn = torch.randperm(12, generator=self.generator)
+        return iter(drawn.view(-1, 3).tolist())
+
+
+def eager(seed: int, num_workers: int, *, own: bool = True, persistent: bool = False) -> Any:
+    generator = torch.Generator().manual_seed(seed) if own else None
+    return fastload.DataLoader(
+        Ids(12),
+        batch_sampler=Eager(generator),
+        num_workers=num_workers,
+        persistent_workers=persistent,
+        collate_fn=as_is,
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_eager_sampler_with_its_own_generator_resumes_in_the_same_order(num_workers: int, taken: int) -> None:
+    loader = eager(1, num_workers)
+    batches = iter(loader)
+    for _ in range(taken):
+        next(batches)
+    state = loader.state_dict()
+    rest = [list(batches), list(loader)]
+    resumed = eager(2, num_workers)
+    resumed.load_state_dict(state)
+    assert [list(resumed), list(resumed)] == rest
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_state_of_persistent_workers_resumed_without_workers_shuffles_each_epoch(
+    own: bool,
+) -> None:
+    loader = eager(1, 1, own=own, persistent=True)
+    list(loader)
+    resumed = eager(1, 0, own=own)
+    resumed.load_state_dict(loader.state_dict())
+    epochs = [str(list(resumed)) for _ in range(3)]
+    assert len(set(epochs)) == 3
+
+
+def test_iterator_that_a_subclass_wraps_is_returned() -> None:
+    class Wrapping(fastload.DataLoader[Any]):
+        def _get_iterator(self) -> Any:
+            return map(str, super()._get_iterator())
+
+    assert list(Wrapping(Ids(3), collate_fn=as_is)) == ["[0]", "[1]", "[2]"]

@@ -8,10 +8,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import simplejpeg
 
-from fastload import ObjectDataset, TarDataset
+from fastload import CenterCrop, DataLoader, ObjectDataset, TarDataset
 from fastload.errors import ArgumentError
+from fastload.fetch.prefetcher import Prefetcher
 from tests.patience import wait_until
 from tests.sharddata import TOTAL, shards, write
 
@@ -117,4 +120,40 @@ def test_forked_child_reads_with_threads_of_its_own(kind: str, folder: Path, tmp
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert dataset.outstanding() == 1
+    dataset.close()
+
+
+def test_failure_of_the_process_is_no_bad_sample(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in folder.iterdir():
+        path.write_bytes(simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
+    dataset = ObjectDataset(str(folder), transform=CenterCrop(4))
+    get = Prefetcher.get
+
+    def without_memory(prefetcher: Prefetcher, record: int) -> Any:
+        if record == 2:
+            raise MemoryError
+        return get(prefetcher, record)
+
+    monkeypatch.setattr(Prefetcher, "get", without_memory)
+    with pytest.raises(MemoryError):
+        list(DataLoader(dataset, 4, on_error="skip"))
+    dataset.close()
+
+
+def test_ctrl_c_while_the_cache_is_flushed_leaves_a_usable_iterator(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
+    flush, calls = ObjectDataset.flush_cache, iter(range(100))
+
+    def interrupted(self: ObjectDataset) -> None:
+        if next(calls) == 0:
+            raise KeyboardInterrupt
+        flush(self)
+
+    monkeypatch.setattr(ObjectDataset, "flush_cache", interrupted)
+    batches = iter(DataLoader(dataset, len(dataset), collate_fn=len))
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert next(batches, None) is None
     dataset.close()

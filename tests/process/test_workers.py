@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from fastload import DataLoader
 from fastload.errors import WorkerError
+from fastload.metrics.counters import Counters
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.loaderdata import (
     At,
@@ -798,3 +799,28 @@ def test_a_worker_leaves_the_trainers_garbage_alone(
         gc.enable()
     gc.collect()
     assert list(tmp_path.iterdir()) == ([] if guarded else [tmp_path / "collected in a worker"])
+
+
+class FailsToStart(Numbers):
+    """A dataset that is read ahead, and whose epoch 1 cannot start."""
+
+    def prefetch(self, indices: Any) -> None: ...
+    def cancel(self, indices: Any) -> None: ...
+    def new_batch(self, n: int, allocate: Any) -> Any: ...
+    def fill(self, batch: Any, todo: Any, seed: int, epoch: int) -> Any: ...
+    def sample(self, batch: Any, row: int) -> Any: ...
+    def copy_row(self, batch: Any, target: int, source: int) -> None: ...
+
+    counters = Counters()
+
+    def start_epoch(self, epoch: int) -> None:
+        if epoch == 1:
+            raise OSError("of epoch 1")
+
+
+def test_error_at_the_start_of_an_epoch_is_of_that_epoch_only() -> None:
+    loader: Any = DataLoader(FailsToStart(4), 2, num_workers=1, persistent_workers=True, collate_fn=list)
+    first = list(loader)
+    with pytest.raises(OSError, match="of epoch 1"):
+        list(loader)
+    assert list(loader) == first
