@@ -69,7 +69,7 @@ class watch:  # a verb for users, who write it like a function
     def __init__(
         self, loader: DataLoader[Any], *, interval: float | None = None, console: Console | None = None
     ) -> None:
-        if not hasattr(loader, "context"):
+        if not hasattr(loader, "loader_context"):
             raise ArgumentError(f"loader must be a fastload.DataLoader, found {type(loader).__name__}")
         if interval is not None and not interval > 0:
             raise ArgumentError(f"interval must be a number of seconds above 0, found {interval!r}")
