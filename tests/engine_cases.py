@@ -1,6 +1,6 @@
 """What stores do wrong, through the whole loader: run as a script, one JSON document per case on stdout.
 
-    python engine_cases.py obstore|s3fs
+    python -m tests.engine_cases obstore|s3fs
 
 A process of its own, which never uses a native client: its workers start by fork, the default, and inherit
 the short patience that is set here. Each case reads every object with two workers, hashes what it got, and
@@ -27,14 +27,13 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from conftest import _held
-from faultserver import Fault, FaultServer
-
 import fastload
 from fastload.fetch import settings
 from fastload.fetch.settings import ReadSettings
 from fastload.store import object_store as native
 from fastload.store import retry, s3fs
+from tests.conftest import _held
+from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 
 N = 24

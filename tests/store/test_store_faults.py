@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import engine_cases
 import pytest
-from engine_cases import BAD, CASES, OBJECTS, SECRET
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
 from fastload.fetch.concurrency import ConcurrencyLimiter, Hedging, process_share
 from fastload.fetch.settings import ReadSettings
 from fastload.fetch.source import plan_ranges
 from fastload.store import open_store, retry
+from tests.engine_cases import BAD, CASES, OBJECTS, SECRET
 from tests.patience import PATIENCE
 
 CLIENTS = ["obstore", "s3fs"]
@@ -66,7 +65,7 @@ def outcomes(folder: Path, *options: str) -> Iterator[dict[str, dict[str, Any]]]
     processes = {}
     for client in CLIENTS:
         with (folder / f"{client}.out").open("w") as out, (folder / f"{client}.err").open("w") as err:
-            command = [sys.executable, engine_cases.__file__, client, *options]
+            command = [sys.executable, "-m", "tests.engine_cases", client, *options]
             processes[client] = subprocess.Popen(command, stdout=out, stderr=err)
     try:
         results = {}
