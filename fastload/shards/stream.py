@@ -81,15 +81,15 @@ class Interleave:
             self._open = [self._open_span(number) for number in range(self._next)]
         else:
             self._turn, self._left, self._next = position["turn"], position["left"], position["next"]
-            self._open = [self._open_span(*at) for at in position["lanes"]]
+            self._open = [self._open_span(*at) for at in position["open"]]
 
     def position(self) -> dict[str, Any]:
-        """Where it is, as JSON. "lanes" are the open spans: number, ordinal and offset of the next record."""
+        """Where it is, as JSON. "open" has the open spans: number, ordinal and offset of the next record."""
         return {
             "turn": self._turn,
             "left": self._left,
             "next": self._next,
-            "lanes": [[number, reader.ordinal, reader.offset] for number, reader in self._open],
+            "open": [[number, reader.ordinal, reader.offset] for number, reader in self._open],
         }
 
     def next(self) -> StreamedRecord | None:

@@ -113,15 +113,15 @@ class BatchMaker:
     def bad(self, value: list[tuple[str, str]]) -> None:
         self._errors.bad = value
 
-    def start_epoch(self, seed: int, epoch: int, *, numbered: bool = True) -> None:
+    def start_epoch(self, seed: int, epoch: int, *, indexed: bool = True) -> None:
         """From now on, samples have the randomness of this epoch.
 
         Args:
-            numbered: samples can be asked for by index; otherwise on_error="replace" acts as "skip".
+            indexed: samples can be asked for by index; otherwise on_error="replace" acts as "skip".
         """
         self._epoch = (seed, epoch)
         self._collation.start_epoch()
-        self._errors.start_epoch(seed, epoch, indexed=numbered)
+        self._errors.start_epoch(seed, epoch, indexed=indexed)
         self._ahead.start_epoch()
         if self._seeds is not None:
             self._seeds.start_epoch(seed, epoch)

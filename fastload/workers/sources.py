@@ -88,7 +88,7 @@ class IndexedSource(BatchSource):
 
     def start_epoch(self, start: EpochStart) -> None:
         self._streams.start_epoch(streamed=start.streamed)
-        self._maker.start_epoch(start.seed, start.epoch, numbered=not start.streamed)
+        self._maker.start_epoch(start.seed, start.epoch, indexed=not start.streamed)
 
     def prefetch(self, index: Any) -> None:
         if not isinstance(index, TakeNext):
