@@ -1,0 +1,89 @@
+"""A store for the pages' code: the bucket that every page names.
+
+s3://bucket/ has train/ and val/, folders with a class each (cat, dog: 24 and 8 photos), shards/train-{00000..00003}
+of 8 records as .tar (jpg, cls) and .tfrecord (image, label), and spectra/*.bin (32 float32 numbers each).
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastload.demo.s3_server import delay_proxy, serve_s3
+from fastload.formats.example import encode_example
+from fastload.formats.write import TarWriter, TFRecordWriter
+from tests.docs.pages import run_page
+from tests.patience import PATIENCE
+from tests.photos import pillow_jpeg, scene
+
+SECONDS = 2 * PATIENCE  # a page
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("s3") / "bucket"
+    for part, count in (("train", 24), ("val", 8)):
+        for number in range(count):
+            path = root / part / ("cat", "dog")[number % 2] / f"{number:04d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(photo(number))
+    (root / "shards").mkdir()
+    for shard in range(4):
+        tar, records = io.BytesIO(), io.BytesIO()
+        tar_writer, record_writer = TarWriter(tar), TFRecordWriter(records)
+        for number in range(8 * shard, 8 * shard + 8):
+            tar_writer.write(f"{number:05d}", {"jpg": photo(number), "cls": b"%d" % (number % 2)})
+            record_writer.write(encode_example({"image": photo(number), "label": number % 2}))
+        tar_writer.close()
+        record_writer.close()
+        (root / "shards" / f"train-{shard:05d}.tar").write_bytes(tar.getvalue())
+        (root / "shards" / f"train-{shard:05d}.tfrecord").write_bytes(records.getvalue())
+    (root / "spectra").mkdir()
+    for number in range(16):
+        (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
+    return root
+
+
+def photo(number: int) -> bytes:
+    return pillow_jpeg(scene(320, 260, number % 4), quality=80)
+
+
+@pytest.fixture
+def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Runs the code of a page against a server of its own, so that pages may write to the bucket."""
+    shutil.copytree(bucket.parent, tmp_path / "s3")
+    folder = tmp_path / "page"
+    (folder / "ssd").mkdir(parents=True)
+    (folder / "home").mkdir()
+    for part in ("train", "val"):
+        shutil.copytree(bucket / part, folder / "data" / part)
+    with serve_s3(tmp_path / "s3", read_only=False) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
+        environment = {
+            "AWS_ENDPOINT_URL": proxy.url,
+            "AWS_ACCESS_KEY_ID": server.key,
+            "AWS_SECRET_ACCESS_KEY": server.secret,
+            "AWS_REGION": "us-east-1",
+            "HOME": str(folder / "home"),
+            "COLUMNS": "120",
+        }
+
+        def run_in_process(page: Path) -> None:
+            output = tmp_path / "output.txt"
+            process = multiprocessing.get_context("forkserver").Process(
+                target=run_page, args=(page, folder, environment, output)
+            )
+            process.start()
+            process.join(SECONDS)
+            if process.is_alive():
+                process.terminate()
+                process.join()
+                pytest.fail(f"{page} did not end in {SECONDS:.0f} s:\n{output.read_text()}")
+            assert process.exitcode == 0, output.read_text()
+
+        yield run_in_process

@@ -1,0 +1,100 @@
+"""The code blocks of a Markdown page, and a process that runs them in order, as a reader would.
+
+Blocks of `python` run in one namespace, those of `bash` in a shell; of a `console` block the lines behind "$ ".
+All start in one empty directory. Two comments steer this:
+
+    <!-- not run: REASON -->        the next block does not run
+    <!-- run first:                 what the page does not show runs at this place
+    code
+    -->
+
+The paths that pages name are replaced: /ssd and /data become folders of the test.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RUN = ("python", "bash", "console")
+SHOWN = ("text", "json", "mermaid")  # output, not code
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>[\w-]*)[^\n]*$")
+NOT_RUN = re.compile(r"^\s*<!-- not run: (?P<reason>.+?) -->\s*$")
+RUN_FIRST = re.compile(r"^\s*<!-- run first:\s*$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block: its language, its first line in the page (from 1), its code, and why it does not run ("": it runs)."""
+
+    language: str
+    line: int
+    code: str
+    reason: str = ""
+
+
+def blocks(page: Path) -> list[Block]:
+    """The blocks of a page, in order, hidden ones included."""
+    found: list[Block] = []
+    lines = page.read_text().splitlines()
+    reason, at = "", 0
+    while at < len(lines):
+        if RUN_FIRST.match(lines[at]):
+            end = next(i for i in range(at, len(lines)) if lines[i].strip() == "-->")
+            found.append(Block("python", at + 2, textwrap.dedent("\n".join(lines[at + 1 : end]))))
+            at = end
+        elif fence := FENCE.match(lines[at]):
+            closing = fence["fence"]
+            end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == closing)
+            code = textwrap.dedent("\n".join(lines[at + 1 : end]))
+            found.append(Block(fence["language"], at + 2, code, reason))
+            reason, at = "", end
+        elif mark := NOT_RUN.match(lines[at]):
+            reason = mark["reason"]
+        elif lines[at].strip():
+            reason = ""
+        at += 1
+    return found
+
+
+def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path) -> None:
+    """Run the blocks of a page, in a process of its own; exits with 1 at the first failure.
+
+    Args:
+        folder: where it starts. `folder/ssd` and `folder/data` stand for the pages' /ssd and /data.
+        environment: added to that of the process.
+        output: receives what is printed, and the traceback.
+    """
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # as in a script: this process has the fork server's
+    os.environ.update(environment)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    namespace: dict[str, Any] = sys.modules["__main__"].__dict__ | {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.reason or block.language not in RUN:
+            continue
+        code = re.sub(r"(?<![\w/.:])/(ssd|data)(?=[/\"'\s])", lambda m: f"{folder}/{m[1]}", block.code)
+        if block.language == "python":
+            tree = ast.increment_lineno(ast.parse(code), block.line - 1)
+            exec(compile(tree, str(page), "exec"), namespace)
+        else:
+            _shell(block, code)
+
+
+def _shell(block: Block, code: str) -> None:
+    if block.language == "console":
+        code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
+    print(f"line {block.line}: {code}", flush=True)
+    subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)

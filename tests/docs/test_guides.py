@@ -1,0 +1,25 @@
+"""The code of the README and of the pages for readers runs as it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import RUN, SHOWN, blocks
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - set((ROOT / "docs" / "reference").rglob("*.md"))
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_code_of_it_runs(page: Path, run: Callable[[Path], None]) -> None:
+    unexplained = [
+        block.line for block in blocks(page) if block.language not in (*RUN, *SHOWN) and not block.reason
+    ]
+    assert not unexplained, f"{page}: say <!-- not run: REASON --> before the blocks of lines {unexplained}"
+    if any(block.language in RUN and not block.reason for block in blocks(page)):
+        run(page)
