@@ -1,7 +1,8 @@
 """A store for the pages' code: the bucket that every page names.
 
-s3://bucket/ has train/ and val/, folders with a class each (cat, dog: 24 and 8 photos), shards/train-{00000..00003}
-of 8 records as .tar (jpg, cls) and .tfrecord (image, label), and spectra/*.bin (32 float32 numbers each).
+s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
+shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
+and spectra/*.bin, 32 float32 numbers each.
 """
 
 from __future__ import annotations

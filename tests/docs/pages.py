@@ -1,7 +1,7 @@
 """The code blocks of a Markdown page, and a process that runs them in order, as a reader would.
 
-Blocks of `python` run in one namespace, those of `bash` in a shell; of a `console` block the lines behind "$ ".
-All start in one empty directory. Two comments steer this:
+Blocks of `python` run in one namespace, those of `bash` in a shell, and of a `console` block the lines behind
+"$ ". All start in one empty directory. Two comments steer this:
 
     <!-- not run: REASON -->        the next block does not run
     <!-- run first:                 what the page does not show runs at this place
@@ -33,12 +33,12 @@ RUN_FIRST = re.compile(r"^\s*<!-- run first:\s*$")
 
 @dataclass(frozen=True)
 class Block:
-    """A block: its language, its first line in the page (from 1), its code, and why it does not run ("": it runs)."""
+    """A block of code."""
 
     language: str
-    line: int
+    line: int  # of the page, from 1
     code: str
-    reason: str = ""
+    reason: str = ""  # why it does not run
 
 
 def blocks(page: Path) -> list[Block]:
@@ -96,5 +96,4 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
 def _shell(block: Block, code: str) -> None:
     if block.language == "console":
         code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
-    print(f"line {block.line}: {code}", flush=True)
-    subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)
+    subprocess.run(["bash", "-xeuo", "pipefail", "-c", code], check=True)
