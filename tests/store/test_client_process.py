@@ -374,7 +374,9 @@ def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(
             for batch, (_, found) in enumerate(fastload.DataLoader(dataset, batch_size=2)):
                 labels += found.tolist()
                 if batch == 1:
-                    os.kill(dataset._store._attempt("_pid"), signal.SIGKILL)
+                    pid = dataset._store._attempt("_pid")
+                    os.kill(pid, signal.SIGKILL)
+                    wait_until(lambda pid=pid: dataset._store._attempt("_pid") != pid)
             assert sorted(labels) == [0] * 8 + [1] * 8
 
 
