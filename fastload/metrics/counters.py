@@ -75,13 +75,16 @@ class Counters:
 
     def reading_seconds(self) -> float:
         """Seconds spent waiting for the store and reading the cache, including those of the parts."""
-        own = self._values.get("get.seconds", 0) + self._values.get("cache.seconds", 0)
-        return own + sum(part.reading_seconds() for part in self._parts)
+        seconds = self._values.get("get.seconds", 0) + self._values.get("cache.seconds", 0)
+        for part in self._parts:  # not `sum`, whose generator doubles the time of a call
+            seconds += part.reading_seconds()
+        return seconds
 
     def merge(self, other: Mapping[str, float]) -> None:
         """Add every counter of `other`."""
-        for name, value in other.items():
-            self.add(name, value)
+        with self._lock:
+            for name, value in other.items():
+                self._values[name] = self._values.get(name, 0) + value
 
     def drain(self) -> dict[str, float]:
         """Return the values, including those of the parts, and start again from zero."""

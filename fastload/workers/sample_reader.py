@@ -70,24 +70,23 @@ class SampleReader:
 
     def _fill(self, parts: list[Any], requests: RowRequests, many: Callable[[Any], Any] | None) -> RowErrors:
         errors: RowErrors = []
-        if self._seeds is not None and requests:
-            self._seeds.begin_batch(requests[0][1])
+        seeds = self._seeds
+        if seeds is not None and requests:
+            seeds.begin_batch(requests[0][1])
         for row, index in requests:
             try:
-                parts[row] = self._seeded(index, many, last=row == requests[-1][0])
+                if seeds is None:
+                    parts[row] = self._sample(index, many)
+                elif row != requests[-1][0]:
+                    parts[row] = seeds.call(index, self._sample, index, many)
+                else:  # `collate_fn` draws from the state after the last sample
+                    seeds.set(index)
+                    parts[row] = self._sample(index, many)
             except Exception as error:
                 errors.append((row, error))
                 if self._errors.on_error == "raise":
                     break
         return errors
-
-    def _seeded(self, index: Any, many: Callable[[Any], Any] | None, *, last: bool) -> Any:
-        if self._seeds is None:
-            return self._sample(index, many)
-        if not last:
-            return self._seeds.call(index, self._sample, index, many)
-        self._seeds.set(index)  # `collate_fn` draws from the state after the last sample
-        return self._sample(index, many)
 
     def _sample(self, index: Any, many: Callable[[Any], Any] | None) -> Any:
         """One sample; a list with it where `many`, a `__getitems__`, makes the samples."""
