@@ -26,6 +26,22 @@ def cached(
 
     Apply random augmentation after the cache; otherwise every epoch repeats the first one.
 
+    Example::
+
+        import torch
+        from fastload import Cache, DataLoader, cached
+
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self):
+                return 1000
+
+            def __getitem__(self, index):
+                return torch.tensor(index) ** 2
+
+        dataset = cached(Squares(), Cache("/ssd/cache", "decoded"))
+        for batch in DataLoader(dataset, batch_size=256, num_workers=2):
+            batch.shape  # (256,)
+
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
