@@ -71,7 +71,7 @@ def cached(
 
 
 class CachedDataset(Dataset[Any]):
-    """See `cached`."""
+    """What `cached` returns: a map-style dataset over `dataset`, with the same length."""
 
     def __init__(self, dataset: Dataset[Any], cache: Cache, fingerprint: str) -> None:
         self.dataset = dataset

@@ -83,7 +83,7 @@ class Crop(ABC):
         One call of the kernel, without the GIL, decodes all JPEGs but the padded ones; those follow.
 
         Args:
-            out: (n, *sample_shape) uint8, C-contiguous and writable. Rows of failed images are undefined.
+            out: `(n, *sample_shape)` uint8, C-contiguous and writable. Rows of failed images are undefined.
             images: n encoded images (anything with the buffer protocol) or decoded (H, W, 3) uint8 arrays.
             seeds: n integers; everything random about image k is a function of seeds[k] and its size.
 
