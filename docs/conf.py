@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "commands",
 ]
 exclude_patterns = ["_build", "README.md"]
 root_doc = "index"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import fastload
 from fastload import errors
+from fastload.cli.app import app
 from fastload.store import options as store_options
 from tests.docs.pages import RUN, SHOWN, blocks
 
@@ -132,9 +135,9 @@ def test_every_message_is_on_the_page_of_errors() -> None:
     page = words((REFERENCE / "errors.md").read_text())
     missing = []
     for place, message in messages():
-        longest = max(map(words, re.split("\0|pip install[^\0]*|`fastload doctor`|See ", message)), key=len).strip(
-            " .:;,'\"()"
-        )
+        longest = max(
+            map(words, re.split("\0|pip install[^\0]*|`fastload doctor`|See ", message)), key=len
+        ).strip(" .:;,'\"()")
         if place.startswith("demo/") or len(longest) < 8:
             continue
         if longest not in page:
@@ -153,3 +156,35 @@ def test_addresses_of_warnings_are_headings() -> None:
     anchors = set(re.findall(r"address\([\"']([\w-]+)[\"']\)", text))
     headings = re.findall(r"^##+ (.+)$", (REFERENCE / "errors.md").read_text(), re.M)
     assert anchors and anchors <= {heading.lower().replace(" ", "-") for heading in headings}
+
+
+# --- the command line
+
+
+@pytest.fixture(scope="module")
+def commands() -> Any:
+    """The extension of the documentation that writes the options of commands."""
+    found = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "_ext" / "commands.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def command_paths(group: Any, before: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        path = f"{before}{name}"
+        yield from command_paths(command, f"{path} ") if hasattr(command, "commands") else (path,)
+
+
+def test_every_command_and_option_is_on_the_page(commands: Any) -> None:
+    page = commands.filled((REFERENCE / "cli.md").read_text())
+    assert "<!-- options" not in page
+    for path in command_paths(commands.command("")):
+        (text,) = re.findall(rf"^## fastload {path}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+        shown = (
+            CliRunner().invoke(app, [*path.split(), "--help"], env={"TERM": "dumb", "COLUMNS": "200"}).stdout
+        )
+        options = set(re.findall(r"--[a-z][\w-]+", shown)) - {"--help"}
+        assert options <= set(re.findall(r"--[a-z][\w-]+", text)), path
+        assert "Exit code 1" in text or "Exit code" not in shown
