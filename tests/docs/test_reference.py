@@ -5,18 +5,23 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner
 
 import fastload
 from fastload import errors
+from fastload.cache.cache import Mode
 from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
+from fastload.metrics.counters import Counters
+from fastload.metrics.epoch import Meter, rates
 from fastload.store import options as store_options
 from tests.docs.pages import RUN, SHOWN, blocks
 
@@ -188,3 +193,99 @@ def test_every_command_and_option_is_on_the_page(commands: Any) -> None:
         options = set(re.findall(r"--[a-z][\w-]+", shown)) - {"--help"}
         assert options <= set(re.findall(r"--[a-z][\w-]+", text)), path
         assert "Exit code 1" in text or "Exit code" not in shown
+
+
+# --- counters and JSON
+
+
+def bumped() -> set[str]:
+    """The counters that the code adds to."""
+    found = {"idle.seconds", "slot.seconds"}  # by an f-string
+    for path in Path(fastload.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.func, ast.Attribute):
+                continue
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            if isinstance(name, str) and node.func.attr == "timed":
+                found.add(f"{name}.seconds")
+            elif (
+                isinstance(name, str) and node.func.attr == "add" and re.fullmatch(r"[a-z]+\.[a-z_.]+", name)
+            ):
+                found.add(name)
+    return found
+
+
+def test_counters_are_those_that_the_code_adds_to() -> None:
+    assert documented(section("stats.md", "Counters")) == bumped()
+
+
+def test_rates_are_documented() -> None:
+    counters = dict.fromkeys(bumped(), 1.0)
+    found = {*rates(counters, 1.0), *Meter(Counters()).gauges()}
+    assert documented(section("stats.md", "Rates")) == found
+
+
+def keys(document: dict[str, Any]) -> set[str]:
+    """The keys of a document, in the notation of the page."""
+    opaque = {"versions", "counters", "stages", "needed"}
+    found = set()
+    for name, value in document.items():
+        name = "MODE" if name in get_args(Mode) else name
+        if isinstance(value, dict) and name not in opaque:
+            found |= {f"{name}.{inner}" for inner in keys(value)}
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            found |= {f"{name}[].{inner}" for one in value for inner in keys(one)}
+        else:
+            found.add(name)
+    return found
+
+
+COMMON = {"bench", "convert", "demo", "plan", "warm"}
+
+
+def check_keys(name: str, document: dict[str, Any]) -> None:
+    wanted = documented(section("json.md", name))
+    if name in COMMON:
+        wanted |= documented(section("json.md", "Keys of several commands"))
+    assert keys(document) == wanted
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    make_dataset(tmp_path / "photos", 20, 2)
+    (tmp_path / "photos" / "bad").mkdir()
+    (tmp_path / "photos" / "bad" / "bad.jpg").write_bytes(b"not a photo")
+    return tmp_path / "photos"
+
+
+def answer(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    check_keys("warm", answer("warm", photos, "--cache", cache, "--mode", "shrunk", "--num-workers", 2))
+    check_keys("cache info", answer("cache", "info", cache))
+    check_keys("cache check", answer("cache", "check", cache))
+    check_keys("cache clear", answer("cache", "clear", cache, "--yes"))
+    check_keys("An error", answer("cache", "check", tmp_path / "absent"))
+    check_keys("doctor", answer("doctor"))
+    (photos / "bad" / "bad.jpg").unlink()
+    (photos / "bad").rmdir()
+    check_keys("bench", answer("bench", photos, "--num-workers", 0, "--epochs", 1))
+    check_keys("plan", answer("plan", photos, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
+    done = answer("convert", photos, tmp_path / "shards", "--to", "tar")
+    check_keys("convert", done | {"faults": [{"shard": "a", "fault": "b"}]})
+
+
+def test_keys_of_the_demo_are_documented() -> None:
+    newest = max((ROOT / "bench" / "results").glob("demo-*.json"))
+    document = json.loads(newest.read_text())
+    for group, name in (
+        (document, "torch_s3fs"),
+        (document["fastload"], "epoch_1"),
+        (document["fastload"], "epoch_2"),
+    ):
+        group[name] = None  # documented in words: as those of `bench`
+    check_keys("demo", document)
