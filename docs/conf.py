@@ -25,6 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "commands",
+    "llms",
 ]
 exclude_patterns = ["_build", "README.md"]
 root_doc = "index"

@@ -51,10 +51,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: an int, or "auto": the first epoch finds the number that the training needs, see
-            `fastload.workers.autoscale`. `loader.num_workers` is then the upper limit, an int. The number
-            does not change the samples or the states. A dataset that is split by worker gets the upper limit
-            at once.
+        num_workers: an int, or "auto": the first epoch finds the number that the training needs, within the
+            cores of this rank; `stats()["autoscale"]` says why. `loader.num_workers` is then the upper limit,
+            an int. The number does not change the samples or the states. A dataset that is split by worker
+            gets the upper limit at once.
         device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU;
             one or two batches are copied ahead, during the training step, and `pin_memory` has no effect.
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
@@ -240,8 +240,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Returns:
             "rank": from torch.distributed or the launcher.
             "epochs": the number of iterations started.
-            "counters": flat sums since the loader was made, see `fastload.metrics.counters`.
-            "rates": flat numbers of the current epoch, or else the last one, see `Meter.gauges`.
+            "counters": flat sums since the loader was made; the page "Counters and rates" has each.
+            "rates": flat numbers of the current epoch, or else the last one; on the same page.
             "limit": the slowest stage of the same epoch.
             "verdict": one sentence on that bottleneck, and what to change.
             "bad": (key, error) of the last bad samples.
