@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
 
@@ -82,6 +84,13 @@ def _link_names(app: Any, what: str, name: str, thing: Any, options: Any, lines:
     lines[:] = _QUOTED.sub(replaced, "\n".join(lines)).split("\n")
 
 
+def _dashes(app: Any, doctree: nodes.document, page: str) -> None:
+    """The dash between an argument and its description, which Sphinx writes as " -- "."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \u2013 "))
+
+
 # --- the site
 
 html_theme = "furo"
@@ -102,3 +111,4 @@ pygments_dark_style = "monokai"
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _link_names)
+    app.connect("doctree-resolved", _dashes)
