@@ -14,13 +14,17 @@
     └── WorkerError        (RuntimeError)        a worker process died or did not answer
 
 Each carries `stage` (the place on the path from store to batch) and `key` (the sample), so that a message
-names both at the consumer. The builtin parents are for callers who catch those.
+names both at the consumer. The builtin parents are for callers who catch those. `help` is the address of the
+page with causes and remedies; tracebacks print it, as a note below the message.
 """
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
+
+# The only place with the address of the documentation.
+DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
 
 __all__ = [
     "AccessDeniedError",
@@ -38,8 +42,23 @@ __all__ = [
 ]
 
 
+def address(anchor: str) -> str:
+    """The address of an error or warning in the documentation: its causes and remedies."""
+    return f"{DOCS}reference/errors.html#{anchor}"
+
+
 class FastloadError(Exception):
     """Base of all fastload errors.
+
+    Example::
+
+        import fastload
+
+        try:
+            dataset = fastload.ImageFolder("s3://bucket/absent")
+        except fastload.errors.FastloadError as error:
+            print(error)  # [list] ... does not exist: check the url
+            print(error.stage, error.key, error.help)
 
     Args:
         message: the finding, and the next thing to do.
@@ -48,6 +67,7 @@ class FastloadError(Exception):
     """
 
     stage = ""
+    __notes__: list[str]
 
     def __init__(self, message: str, *, stage: str | None = None, key: object = None) -> None:
         # The explicit call keeps builtin parents such as OSError from parsing the arguments their own way.
@@ -55,6 +75,15 @@ class FastloadError(Exception):
         self.message = message
         self.stage = stage if stage is not None else type(self).stage
         self.key = key
+        self.__notes__ = [
+            f"see {self.help}"
+        ]  # a copy in another process takes over the notes of the original
+
+    @property
+    def help(self) -> str:
+        """The address of the causes and remedies in the documentation."""
+        public = next(cls for cls in type(self).__mro__ if cls.__name__ in __all__)
+        return address(public.__name__.lower())
 
     def __str__(self) -> str:
         where = self.stage
@@ -72,7 +101,17 @@ def _rebuild(cls: type[FastloadError], message: str, stage: str, key: object) ->
 
 
 class ArgumentError(FastloadError, ValueError):
-    """An argument has an invalid value. Raised before any worker starts."""
+    """An argument has an invalid value. Raised before any worker starts.
+
+    Example::
+
+        import fastload
+
+        try:
+            fastload.DataLoader([1, 2, 3], on_error="ignore")
+        except fastload.errors.ArgumentError as error:
+            print(error)  # [argument] on_error must be one of ('raise', 'skip', 'replace'), found 'ignore'
+    """
 
     stage = "argument"
 
@@ -106,6 +145,17 @@ def _call_of(kind: type) -> str:
 class StoreError(FastloadError, OSError):
     """The object store failed, and retrying did not help or could not.
 
+    Example::
+
+        import fastload
+
+        store = fastload.open_store("s3://bucket/train")
+        try:
+            data = store.read("cat/0000.jpg")
+        except fastload.errors.StoreError as error:  # after all retries: three minutes
+            print(error.key, error.retry)
+
+
     Attributes:
         retry: how a retry may help: "never"; "later"; "slower" (the store asked for fewer requests);
             "renewed" (with new credentials); "reachable" (once the server answers at all).
@@ -116,46 +166,141 @@ class StoreError(FastloadError, OSError):
 
 
 class NotFoundError(StoreError, FileNotFoundError):
-    """The object, bucket or prefix does not exist."""
+    """The object, bucket or prefix does not exist.
+
+    Example::
+
+        import fastload
+
+        try:
+            fastload.open_store("s3://bucket/train").read("cat/absent.jpg")
+        except fastload.errors.NotFoundError as error:  # a FileNotFoundError too
+            print(error.key)  # cat/absent.jpg
+    """
 
 
 class AccessDeniedError(StoreError, PermissionError):
-    """The store refused the credentials, or there were none."""
+    """The store refused the credentials, or there were none.
+
+    Example::
+
+        import fastload
+
+        try:
+            fastload.ImageFolder("s3://bucket/train", storage_options={"key": "wrong", "secret": "wrong"})
+        except fastload.errors.AccessDeniedError as error:  # a PermissionError too
+            print(error)  # names the places where credentials were looked for, never a secret
+    """
 
 
 class ObjectChangedError(StoreError):
-    """The object in the store is no longer the version that the manifest lists."""
+    """The object in the store is no longer the version that the manifest lists.
+
+    Example::
+
+        import fastload
+
+        dataset = fastload.ImageFolder("s3://bucket/train", cache="/ssd/cache")
+        try:
+            dataset.payload(0)
+        except fastload.errors.ObjectChangedError:
+            dataset = fastload.ImageFolder("s3://bucket/train", cache="/ssd/cache", refresh=True)
+    """
 
 
 class ShortReadError(StoreError):
-    """A body ended before the length that the listing or the response promised."""
+    """A body ended before the length that the listing or the response promised.
+
+    Example::
+
+        import fastload
+
+        store = fastload.open_store("s3://bucket/train")
+        try:
+            data = store.read("cat/0000.jpg")
+        except fastload.errors.ShortReadError as error:  # in every attempt of three minutes
+            print(error.key)
+    """
 
     retry = "later"
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """The store made no progress within the deadline."""
+    """The store made no progress within the deadline.
+
+    Example::
+
+        import fastload
+
+        store = fastload.open_store("s3://bucket/train")
+        try:
+            data = store.read("cat/0000.jpg")
+        except fastload.errors.StoreTimeoutError as error:  # a TimeoutError too
+            print(error)
+    """
 
     retry = "later"
 
 
 class CacheError(FastloadError, OSError):
-    """The cache directory cannot be used (for example: its path is a file)."""
+    """The cache directory cannot be used (for example: its path is a file).
+
+    Example::
+
+        import fastload
+
+        try:
+            fastload.Cache("/proc/version")
+        except fastload.errors.CacheError as error:  # an OSError too
+            print(error)  # [cache] path='/proc/version' is not a directory; ...
+    """
 
     stage = "cache"
 
 
 class DecodeError(FastloadError, ValueError):
-    """The bytes are not a valid image or record, or exceed a safety limit."""
+    """The bytes are not a valid image or record, or exceed a safety limit.
+
+    Example::
+
+        import fastload
+
+        try:
+            fastload.CenterCrop(224)(b"<html>404</html>")
+        except fastload.errors.DecodeError as error:  # a ValueError too
+            print(error)  # [decode] this is HTML or XML, not an image: ...
+    """
 
     stage = "decode"
 
 
 class PlatformError(FastloadError, ImportError):
-    """A part of fastload needs Linux, and this is another system."""
+    """A part of fastload needs Linux, and this is another system.
+
+    Example::
+
+        import fastload
+
+        try:
+            from fastload import DataLoader
+        except fastload.errors.PlatformError:  # an ImportError too: macOS, Windows
+            from torch.utils.data import DataLoader
+    """
 
 
 class WorkerError(FastloadError, RuntimeError):
-    """A worker process died, or did not answer within its deadline."""
+    """A worker process died, or did not answer within its deadline.
+
+    Example::
+
+        import fastload
+
+        loader = fastload.DataLoader(range(1000), batch_size=100, num_workers=2)
+        try:
+            for batch in loader:
+                ...
+        except fastload.errors.WorkerError as error:  # names the pid and the signal, such as SIGKILL
+            print(error)
+    """
 
     stage = "worker"

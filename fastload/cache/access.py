@@ -9,7 +9,7 @@ import lmdb
 
 from fastload.cache.directory import DAMAGED, Directory
 from fastload.cache.registry import abandon, acquire, release
-from fastload.errors import CacheError
+from fastload.errors import CacheError, address
 from fastload.metrics.counters import Counters
 
 __all__ = ["Access"]
@@ -105,7 +105,9 @@ class Access:
         if self._warned:
             return
         self._warned = True
-        text = f"fastload passes through its cache {self._path}: {error}"
+        text = (
+            f"fastload passes through its cache {self._path}: {error}. See {address('cache-passes-through')}"
+        )
         try:
             warnings.warn(text, RuntimeWarning, stacklevel=4)
         except RuntimeWarning:  # under -W error; training goes on all the same

@@ -66,6 +66,14 @@ def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
 class Cache:
     """A cache directory on local disk, shared by any number of processes.
 
+    Example::
+
+        from fastload import Cache, ImageFolder, RandomResizedCrop
+
+        cache = Cache("/ssd/cache", "shrunk", size_limit="500GB", short_side=256, quality=90)
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache=cache)
+        cache.info()["entries"]  # 0, until an epoch has filled it
+
     It fills, then stops: nothing is evicted. Every read is verified; a record that is not exactly as it was
     written is a miss. `lookup`, `read` and `write` raise nothing when the directory fails: the cache passes
     through, warns once (RuntimeWarning) and counts "cache.failures".

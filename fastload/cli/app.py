@@ -14,9 +14,11 @@ import fastload
 from fastload.cli import bench, cache, demo, doctor, plan, warm
 from fastload.cli.convert import command as convert
 from fastload.cli.output import JSON_FLAG, error_document, write_document
+from fastload.errors import address
 
 __all__ = ["app"]
 
+_HELP = address("argumenterror")
 # Typer's usage errors. Their module depends on Typer's version, but not their place above BadParameter.
 _UsageError: Any = typer.BadParameter.__base__
 
@@ -51,11 +53,13 @@ class _App(TyperGroup):
             yield
         except _UsageError as error:
             if self._as_json:
-                write_document(error_document("ArgumentError", "argument", error.format_message(), None))
+                write_document(
+                    error_document("ArgumentError", "argument", error.format_message(), None, _HELP)
+                )
             raise
         except typer.Abort:
             if self._as_json:
-                write_document(error_document("Abort", "argument", "no answer: give --yes", None))
+                write_document(error_document("Abort", "argument", "no answer: give --yes", None, _HELP))
             raise
 
 

@@ -53,19 +53,18 @@ def write_document(document: dict[str, Any]) -> None:
     typer.echo(json.dumps(document, allow_nan=False))
 
 
-def error_document(kind: str, stage: str, message: str, key: str | None) -> dict[str, Any]:
+def error_document(kind: str, stage: str, message: str, key: str | None, help_address: str) -> dict[str, Any]:
     """The JSON document of a command that failed."""
-    return {"error": {"type": kind, "stage": stage, "message": message, "key": key}}
+    return {"error": {"type": kind, "stage": stage, "message": message, "key": key, "help": help_address}}
 
 
 @contextmanager
 def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
     """A block that runs a command.
 
-    An error of fastload becomes one line on stderr and an exit code: 2 for a wrong argument, else 1. With
-    --json
-    it is also the document: {"error": {"type", "stage", "key", "message"}}. A warning is one line on stderr,
-        once.
+    An error of fastload becomes one line on stderr, the address of its remedies, and an exit code: 2 for a
+    wrong argument, else 1. With --json it is also the document: {"error": {"type", "stage", "key", "message",
+    "help"}}. A warning is one line on stderr, once.
 
     Args:
         anywhere: the command works on other systems than Linux too.
@@ -78,8 +77,9 @@ def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
             yield output
     except FastloadError as error:
         typer.echo("fastload: " + " ".join(str(error).split()), err=True)
+        typer.echo(f"see {error.help}", err=True)
         key = None if error.key is None else str(error.key)
-        output.document(error_document(type(error).__name__, error.stage, error.message, key))
+        output.document(error_document(type(error).__name__, error.stage, error.message, key, error.help))
         raise typer.Exit(2 if isinstance(error, ArgumentError) else 1) from error
 
 

@@ -26,6 +26,22 @@ def cached(
 
     Apply random augmentation after the cache; otherwise every epoch repeats the first one.
 
+    Example::
+
+        import torch
+        from fastload import Cache, DataLoader, cached
+
+        class Squares(torch.utils.data.Dataset):
+            def __len__(self):
+                return 1000
+
+            def __getitem__(self, index):
+                return torch.tensor(index) ** 2
+
+        dataset = cached(Squares(), Cache("/ssd/cache", "decoded"))
+        for batch in DataLoader(dataset, batch_size=256, num_workers=2):
+            batch.shape  # (256,)
+
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
@@ -55,7 +71,7 @@ def cached(
 
 
 class CachedDataset(Dataset[Any]):
-    """See `cached`."""
+    """What `cached` returns: a map-style dataset over `dataset`, with the same length."""
 
     def __init__(self, dataset: Dataset[Any], cache: Cache, fingerprint: str) -> None:
         self.dataset = dataset

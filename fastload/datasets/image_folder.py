@@ -38,6 +38,15 @@ class ImageFolder(ObjectDataset):
     override `__getitem__` or `__getitems__`, as in `ObjectDataset`; the other hooks of torchvision's class,
     such as `find_classes` and `loader`, are refused.
 
+    Example::
+
+        from fastload import CenterCrop, ImageFolder, RandomResizedCrop
+
+        train = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5), cache="/ssd/cache")
+        val = ImageFolder("s3://bucket/val", CenterCrop(224, resize=256), classes=train.classes)
+        image, label = val[0]  # uint8 tensor (3, 224, 224), int
+        train.classes, train.targets[0], train.samples[0]  # ["cat", "dog"], 0, ("cat/0000.jpg", 0)
+
     Args:
         url: any fsspec URL or path.
         transform: a fused transform of fastload (the image is then a uint8 tensor), or any callable on a

@@ -36,6 +36,18 @@ class ObjectDataset(StoreDataset):
     A subclass may override `__getitem__` or `__getitems__`: a loader then calls that method for every sample,
     as torch's loader does, and still reads ahead. `transform` may be set again at any time.
 
+    Example::
+
+        import numpy as np
+        from fastload import DataLoader, ObjectDataset
+
+        def spectrum(data):
+            return np.frombuffer(data, np.float32)
+
+        dataset = ObjectDataset("s3://bucket/spectra", decode=spectrum, cache="/ssd/cache")
+        for batch in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            batch.shape  # (256, 32), float32
+
     Args:
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
         decode: bytes -> object; deterministic. Default: none; `transform` gets the bytes.

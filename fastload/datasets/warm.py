@@ -37,10 +37,13 @@ _BAD = (DecodeError, NotFoundError, ObjectChangedError, ShortReadError)
 class Warmed(NamedTuple):
     """The outcome of one sample.
 
-    outcome: "stored" now; "present" already; "failed": a bad object, `error` says why; "too large" for a
-        record (1 GiB) or for the rest of the size limit, so that training reads it from the store; "full":
-        the cache takes no more, and the samples that follow were not read.
-    size: bytes of the object that were read from the store.
+    Attributes:
+        sample: its index.
+        outcome: "stored" now; "present" already; "failed": a bad object, `error` says why; "too large" for a
+            record (1 GiB) or for the rest of the size limit, so that training reads it from the store;
+            "full": the cache takes no more, and the samples that follow were not read.
+        size: bytes of the object that were read from the store.
+        error: what failed, in words, or "".
     """
 
     sample: int

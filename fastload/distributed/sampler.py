@@ -32,6 +32,17 @@ _CHUNK = 4096  # indices that are Python ints at one time
 class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     """This rank's part of the samples: a drop-in for `torch.utils.data.DistributedSampler`.
 
+    Example::
+
+        from fastload import DataLoader, DistributedSampler, ImageFolder, RandomResizedCrop
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache="/ssd/cache")
+        sampler = DistributedSampler(dataset, seed=1)  # rank and world size: from the launcher
+        loader = DataLoader(dataset, batch_size=256, sampler=sampler, num_workers=8)
+        for epoch in range(2):
+            for images, labels in loader:
+                ...
+
     With the same arguments and `set_epoch` calls, mode "train" yields what torch's yields, index for index.
     Beyond that:
 
@@ -242,6 +253,15 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
 class ShardSampler(DistributedSampler):
     """This rank's part of a shard dataset: the default sampler of `fastload.DataLoader` for such a dataset.
+
+    Example::
+
+        from fastload import DataLoader, ShardSampler, TarDataset
+
+        dataset = TarDataset("s3://bucket/shards/train-{00000..00003}.tar", decode={"jpg": len})
+        sampler = ShardSampler(dataset, shuffle=False, mode="eval")  # each sample exactly once over all ranks
+        for batch in DataLoader(dataset, batch_size=256, sampler=sampler, num_workers=4):
+            batch["cls"]
 
     While the shards are not indexed the dataset has no length, and the loader reads it as streams: the epoch
     and `shuffle` then decide the order of the shards, and each rank reads its own. Afterwards this is a

@@ -41,6 +41,14 @@ _GPU_THREADS = 8  # more were not needed to keep the engines of one GPU busy
 class Dali:
     """`decode=Dali(...)`: decode with NVIDIA DALI and other settings than those of `decode="dali"`.
 
+    Example (not run: it needs a GPU, and has not run on one yet)::
+
+        from fastload import Dali, DataLoader, ImageFolder, RandomResizedCrop
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache="/ssd/cache")
+        decode = Dali(hw_decoder_load=0.65, queue_depth=3)
+        loader = DataLoader(dataset, batch_size=256, num_workers=4, device="cuda", decode=decode)
+
     Args:
         hw_decoder_load: the share of the JPEGs, 0 to 1, for the GPU's JPEG engines; CUDA and the CPU decode
             the rest. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; with many idle cores, a

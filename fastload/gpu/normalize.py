@@ -21,6 +21,15 @@ __all__ = ["Normalize"]
 class Normalize:
     """`(image / 255 - mean) / std` per channel, of the uint8 images in a batch: a `batch_transform`.
 
+    Example::
+
+        from fastload import DataLoader, ImageFolder, Normalize, RandomResizedCrop
+
+        normalize = Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
+        loader = DataLoader(dataset, batch_size=256, num_workers=8, batch_transform=normalize)
+        next(iter(loader))[0].dtype  # torch.float32
+
     `DataLoader(dataset, batch_transform=Normalize(mean, std))` takes every kind of batch. In a list, tuple,
     dict or dataclass, nested or not, the images are the one uint8 tensor of 4 dimensions that has as many
     channels as there are means. Labels, masks of one channel and all other values stay as they are. A batch

@@ -13,6 +13,14 @@ __all__ = ["ByEpoch", "all_transforms", "current_transform"]
 class ByEpoch:
     """Transforms that change at given epochs, as in `ByEpoch({0: RandomResizedCrop(128), 18: ...})`.
 
+    Example::
+
+        from fastload import ByEpoch, DataLoader, ImageFolder, RandomResizedCrop
+
+        sizes = ByEpoch({0: RandomResizedCrop(128), 18: RandomResizedCrop(224), 30: RandomResizedCrop(288)})
+        loader = DataLoader(ImageFolder("s3://bucket/train", sizes), batch_size=256, num_workers=8)
+        next(iter(loader))[0].shape  # (256, 3, 128, 128) in epochs 0 to 17
+
     The transform in use is a function of the epoch, like a sample's randomness: a resumed loader uses the
     right one, and persistent workers need no extra message to change it. (A size in shared memory, set by
     the trainer, was rejected: workers make batches of the next epoch before it is set.)

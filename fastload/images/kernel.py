@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fastload.images.fallback as fallback
+from fastload.errors import address
 
 __all__ = ["Item", "Kernel", "Pixels", "Source", "active", "backend"]
 
@@ -78,7 +79,7 @@ def _warn(warned: mmap.mmap) -> None:
     warned[0] = 1
     warnings.warn(
         "fastload's compiled kernel is missing, so images are decoded by the slower Python path. "
-        "`fastload doctor` says what to install",
+        f"`fastload doctor` says what to install. See {address('missing-kernel')}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -83,7 +83,7 @@ class Crop(ABC):
         One call of the kernel, without the GIL, decodes all JPEGs but the padded ones; those follow.
 
         Args:
-            out: (n, *sample_shape) uint8, C-contiguous and writable. Rows of failed images are undefined.
+            out: `(n, *sample_shape)` uint8, C-contiguous and writable. Rows of failed images are undefined.
             images: n encoded images (anything with the buffer protocol) or decoded (H, W, 3) uint8 arrays.
             seeds: n integers; everything random about image k is a function of seeds[k] and its size.
 
@@ -194,6 +194,13 @@ class Crop(ABC):
 class RandomResizedCrop(Crop):
     """A random part of the image, resized to `size`, with torchvision's rules and order of arguments.
 
+    Example::
+
+        from fastload import ImageFolder, RandomResizedCrop
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224, scale=(0.35, 1.0), flip=0.5))
+        image, label = dataset[0]  # uint8 tensor (3, 224, 224)
+
     Up to 10 times: an area of U(scale) of the image's, with an aspect ratio whose logarithm is uniform
     between log(ratio[0]) and log(ratio[1]); the first that fits is placed uniformly. If none fits: the
     largest centred box whose ratio is within bounds. The result is always a uint8 tensor, (3, H, W);
@@ -271,6 +278,13 @@ class RandomResizedCrop(Crop):
 
 class CenterCrop(Crop):
     """The centre of the image, by torchvision's rules, padding included.
+
+    Example::
+
+        from fastload import CenterCrop, ImageFolder
+
+        dataset = ImageFolder("s3://bucket/val", CenterCrop(224, resize=256))
+        image, label = dataset[0]  # uint8 tensor (3, 224, 224)
 
     An image that is smaller than `size` is centred on black. With `resize` the result is that of
     torchvision's Resize(resize) and CenterCrop(size), the usual transform for evaluation, but pixels outside

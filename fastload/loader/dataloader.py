@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, default_collate
 from fastload.datasets.protocols import as_streams, check_dataset, inner_datasets
 from fastload.distributed import find_rank
 from fastload.distributed.sampler import ShardSampler
-from fastload.errors import ArgumentError, refuse_class
+from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
@@ -39,13 +39,22 @@ _ON_ERROR = ("raise", "skip", "replace")
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: it takes torch's arguments, in torch's order.
 
+    Example::
+
+        from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5), cache="/ssd/cache")
+        loader = DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8)
+        for images, labels in loader:
+            images.shape  # (256, 3, 224, 224), uint8
+
     The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: an int, or "auto": the first epoch finds the number that the training needs, see
-            `fastload.workers.autoscale`. `loader.num_workers` is then the upper limit, an int. The number
-            does not change the samples or the states. A dataset that is split by worker gets the upper limit
-            at once.
+        num_workers: an int, or "auto": the first epoch finds the number that the training needs, within the
+            cores of this rank; `stats()["autoscale"]` says why. `loader.num_workers` is then the upper limit,
+            an int. The number does not change the samples or the states. A dataset that is split by worker
+            gets the upper limit at once.
         device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU;
             one or two batches are copied ahead, during the training step, and `pin_memory` has no effect.
             "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
@@ -164,6 +173,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def state_dict(self) -> dict[str, Any]:
         """The position of the latest iteration. It counts returned batches, not prefetched ones.
 
+        Example::
+
+            state = loader.state_dict()  # after any batch; torch.save takes it together with the model
+
         Exact at any point: before the first batch, between batches, after the last batch (the resumed epoch
         then has none left), and after the end of the iteration (the next epoch then begins). No sample is
         lost or repeated. A state is JSON of a few hundred bytes for any number of samples. It has a few
@@ -190,6 +203,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume: the next iteration continues where `state_dict` was taken; later ones are whole epochs.
 
+        Example::
+
+            loader.load_state_dict(state)
+            for images, labels in loader:  # begins with the batch after the saved one
+                ...
+
         The number of workers may differ, unless the dataset keeps a state in each worker. The number of ranks
         and the batch size may differ if the order comes from `fastload.DistributedSampler`. Persistent
         workers are ended, and new ones started. `set_epoch` of the sampler, called after this, names the
@@ -212,11 +231,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def stats(self) -> dict[str, Any]:
         """Counters, rates and the bottleneck of this rank's loader and its workers.
 
+        Example::
+
+            stats = loader.stats()
+            print(stats["verdict"])  # the bottleneck in one sentence, and what to change
+            print(stats["counters"].get("get.requests", 0), stats["rates"]["loader.samples_per_second"])
+
         Returns:
             "rank": from torch.distributed or the launcher.
             "epochs": the number of iterations started.
-            "counters": flat sums since the loader was made, see `fastload.metrics.counters`.
-            "rates": flat numbers of the current epoch, or else the last one, see `Meter.gauges`.
+            "counters": flat sums since the loader was made; the page "Counters and rates" has each.
+            "rates": flat numbers of the current epoch, or else the last one; on the same page.
             "limit": the slowest stage of the same epoch.
             "verdict": one sentence on that bottleneck, and what to change.
             "bad": (key, error) of the last bad samples.
@@ -261,7 +286,8 @@ def _warn_of_lone_reads(dataset: Any) -> None:
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
             "time, so nothing is read ahead: from an object store this is several times slower. Read-ahead "
             f"works with a subclass of {kind} that overrides __getitem__, with its transform= (ImageFolder: "
-            "also target_transform=), with a torch Subset of it, and with a collate_fn of the loader",
+            "also target_transform=), with a torch Subset of it, and with a collate_fn of the loader. "
+            f"See {address('nothing-is-read-ahead')}",
             stacklevel=3,
         )
 

@@ -56,6 +56,19 @@ class watch:  # a verb for users, who write it like a function
     figures are of the time since the last update. When the view ends, its last state stays visible. A closed
     terminal ends the view, not the training.
 
+    Example::
+
+        from fastload import DataLoader, ImageFolder, RandomResizedCrop, watch
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
+        loader = DataLoader(dataset, batch_size=256, num_workers=8)
+        for images, labels in watch(loader):
+            ...
+
+        with watch(loader, interval=2):  # around any number of epochs
+            for images, labels in loader:
+                ...
+
     Args:
         loader: a `fastload.DataLoader`.
         interval: seconds between two updates; by default 0.5 on a terminal and 10 elsewhere.

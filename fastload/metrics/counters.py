@@ -18,7 +18,7 @@ TensorBoard or Prometheus can take it unchanged. The stages and their counters:
              decoder), fallbacks (batches that the kernel decoded after the decoder failed), rebuilt (decoder
              pipelines replaced after a failure)
     copy     batches, bytes, seconds (on the copy stream, by its events), wait_seconds (the trainer's process
-             waited for copies to end)
+             waited for copies to end), unregistered (slots whose memory CUDA refused to register)
     device   seconds (measured on the device, by events), idle.seconds (the part without a batch to work on):
              "device.seconds" and "device.idle.seconds"
     bad      samples (skipped or replaced under `on_error`), bytes (of shards that could not be read)

@@ -51,6 +51,18 @@ class TarDataset(ShardDataset):
     `decode={"png": function of bytes}`, whose result stays as it is, and crop the mask together with its
     image in a `transform` that takes the whole sample.
 
+    Example::
+
+        from fastload import DataLoader, RandomResizedCrop, TarDataset
+
+        dataset = TarDataset(
+            "s3://bucket/shards/train-{00000..00003}.tar",
+            transform=RandomResizedCrop(224, flip=0.5),
+            cache="/ssd/cache",
+        )
+        for batch in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            batch["jpg"], batch["cls"]  # uint8 (256, 3, 224, 224), int64 (256,)
+
     Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
     comes from index files (DALI's wds2idx), or is made in the first epoch and kept in the cache. Until then
     `len()` and `[]` raise TypeError, and `fastload.DataLoader` reads it as streams:

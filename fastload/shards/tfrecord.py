@@ -44,6 +44,19 @@ class _TFRecord:
 class TFRecordDataset(ShardDataset):
     """The records of TFRecord files, read without TensorFlow; both CRCs of every record are checked.
 
+    Example::
+
+        from fastload import DataLoader, RandomResizedCrop, TFRecordDataset
+
+        dataset = TFRecordDataset(
+            "s3://bucket/shards/train-*.tfrecord",
+            {"image": bytes, "label": int},
+            transform=RandomResizedCrop(224, flip=0.5),
+            cache="/ssd/cache",
+        )
+        for batch in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            batch["image"], batch["label"]  # uint8 (256, 3, 224, 224), int64 (256,)
+
     Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
     comes from index files, or is made in the first epoch and kept in the cache. Until then `len()` and `[]`
     raise TypeError, and `fastload.DataLoader` reads it as streams: `cycle_length` files at once per rank,

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fastload.errors import CacheError, FastloadError
+from fastload.errors import CacheError, FastloadError, address
 from fastload.store.base import Store
 from fastload.store.child import run_in_child
 from fastload.store.classes import check_classes
@@ -162,7 +162,7 @@ class Manifest:
             )
         why = manifest.why_not_cached(store)
         if why:
-            warnings.warn(f"{store.url!r}: {why}", stacklevel=2)
+            warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=2)
         elif path is not None:
             try:
                 manifest.save(path)

@@ -24,6 +24,15 @@ _CACHING = ("simplecache", "filecache", "blockcache", "cached")
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     """Open `url`. The first request, and the first thread or process, starts with the first call.
 
+    Example::
+
+        import fastload
+
+        store = fastload.open_store("s3://bucket/train", region="us-east-1", max_requests=256)
+        for page in store.list():
+            for info in page:
+                data = store.read(info.key, info.version)  # of that version, or ObjectChangedError
+
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`, `http(s)://base`, `file://`, `memory://`, a path, or a
             URL of any other protocol that fsspec knows. Keys are relative to it.

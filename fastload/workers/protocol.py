@@ -86,6 +86,8 @@ class Failure(NamedTuple):
     def of(cls, error: Exception) -> Failure:
         """Describe an exception that was just caught."""
         text = "".join(traceback.format_exception(error))
+        if isinstance(error, FastloadError):  # it arrives with its notes, and its address is read once
+            text = text.replace(f"see {error.help}\n", "")
         sample = error.__dict__.pop("fastload_sample", "")
         pickled = _round_trip((error, type(error))) or _round_trip((None, type(error))) or _NOTHING
         return cls(pickled, type(error).__name__, text, sample)

@@ -27,6 +27,7 @@ from typing import Any
 RUN = ("python", "bash", "console")
 SHOWN = ("text", "json", "mermaid")  # output, not code
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>[\w-]*)[^\n]*$")
+DIRECTIVE = re.compile(r"^ *(?P<fence>```+)\{(?P<name>[\w-]+)\}")  # of Sphinx: what is in it is searched too
 NOT_RUN = re.compile(r"^\s*<!-- not run: (?P<reason>.+?) -->\s*$")
 RUN_FIRST = re.compile(r"^\s*<!-- run first:\s*$")
 
@@ -46,8 +47,13 @@ def blocks(page: Path) -> list[Block]:
     found: list[Block] = []
     lines = page.read_text().splitlines()
     reason, at = "", 0
+    directives: list[str] = []  # the fences of those that are open
     while at < len(lines):
-        if RUN_FIRST.match(lines[at]):
+        if directives and lines[at].strip() == directives[-1]:
+            directives.pop()
+        elif directive := DIRECTIVE.match(lines[at]):
+            directives.append(directive["fence"])
+        elif RUN_FIRST.match(lines[at]):
             end = next(i for i in range(at, len(lines)) if lines[i].strip() == "-->")
             found.append(Block("python", at + 2, textwrap.dedent("\n".join(lines[at + 1 : end]))))
             at = end

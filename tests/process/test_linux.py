@@ -103,5 +103,5 @@ def test_other_commands_say_the_sentence(system: str, command: str) -> None:
     assert code == 1, err
     error = json.loads(out)["error"]
     assert error["type"] == "PlatformError" and error["message"].startswith(SENTENCE)
-    (line,) = err.splitlines()
-    assert line.startswith(f"fastload: {SENTENCE}")
+    line, more = err.splitlines()
+    assert line.startswith(f"fastload: {SENTENCE}") and more == f"see {error['help']}"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli.app import app
 from fastload.demo.photos import make_dataset
+from fastload.errors import address
 from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]
@@ -222,7 +223,7 @@ def test_usage_error_with_json_is_one_document_and_exit_code_2(line: str, says: 
     assert result.exit_code == 2, result.output
     (written,) = result.stdout.splitlines()
     error = json.loads(written)["error"]
-    assert set(error) == {"type", "stage", "key", "message"}
+    assert set(error) == {"type", "stage", "key", "message", "help"}
     assert (error["type"], error["stage"]) == ("ArgumentError", "argument")
     assert says in error["message"]
     assert result.stderr and "Traceback" not in result.stderr
@@ -280,8 +281,9 @@ def test_objects_instead_of_a_folder_are_named(tmp_path: Path) -> None:
 def test_warm_into_an_unusable_cache_is_one_line(folder: Path) -> None:
     done = in_a_process("warm", folder, "--cache", "/proc/x", "--json")
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    line, more = done.stderr.splitlines()
     assert line.startswith("fastload: [cache] cache /proc/x cannot be used: ")
+    assert more == f"see {address('cacheerror')}" == f"see {json.loads(done.stdout)['error']['help']}"
     assert json.loads(done.stdout)["error"]["type"] == "CacheError"
 
 
@@ -333,7 +335,7 @@ def test_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, 
 
     error = last_line(run(*arguments, "--json"))["error"]
     assert says in error["message"]
-    assert set(error) == {"type", "stage", "key", "message"}
+    assert set(error) == {"type", "stage", "key", "message", "help"}
 
 
 def test_malformed_option_does_not_print_its_value() -> None:

@@ -158,7 +158,7 @@ def test_nothing_to_read_is_an_error_in_words(keys: list[str], arguments: dict[s
 
 
 def test_an_empty_directory_is_said_in_the_words_of_directories(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"this directory holds no files: check the path$") as caught:
+    with pytest.raises(NotFoundError, match=r"this directory holds no files: check the path\n") as caught:
         Manifest.build(open_store(tmp_path))
     assert "prefix" not in str(caught.value) and "upload" not in str(caught.value)
 

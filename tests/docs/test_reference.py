@@ -1,0 +1,291 @@
+"""The reference is complete, its examples run, and its tables are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from typer.testing import CliRunner
+
+import fastload
+from fastload import errors
+from fastload.cache.cache import Mode
+from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
+from fastload.metrics.counters import Counters
+from fastload.metrics.epoch import Meter, rates
+from fastload.store import options as store_options
+from tests.docs.pages import RUN, SHOWN, blocks
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = sorted(REFERENCE.glob("*.md"))
+# "Example::" or "Example (not run: REASON)::", and the indented code after it
+EXAMPLE = re.compile(
+    r"^( *)Example(?: \(not run: (?P<reason>[^)]+)\))?::\n\n(?P<code>(?:\1 {4}.*\n|\s*\n)+)", re.M
+)
+DIRECTIVE = re.compile(r"^ *\.\. (?:auto|py:)\w+:: *([\w.]+)", re.M)
+
+NAMES = [f"fastload.{name}" for name in fastload.__all__ if name != "__version__"]
+NAMES += [f"fastload.errors.{name}" for name in errors.__all__]
+METHODS = ["DataLoader.state_dict", "DataLoader.load_state_dict", "DataLoader.stats"]
+
+
+def thing(name: str) -> Any:
+    found: Any = fastload
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    return found
+
+
+def examples(name: str) -> Iterator[re.Match[str]]:
+    """The examples of a public name, and of the methods that have some."""
+    of = [
+        thing(name),
+        *(thing(f"fastload.{method}") for method in METHODS if name == f"fastload.{method.split('.')[0]}"),
+    ]
+    for one in of:
+        yield from EXAMPLE.finditer(inspect.getdoc(one) + "\n")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_reference_code_of_page_runs(page: Path, run: Callable[[Path], None]) -> None:
+    found = blocks(page)
+    unexplained = [one.line for one in found if one.language not in (*RUN, *SHOWN) and not one.reason]
+    assert not unexplained, f"{page}: say <!-- not run: REASON --> before the blocks of lines {unexplained}"
+    if any(one.language in RUN and not one.reason for one in found):
+        run(page)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_name_is_on_a_page_and_has_an_example_that_runs(
+    name: str, run: Callable[[Path], None], tmp_path: Path
+) -> None:
+    on = [page.name for page in PAGES if name in DIRECTIVE.findall(page.read_text())]
+    assert len(on) == 1, f"{name} is on the pages {on} of docs/reference"
+    found = list(examples(name))
+    assert found, f"the docstring of {name} has no 'Example::'"
+    page = tmp_path / f"{name}.md"
+    page.write_text(
+        "".join(f"```python\n{textwrap.dedent(one['code'])}```\n" for one in found if not one["reason"])
+    )
+    run(page)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_has_an_example(method: str) -> None:
+    assert EXAMPLE.search(inspect.getdoc(thing(f"fastload.{method}")) + "\n")
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a page from a heading to the next of its level."""
+    text = (REFERENCE / page).read_text()
+    return re.split(r"^## ", text.split(f"\n## {heading}\n")[1], flags=re.M)[0]
+
+
+def documented(text: str) -> set[str]:
+    """The names in the first column of the tables of a text."""
+    cells = re.findall(r"^\| (`[^|]+) \|", text, re.M)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_storage_options_are_those_of_the_code(scheme: str) -> None:
+    prefix = {"s3": "S3", "gs": "GCS", "az": "AZURE"}[scheme]
+    known = {*getattr(store_options, f"_{prefix}_OWN"), *getattr(store_options, f"_{prefix}_NATIVE")}
+    assert documented(section("stores.md", f"Options of {scheme}://")) == known
+
+
+# --- errors
+
+RAISED = {*errors.__all__, "warn"}
+
+
+def template(node: ast.expr) -> str:
+    """A message with "\0" for what varies."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left) + template(node.right)
+    return "\0"
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """(place, message) of every error and warning that the code makes."""
+    package = Path(fastload.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            if called in RAISED:
+                yield f"{path.relative_to(package)}:{node.lineno}", template(node.args[0])
+
+
+def words(text: str) -> str:
+    return " ".join(text.replace("`", "").split())
+
+
+def test_every_message_is_on_the_page_of_errors() -> None:
+    page = words((REFERENCE / "errors.md").read_text())
+    missing = []
+    for place, message in messages():
+        longest = max(
+            map(words, re.split("\0|pip install[^\0]*|`fastload doctor`|See ", message)), key=len
+        ).strip(" .:;,'\"()")
+        if place.startswith("demo/") or len(longest) < 8:
+            continue
+        if longest not in page:
+            missing.append(f"{place} {longest}")
+    assert not missing, "\n".join(missing)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_address_of_error_is_a_heading(name: str) -> None:
+    assert f"\n## {name}\n" in (REFERENCE / "errors.md").read_text()
+
+
+def test_addresses_of_warnings_are_headings() -> None:
+    package = Path(fastload.__file__).parent
+    text = "".join(path.read_text() for path in package.rglob("*.py"))
+    anchors = set(re.findall(r"address\([\"']([\w-]+)[\"']\)", text))
+    headings = re.findall(r"^##+ (.+)$", (REFERENCE / "errors.md").read_text(), re.M)
+    assert anchors and anchors <= {heading.lower().replace(" ", "-") for heading in headings}
+
+
+# --- the command line
+
+
+@pytest.fixture(scope="module")
+def commands() -> Any:
+    """The extension of the documentation that writes the options of commands."""
+    found = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "_ext" / "commands.py")
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def command_paths(group: Any, before: str = "") -> Iterator[str]:
+    for name, command in group.commands.items():
+        path = f"{before}{name}"
+        yield from command_paths(command, f"{path} ") if hasattr(command, "commands") else (path,)
+
+
+def test_every_command_and_option_is_on_the_page(commands: Any) -> None:
+    page = commands.filled((REFERENCE / "cli.md").read_text())
+    assert "<!-- options" not in page
+    for path in command_paths(commands.command("")):
+        (text,) = re.findall(rf"^## fastload {path}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+        shown = (
+            CliRunner().invoke(app, [*path.split(), "--help"], env={"TERM": "dumb", "COLUMNS": "200"}).stdout
+        )
+        options = set(re.findall(r"--[a-z][\w-]+", shown)) - {"--help"}
+        assert options <= set(re.findall(r"--[a-z][\w-]+", text)), path
+        assert "Exit code 1" in text or "Exit code" not in shown
+
+
+# --- counters and JSON
+
+
+def bumped() -> set[str]:
+    """The counters that the code adds to."""
+    found = {"idle.seconds", "slot.seconds"}  # by an f-string
+    for path in Path(fastload.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args or not isinstance(node.func, ast.Attribute):
+                continue
+            name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None
+            if isinstance(name, str) and node.func.attr == "timed":
+                found.add(f"{name}.seconds")
+            elif (
+                isinstance(name, str) and node.func.attr == "add" and re.fullmatch(r"[a-z]+\.[a-z_.]+", name)
+            ):
+                found.add(name)
+    return found
+
+
+def test_counters_are_those_that_the_code_adds_to() -> None:
+    assert documented(section("stats.md", "Counters")) == bumped()
+
+
+def test_rates_are_documented() -> None:
+    counters = dict.fromkeys(bumped(), 1.0)
+    found = {*rates(counters, 1.0), *Meter(Counters()).gauges()}
+    assert documented(section("stats.md", "Rates")) == found
+
+
+def keys(document: dict[str, Any]) -> set[str]:
+    """The keys of a document, in the notation of the page."""
+    opaque = {"versions", "counters", "stages", "needed"}
+    found = set()
+    for name, value in document.items():
+        name = "MODE" if name in get_args(Mode) else name
+        if isinstance(value, dict) and name not in opaque:
+            found |= {f"{name}.{inner}" for inner in keys(value)}
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            found |= {f"{name}[].{inner}" for one in value for inner in keys(one)}
+        else:
+            found.add(name)
+    return found
+
+
+COMMON = {"bench", "convert", "demo", "plan", "warm"}
+
+
+def check_keys(name: str, document: dict[str, Any]) -> None:
+    wanted = documented(section("json.md", name))
+    if name in COMMON:
+        wanted |= documented(section("json.md", "Keys of several commands"))
+    assert keys(document) == wanted
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    make_dataset(tmp_path / "photos", 20, 2)
+    (tmp_path / "photos" / "bad").mkdir()
+    (tmp_path / "photos" / "bad" / "bad.jpg").write_bytes(b"not a photo")
+    return tmp_path / "photos"
+
+
+def answer(*arguments: object) -> dict[str, Any]:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    check_keys("warm", answer("warm", photos, "--cache", cache, "--mode", "shrunk", "--num-workers", 2))
+    check_keys("cache info", answer("cache", "info", cache))
+    check_keys("cache check", answer("cache", "check", cache))
+    check_keys("cache clear", answer("cache", "clear", cache, "--yes"))
+    check_keys("An error", answer("cache", "check", tmp_path / "absent"))
+    check_keys("doctor", answer("doctor"))
+    (photos / "bad" / "bad.jpg").unlink()
+    (photos / "bad").rmdir()
+    check_keys("bench", answer("bench", photos, "--num-workers", 0, "--epochs", 1))
+    check_keys("plan", answer("plan", photos, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
+    done = answer("convert", photos, tmp_path / "shards", "--to", "tar")
+    check_keys("convert", done | {"faults": [{"shard": "a", "fault": "b"}]})
+
+
+def test_keys_of_the_demo_are_documented() -> None:
+    newest = max((ROOT / "bench" / "results").glob("demo-*.json"))
+    document = json.loads(newest.read_text())
+    for group, name in (
+        (document, "torch_s3fs"),
+        (document["fastload"], "epoch_1"),
+        (document["fastload"], "epoch_2"),
+    ):
+        group[name] = None  # documented in words: as those of `bench`
+    check_keys("demo", document)
