@@ -139,7 +139,7 @@ def test_a_bad_moment_of_the_metadata_service_is_none_of_the_credentials() -> No
         (
             "Generic S3 error: Error performing GET https://host/bucket?list-type=2 in 44.8ms - HTTP error: "
             "error sending request\n\nDebug source:\nGeneric {\n    inner: Custom {\n"
-            "        kind: InvalidData,\n        error: InvalidCertificate(\n            UnknownIssuer,\n        ),\n    },\n}",
+            "        error: InvalidCertificate(\n            UnknownIssuer,\n        ),\n    },\n}",
             "UnknownIssuer",
         ),
         (
