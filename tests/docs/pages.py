@@ -46,9 +46,10 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page, in order, hidden ones included."""
+    file = ""
     found: list[Block] = []
     lines = page.read_text().splitlines()
-    reason, file, at = "", "", 0
+    reason, at = "", 0
     while at < len(lines):
         if RUN_FIRST.match(lines[at]):
             end = next(i for i in range(at, len(lines)) if lines[i].strip() == "-->")
