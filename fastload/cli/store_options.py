@@ -58,7 +58,14 @@ def _truth(text: str) -> bool | str:
 
 
 # Options of `open_store` that are not text. Other texts pass unchanged, and open_store rejects them.
-_TYPED: dict[str, Callable[[str], Any]] = {"max_requests": _whole_number, "hedge": _truth, "anon": _truth}
+_TRUTHS = (
+    *("hedge", "anon", "requester_pays", "use_ssl", "virtual_hosted_style_request", "skip_signature"),
+    *("request_payer", "use_azure_cli", "use_emulator"),
+)
+_TYPED: dict[str, Callable[[str], Any]] = {
+    "max_requests": _whole_number,
+    **dict.fromkeys(_TRUTHS, _truth),
+}
 
 
 def storage_options(pairs: list[str] | None, endpoint_url: str | None, anon: bool) -> dict[str, Any]:

@@ -49,6 +49,10 @@ _UNREACHABLE = re.compile(
     r"Cannot connect|Name or service|resolve",
     re.IGNORECASE,
 )
+# The reason is deep in what obstore prints of an error, or a sentence of OpenSSL's.
+_CERTIFICATE = re.compile(
+    r"InvalidCertificate\(\s*(\w+)|certificate verify failed:? ?([^\](]*)", re.IGNORECASE
+)
 # Answers that asking again may change, and the ones that ask for fewer requests.
 _LATER = re.compile(
     r"\b(408|5\d\d)\b|InternalError|ServiceUnavailable|RequestTimeout\b|response body|connection|incomplete|"
@@ -189,6 +193,15 @@ class StoreLocation:
                 key=key,
             )
         where = f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
+        if certificate := _CERTIFICATE.search(f"{error}"):
+            reason = certificate[1] or certificate[2].strip() or "verification failed"
+            return StoreError(
+                f"the certificate of the server{where} is not accepted for {self.url!r}: {reason}. Set "
+                "SSL_CERT_FILE to the PEM file of the authority that signed it (s3://: or pass "
+                "client_kwargs={'verify': 'ca.pem'})",
+                stage=stage,
+                key=key,
+            )
         if _UNREACHABLE.search(text) or (isinstance(error, OSError) and error.errno in (101, 111, 113)):
             return _retryable(
                 StoreError(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
+from fastload.cli.store_options import storage_options
 from fastload.demo.photos import make_dataset
 from fastload.errors import address
 from tests.patience import PATIENCE
@@ -336,6 +337,16 @@ def test_error_is_one_line_and_a_document(arguments: list[str], exit_code: int, 
     error = last_line(run(*arguments, "--json"))["error"]
     assert says in error["message"]
     assert set(error) == {"type", "stage", "key", "message", "help"}
+
+
+def test_storage_options_that_are_no_text() -> None:
+    pairs = ["requester_pays=false", "virtual_hosted_style_request=true", "max_requests=8", "secret=true"]
+    assert storage_options(pairs, None, False) == {
+        "requester_pays": False,
+        "virtual_hosted_style_request": True,
+        "max_requests": 8,
+        "secret": "true",
+    }
 
 
 def test_malformed_option_does_not_print_its_value() -> None:

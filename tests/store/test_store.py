@@ -567,6 +567,16 @@ def test_azure_by_endpoint(faults: FaultServer) -> None:
     assert bytes(store.read(KEY, faults.etag(KEY))) == BODY
 
 
+def test_every_request_to_a_requester_pays_bucket_says_who_pays(faults: FaultServer) -> None:
+    options = {"endpoint_url": faults.endpoint_url, "key": "key", "secret": "secret", "requester_pays": True}
+    store = open_store("s3://bucket", **options)
+    info = everything(store)[KEY]
+    store.head(KEY)
+    store.read(KEY, info.version, info.size)
+    assert len(faults.requests) >= 3
+    assert {request.headers.get("x-amz-request-payer") for request in faults.requests} == {"requester"}
+
+
 # --- Options and credentials --------------------------------------------------------------------------------
 
 

@@ -131,3 +131,25 @@ def test_a_bad_moment_of_the_metadata_service_is_none_of_the_credentials() -> No
     assert found(busy) == (AccessDeniedError, "reachable")
     nothing_attached = GenericError(f"{METADATA} - Server returned non-2xx status code: 404 Not Found: x")
     assert found(nothing_attached) == (AccessDeniedError, "never")
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "Generic S3 error: Error performing GET https://host/bucket?list-type=2 in 44.8ms - HTTP error: "
+            "error sending request\n\nDebug source:\nGeneric {\n    inner: Custom {\n"
+            "        error: InvalidCertificate(\n            UnknownIssuer,\n        ),\n    },\n}",
+            "UnknownIssuer",
+        ),
+        (
+            "Cannot connect to host minio:9000 ssl:True [SSLCertVerificationError: (1, '[SSL: "
+            "CERTIFICATE_VERIFY_FAILED] certificate verify failed: self-signed certificate (_ssl.c:1006)')]",
+            "self-signed certificate",
+        ),
+    ],
+)
+def test_a_certificate_that_is_not_accepted_is_named_and_not_tried_again(said: str, reason: str) -> None:
+    error = PLACE.translate(GenericError(said), "list", None)
+    assert f"is not accepted for 's3://bucket': {reason}. Set SSL_CERT_FILE" in str(error)
+    assert isinstance(error, StoreError) and error.retry == "never"
