@@ -106,8 +106,10 @@ class Failure(NamedTuple):
         try:
             # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
             rebuilt = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
-        except Exception:
-            raise RuntimeError(text) from error
+        except Exception:  # its constructor takes more than one text
+            if error is not None:
+                raise error from RuntimeError(text)
+            raise RuntimeError(text) from None
         rebuilt.__dict__.update(error.__dict__ if error is not None else {})
         raise rebuilt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import pty
@@ -135,6 +136,7 @@ ERRORS: list[tuple[Exception, type[Exception]]] = [
     (OSError(2, "gone", "file.jpg"), FileNotFoundError),
     (UnicodeDecodeError("ascii", b"\xff", 0, 1, "bad"), UnicodeDecodeError),
     (TwoArguments(4, "two"), TwoArguments),
+    (json.JSONDecodeError("no value", "{", 1), json.JSONDecodeError),  # keeps one text of three arguments
     (FormatsItself(4, "text"), RuntimeError),  # its constructor cannot be called with what it keeps
     (HoldsLambda("hook"), HoldsLambda),
 ]
