@@ -110,13 +110,13 @@ def _turns(theirs: Any, ours: Any, sign: int) -> tuple[int, int] | None:
 
 
 def paragraph(document: Document) -> str:
-    """ "Where fastload loses", one item for each kind of figure."""
+    """One item for each kind of figure in which others are ahead."""
     found = losses(document)
     kinds = ["Rate", "First batch", "CPU", "Memory", "Start", "Second start"]
     lost = [kind for kind in kinds if any(loss.what == kind for loss in found)]
     if not lost:
-        return "**Where fastload loses:** nowhere in these figures."
-    lines = ["**Where fastload loses** (medians of the others against those of *fastload*):", ""]
+        return "Nowhere in these figures."
+    lines = ["Medians of the others against those of *fastload*:", ""]
     if nowhere := [kind for kind in kinds[:4] if kind not in lost]:
         lines.append(f"* Nowhere: {', '.join(nowhere)}.")
     for kind in lost:
