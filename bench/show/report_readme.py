@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.data import RESULTS, ROOT
 from bench.show import charts
 from bench.show.figures import MAIN, best_other, find, is_ours, median, number, percent, rows_of, share, table
 
-__all__ = ["PICTURES", "markdown"]
+__all__ = ["DOCS", "FILES", "markdown"]
 
-# Absolute: PyPI shows the README too.
-PICTURES = "https://raw.githubusercontent.com/torch-fastload/torch-fastload/main/bench/results"
-PAGE = "https://torch-fastload.readthedocs.io/en/stable/benchmarks.html"
+# PyPI shows the README too, so its addresses are absolute.
+DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
+FILES = "https://raw.githubusercontent.com/torch-fastload/torch-fastload/main/"
+PAGE, PICTURES = f"{DOCS}benchmarks.html", f"{FILES}{RESULTS.relative_to(ROOT)}"
 # (section, case, contender, what it does)
 ROWS = (
     ("cold", MAIN, "fastload", "first epoch, one object a photo"),
@@ -62,7 +64,7 @@ def _table(document: Document) -> str:
         mine, theirs = median(ours["rates"]), median(best["rates"])
         cells = [f"**{number(mine)}**", f"{number(theirs)} ({best['contender']})"]
         lines.append([words, *cells, f"{number(mine / theirs)}x", percent(share(document, ours))])
-    headings = ["images/s", "fastload", "best of the others", "ratio", "of the limit"]
+    headings = ["images/s", "fastload", "best of the others", "ratio", "of the machine's limit"]
     return table(headings, lines + _memory(document))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from bench.show.report_readme import DOCS, FILES
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
-FILES = "https://raw.githubusercontent.com/torch-fastload/torch-fastload/main/"
 
 
 def addresses(text: str) -> list[str]:
@@ -23,6 +23,13 @@ def test_the_readme_is_one_screen() -> None:
 def test_addresses_in_the_readme_are_absolute() -> None:
     """PyPI shows it too, where relative addresses lead nowhere."""
     assert [address for address in addresses(README) if not address.startswith("https://")] == []
+
+
+def test_addresses_are_those_of_the_project() -> None:
+    urls = dict(re.findall(r'^(Documentation|Source) = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M))
+    assert urls.get("Documentation", DOCS) == DOCS
+    repository = FILES.removeprefix("https://raw.githubusercontent.com/").removesuffix("/main/")
+    assert urls.get("Source", repository).endswith(repository)
 
 
 def test_pages_and_pictures_of_the_readme_are_there() -> None:
