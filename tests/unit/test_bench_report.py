@@ -132,11 +132,12 @@ def test_every_table_is_whole(small: Document) -> None:
 
 
 def test_a_planted_loss_is_named(small: Document) -> None:
-    """WebDataset's 1,100 images/s against our 1,000; and nothing else but its memory in later epochs."""
-    rate, memory = losses.losses(small)
+    """WebDataset's 1,100 images/s against our 1,000; its requests; its memory in later epochs."""
+    rate, requests, memory = losses.losses(small)
     assert (rate.what, rate.case, rate.contender) == ("Rate", "20 ms", "WebDataset")
     assert (rate.theirs, rate.ours, rate.turns) == (1100, 1000, (2, 3))
     assert rate.kin == ("fastload, tar shards", 1400)
+    assert (requests.what, requests.theirs, requests.ours) == ("Requests", 0.02, 1)
     assert (memory.what, memory.case, memory.theirs, memory.ours) == ("Memory", "raw", 300, 420)
     text = losses.paragraph(small)
     assert (
@@ -144,14 +145,17 @@ def test_a_planted_loss_is_named(small: Document) -> None:
         "(20 ms, ahead in 2 of 3 turns; *fastload, tar shards* 1,400)." in text
     )
     assert "* Memory, later epochs (MB): WebDataset 300 against 420 (raw)." in text
+    assert "* Requests, first epoch (GETs an image): WebDataset 0.0200 against 1.00 (20 ms)." in text
     assert "* Nowhere: First batch, CPU." in text
 
 
 def test_no_loss_is_reported_for_a_tie(small: Document) -> None:
-    row(small, "20 ms", "WebDataset")["rates"] = [1000, 850, 1000]  # a tie is no loss
+    row(small, "20 ms", "WebDataset").update(  # a tie is no loss
+        rates=[1000, 850, 1000], store_requests_per_image=1
+    )
     (memory,) = losses.losses(small)
     assert memory.what == "Memory"
-    assert "* Nowhere: Rate, First batch, CPU." in losses.paragraph(small)
+    assert "* Nowhere: Rate, First batch, CPU, Requests." in losses.paragraph(small)
     figures.rows_of(small, "later", "raw")[1]["pss_bytes"] = 420_000_000
     assert losses.paragraph(small) == "Nowhere in these figures."
 
