@@ -16,7 +16,7 @@ demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, d
 train-demo: $(demo_set)  ## the reference trainer: 2 ranks learn eight shapes from an S3 bucket
 	$(bin)/python examples/resnet50/demo.py $(ARGS)
 
-bench: $(bench_set)  ## fastload and the other loaders: the README's tables; ARGS=--quick: a short form
+bench: $(bench_set)  ## fastload and the other loaders: the tables of docs/benchmarks.md; ARGS=--quick: a short form
 	$(bin)/python -m bench compare $(ARGS)
 
 check: $(dev_set)  ## the tests that need no server and no other process, for the inner loop

@@ -9,8 +9,9 @@ another one. A first epoch has new workers and empty caches; a later one has wha
 and round trip run on the same cores. The page cache is warm.
 
 Writes bench/results/compare-DATE.json (its schema: bench/show/compare.schema.json; with --quick the name ends
-in -quick), and prints the README's tables of it (see `bench.show.report`). --resume continues an interrupted
-run. --quick measures fewer photos, turns and latencies; it installs nothing, and compares with what is there.
+in -quick), and prints its tables as docs/benchmarks.md shows them (see `bench.show.report`). --resume
+continues an interrupted run. --quick measures fewer photos, turns and latencies; it installs nothing, and
+compares with what is there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from bench.peers.contenders import (
 )
 from bench.peers.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.peers.peer import Peer
-from bench.show import node, report
+from bench.show import node, report, report_page
 from fastload.cli.measurement import describe_machine
 from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 
@@ -304,7 +305,7 @@ def main() -> None:
     path = write_result(document, "-quick" if given.quick else "")
     report.check(document)
     record.finish()
-    print(report.markdown(document))
+    print(report_page.markdown(document))
     console.print(f"written: {path}")
 
 

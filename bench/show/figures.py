@@ -15,6 +15,7 @@ from fastload.plan.model import MODES
 
 __all__ = [
     "MAIN",
+    "best_other",
     "cases",
     "find",
     "is_ours",
@@ -59,6 +60,12 @@ def find(rows: Iterable[Row], contender: str) -> Row | None:
 def ours_of(rows: Sequence[Row]) -> Row | None:
     """The row to compare others with: fastload itself, or the first of its other forms."""
     return find(rows, "fastload") or next((row for row in rows if is_ours(row["contender"])), None)
+
+
+def best_other(rows: Sequence[Row]) -> Row | None:
+    """The fastest row of the other contenders."""
+    others = [row for row in rows if not is_ours(row["contender"])]
+    return max(others, key=lambda row: median(row["rates"]), default=None)
 
 
 def limit_of(document: Document, row: Row) -> Row | None:

@@ -18,6 +18,7 @@ UNITS = {"cold": "images/s", "later": "images/s", "decode": "images/s", "handove
 COSTS = (
     ("First batch", "first_batch_seconds", 1, "s"),
     ("CPU", "cpu_seconds_per_1000", 1, "s per 1,000 images"),
+    ("Requests", "store_requests_per_image", 1, "GETs an image"),
     ("Memory", "pss_bytes", 1e6, "MB"),
 )
 
@@ -27,7 +28,7 @@ class Loss:
     """A contender was better than fastload.
 
     Attributes:
-        what: "Rate", "First batch", "CPU", "Memory", "Start".
+        what: "Rate", "First batch", "CPU", "Requests", "Memory", "Start".
         place: the section, in words; `case` the case of it.
         theirs, ours: medians.
         turns: in how many turns it was ahead, and of how many; None where there was one figure only.
@@ -110,14 +111,14 @@ def _turns(theirs: Any, ours: Any, sign: int) -> tuple[int, int] | None:
 
 
 def paragraph(document: Document) -> str:
-    """ "Where fastload loses", one item for each kind of figure."""
+    """One item for each kind of figure in which others are ahead."""
     found = losses(document)
-    kinds = ["Rate", "First batch", "CPU", "Memory", "Start", "Second start"]
+    kinds = ["Rate", "First batch", "CPU", "Requests", "Memory", "Start", "Second start"]
     lost = [kind for kind in kinds if any(loss.what == kind for loss in found)]
     if not lost:
-        return "**Where fastload loses:** nowhere in these figures."
-    lines = ["**Where fastload loses** (medians of the others against those of *fastload*):", ""]
-    if nowhere := [kind for kind in kinds[:4] if kind not in lost]:
+        return "Nowhere in these figures."
+    lines = ["Medians of the others against those of *fastload*:", ""]
+    if nowhere := [kind for kind in kinds[:5] if kind not in lost]:
         lines.append(f"* Nowhere: {', '.join(nowhere)}.")
     for kind in lost:
         its = [loss for loss in found if loss.what == kind]

@@ -1,4 +1,4 @@
-"""`python -m bench report`: the schema of a result, the figures computed from it, the README's part of it."""
+"""`python -m bench report`: the schema of a result, its figures, what the pages show of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench.show import charts, figures, losses, report, tables
+from bench.show import charts, figures, losses, report, report_page, report_readme, tables
 
 ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]
@@ -122,7 +122,7 @@ def test_the_table_of_the_first_epoch(small: Document) -> None:
 
 def test_every_table_is_whole(small: Document) -> None:
     """In each table of the text, all lines have as many cells as the heading."""
-    tables_found = re.findall(r"(?:^\|.*\n?)+", report.markdown(small), re.MULTILINE)
+    tables_found = re.findall(r"(?:^\|.*\n?)+", report_page.markdown(small), re.MULTILINE)
     assert len(tables_found) == 8
     for text in tables_found:
         assert len({len(cells(line)) for line in text.splitlines()}) == 1, text
@@ -132,11 +132,12 @@ def test_every_table_is_whole(small: Document) -> None:
 
 
 def test_a_planted_loss_is_named(small: Document) -> None:
-    """WebDataset's 1,100 images/s against our 1,000; and nothing else but its memory in later epochs."""
-    rate, memory = losses.losses(small)
+    """WebDataset's 1,100 images/s against our 1,000; its requests; its memory in later epochs."""
+    rate, requests, memory = losses.losses(small)
     assert (rate.what, rate.case, rate.contender) == ("Rate", "20 ms", "WebDataset")
     assert (rate.theirs, rate.ours, rate.turns) == (1100, 1000, (2, 3))
     assert rate.kin == ("fastload, tar shards", 1400)
+    assert (requests.what, requests.theirs, requests.ours) == ("Requests", 0.02, 1)
     assert (memory.what, memory.case, memory.theirs, memory.ours) == ("Memory", "raw", 300, 420)
     text = losses.paragraph(small)
     assert (
@@ -144,16 +145,19 @@ def test_a_planted_loss_is_named(small: Document) -> None:
         "(20 ms, ahead in 2 of 3 turns; *fastload, tar shards* 1,400)." in text
     )
     assert "* Memory, later epochs (MB): WebDataset 300 against 420 (raw)." in text
+    assert "* Requests, first epoch (GETs an image): WebDataset 0.0200 against 1.00 (20 ms)." in text
     assert "* Nowhere: First batch, CPU." in text
 
 
 def test_no_loss_is_reported_for_a_tie(small: Document) -> None:
-    row(small, "20 ms", "WebDataset")["rates"] = [1000, 850, 1000]  # a tie is no loss
+    row(small, "20 ms", "WebDataset").update(  # a tie is no loss
+        rates=[1000, 850, 1000], store_requests_per_image=1
+    )
     (memory,) = losses.losses(small)
     assert memory.what == "Memory"
-    assert "* Nowhere: Rate, First batch, CPU." in losses.paragraph(small)
+    assert "* Nowhere: Rate, First batch, CPU, Requests." in losses.paragraph(small)
     figures.rows_of(small, "later", "raw")[1]["pss_bytes"] = 420_000_000
-    assert losses.paragraph(small).endswith("nowhere in these figures.")
+    assert losses.paragraph(small) == "Nowhere in these figures."
 
 
 def other_figures(small: Document) -> list[Document]:
@@ -195,7 +199,7 @@ def test_every_kind_of_loss_is_found(small: Document) -> None:
 
 
 def test_who_could_not_run_and_what_differs(small: Document) -> None:
-    text = report.markdown(small)
+    text = report_page.markdown(small)
     assert "* tf.data (first epoch): it has no S3 file system" in text
     assert "2. shuffled within 1,000 photos\n3. decodes the whole photo\n" in text
     assert "WebDataset: webdataset 1.0.2; torch + s3fs: s3fs 2026.9.0." in text
@@ -207,37 +211,60 @@ def test_a_quick_result_with_little_in_it(small: Document) -> None:
     small["rows"] = small["rows"][2:3]
     small.update(quick=True, node=None, growth={"workers": [], "objects": [], "sizes": []})
     report.check(small)
-    text = report.markdown(small)
+    text = report_page.markdown(small)
     assert "--quick" in text and "latency" not in text and "Later" not in text
     assert list(charts.CHARTS["first-epoch"].specification(small, charts.THEMES["light"]))
 
 
+def test_the_readme_shows_the_best_of_the_others(small: Document) -> None:
+    text = report_readme.markdown(small)
+    lines = [cells(line) for line in text.splitlines() if line.startswith("|")]
+    assert lines[2:] == [
+        ["first epoch, one object a photo", "**1,000**", "1,100 (WebDataset)", "0.909x", "80 %"],
+        ["first epoch, tar shards", "**1,400**", "1,100 (WebDataset)", "1.27x", lines[3][4]],
+        ["later epochs, files as they are", *lines[4][1:]],
+        ["memory in the first epoch, MB", "**400**", *lines[5][2:]],
+    ]
+    assert "WebDataset: shuffled within 1,000 photos" in text
+    assert "benchmarks.html#where-others-win" in text and "compare-best-dark.png" in text
+
+
+def test_the_best_other_is_the_fastest_that_is_not_ours(small: Document) -> None:
+    rows = figures.rows_of(small, "cold", "20 ms")
+    best = figures.best_other(rows)
+    assert best is not None and best["contender"] == "WebDataset"
+    assert figures.best_other([row for row in rows if figures.is_ours(row["contender"])]) is None
+
+
 def test_include() -> None:
-    readme = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
-    once = report.include(readme, "new")
+    page = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    once = report.include(page, "new")
     assert once == f"before\n{report.BEGIN}\nnew\n{report.END}\nafter\n"
     assert report.include(once, "new") == once
-    for damaged in ("", readme + readme, readme.replace(report.END, ""), f"{report.END}{report.BEGIN}"):
-        with pytest.raises(ValueError, match="the README needs one"):
+    for damaged in ("", page + page, page.replace(report.END, ""), f"{report.END}{report.BEGIN}"):
+        with pytest.raises(ValueError, match="the page needs one"):
             report.include(damaged, "new")
 
 
 def test_write(small: Document, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The README's part and the charts of the newest full result; a quick one is passed over."""
-    monkeypatch.setattr(charts, "CHARTS", {"first-epoch": charts.CHARTS["first-epoch"]})
-    monkeypatch.setattr(report, "_pictures", lambda document, *names: [])
+    """Both texts and the charts of the newest full result; a quick one is passed over."""
+    monkeypatch.setattr(charts, "CHARTS", {name: charts.CHARTS[name] for name in ("best", "first-epoch")})
+    monkeypatch.setattr(report_page, "_pictures", lambda document, *names: [])
     for date, quick in (("2026-11-19", False), ("2026-11-20", False), ("2026-11-21", True)):
         document = {**small, "date": f"{date}T10:00:00+00:00", "quick": quick}
         (tmp_path / f"compare-{date}.json").write_text(json.dumps(document))
     newest = report.newest(tmp_path)
     assert newest == tmp_path / "compare-2026-11-20.json"
-    readme = tmp_path / "README.md"
-    readme.write_text(f"{report.BEGIN}\n{report.END}\n")
-    written = report.write(newest, readme, tmp_path)
-    assert report.markdown(small) in readme.read_text()
-    names = ["README.md", "compare-2026-11-20-first-epoch.png", "compare-2026-11-20-first-epoch-dark.png"]
-    assert [path.name for path in written] == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[1:])
+    readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
+    for path in (readme, page):
+        path.write_text(f"{report.BEGIN}\n{report.END}\n")
+    written = report.write(newest, readme, page, tmp_path)
+    document = json.loads(newest.read_text())
+    assert report_readme.markdown(document) in readme.read_text()
+    assert report_page.markdown(document) in page.read_text()
+    pictures = [f"compare-{name}{dark}.png" for name in ("best", "first-epoch") for dark in ("", "-dark")]
+    assert [path.name for path in written] == ["README.md", "benchmarks.md", *pictures]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[2:])
 
 
 def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
@@ -249,19 +276,17 @@ def test_names_at_the_ends_of_lines_do_not_cover_each_other() -> None:
 # --- what is committed
 
 
-def test_the_readme_has_the_newest_result() -> None:
+def test_the_pages_have_the_newest_result() -> None:
     newest = report.newest()
     if newest is None:
         pytest.skip("no full result of bench compare is committed yet")
     document = json.loads(newest.read_text())
     report.check(document)
-    readme = (ROOT / "README.md").read_text()
-    assert report.include(readme, report.markdown(document)) == readme, "run python -m bench report"
+    for path, part in ((report.README, report_readme), (report.PAGE, report_page)):
+        page = path.read_text()
+        assert report.include(page, part.markdown(document)) == page, "run python -m bench report"
 
 
-def test_every_image_of_the_readme_is_there() -> None:
-    readme = (ROOT / "README.md").read_text()
-    images = re.findall(r'!\[[^]]*\]\(([^)\s]+)\)|(?:src|srcset)="([^"\s]+)"', readme)
-    local = [path for pair in images for path in pair if path and not path.startswith("http")]
-    assert local, "the README shows charts"
-    assert [path for path in local if not (ROOT / path).is_file()] == []
+def test_the_readme_links_to_the_rows_that_are_lost() -> None:
+    assert "\n## Where others win\n" in report.PAGE.read_text()
+    assert f"({report_readme.PAGE}#where-others-win)" in report.README.read_text()
