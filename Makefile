@@ -1,4 +1,4 @@
-# Each target runs on a fresh machine with Python >= 3.10, make, a C compiler and git.
+# Each target runs on a fresh machine with Python >= 3.11, make, a C compiler and git.
 # `.ci/setup SET` installs; each target asks for the smallest set that it can run with.
 # PYTHON=python3.12 chooses the interpreter of .venv.
 
@@ -8,7 +8,7 @@ demo_set := .venv/.ready-demo
 bench_set := .venv/.ready-bench
 dev_set := .venv/.ready-dev
 
-.PHONY: demo train-demo bench check test lint docs stress fuzz gpu-check clean
+.PHONY: demo train-demo bench check test lint docs stress fuzz gpu-check wheel clean
 
 demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
@@ -43,8 +43,11 @@ fuzz: $(dev_set)  ## hostile bytes into the native kernel
 gpu-check:  ## the tests and figures that need a GPU, bench/results/<gpu>-<date>.json
 	$(PYTHON) -m bench gpu_check $(ARGS)
 
+wheel:  ## dist/: the sdist and the wheel, which is tried without compiler and headers
+	.ci/wheel
+
 clean:  ## remove only the files that the targets above made
-	rm -rf .venv build fastload-demo train-demo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
+	rm -rf .venv build dist fastload-demo train-demo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find fastload -name '*.so' -delete
 
 # Stamps: a set is installed once, and again when its contents change. A larger set also stamps the smaller

@@ -23,7 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def provider() -> dict[str, Any]:
         "access_key_id": KEY,
         "secret_access_key": SECRET,
         "token": CURRENT.token,
-        "expires_at": datetime.now(timezone.utc) + timedelta(hours=1),
+        "expires_at": datetime.now(UTC) + timedelta(hours=1),
     }
 
 

@@ -20,7 +20,7 @@ import urllib.parse
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import formatdate
 from types import TracebackType
 from xml.sax.saxutils import escape
@@ -257,9 +257,7 @@ class FaultServer:
         return self.modified.get(key, 1735689600.0)  # 1 January 2025
 
     def _row(self, key: str, name: str) -> str:
-        written = datetime.fromtimestamp(self._written(key), timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f")[
-            :-3
-        ]
+        written = datetime.fromtimestamp(self._written(key), UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
         etag = f"<ETag>&quot;{self.etag(key)}&quot;</ETag>" if self.lists_etags else ""
         return (
             f"<Contents><Key>{name}</Key><LastModified>{written}Z</LastModified>{etag}"

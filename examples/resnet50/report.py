@@ -247,7 +247,7 @@ class Report:
         try:
             import vl_convert
         except ImportError:
-            self.say("no chart: it needs vl-convert-python; type: pip install 'fastload[demo]'")
+            self.say("no chart: it needs vl-convert-python; type: pip install 'torch-fastload[demo]'")
             return
         path.write_bytes(vl_convert.vegalite_to_png(chart(self.epochs), scale=2))
 

@@ -91,8 +91,9 @@ def _need_packages() -> None:
         import s3fs  # noqa: F401
         import uvloop  # noqa: F401
     except ImportError as error:
-        extra = "fastload[demo,simd]" if error.name == "PIL" else "fastload[demo]"
-        raise ArgumentError(f"the demo needs {error.name}; type: pip install '{extra}'") from error
+        raise ArgumentError(
+            f"the demo needs {error.name}; type: pip install 'torch-fastload[demo]'"
+        ) from error
     PIL.Image.init()
 
 

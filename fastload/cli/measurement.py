@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+import fastload
 from fastload.metrics.cores import usable_cores
 
 __all__ = ["Bar", "Bars", "Epoch", "describe_machine", "measure_epoch", "stage_counters"]
 
 SECONDS_BETWEEN_DRAWS = 0.1
 PACKAGES = (
-    "fastload",
     "torch",
     "numpy",
     "obstore",
@@ -151,14 +151,18 @@ class Bar:
 def describe_machine() -> dict[str, Any]:
     """{"date" (UTC), "machine": {"cpu", "cores", "memory_bytes", "system"}, "versions": {name: version}}."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
             "cpu": _cpu(),
             "cores": usable_cores(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "system": f"{platform.system()} {platform.release()}",
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            "fastload": fastload.__version__,
+            **_versions(),
+        },
     }
 
 

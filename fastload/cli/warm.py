@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """The modes of `fastload.Cache`."""
 
     raw = "raw"

@@ -93,7 +93,7 @@ class _Description:
         if _is_plain(value):
             self._put("plain", marshal.dumps(value, 2))  # version 2 does not know what is shared or interned
         elif isinstance(value, enum.Enum):
-            self._put("member", str(value.name))  # Python 3.10 has no name for a combination of flags
+            self._put("member", str(value.name))  # a combination of flags may have none
             self.add(value.value, where)
             self.add(type(value), where)
         elif isinstance(value, PurePath | logging.Logger):

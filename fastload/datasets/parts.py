@@ -67,7 +67,7 @@ def digest_of_code(code: CodeType) -> bytes:
     """A digest of what the code does, without its file and line numbers."""
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    table = getattr(code, "co_exceptiontable", b"")  # from Python 3.11 on
+    table = code.co_exceptiontable
     constants = [_constant(constant) for constant in code.co_consts]
     text = repr((sys.implementation.cache_tag, code.co_code, table, counts, names, constants))
     return xxhash.xxh3_128(text.encode("utf-8", "surrogatepass")).digest()

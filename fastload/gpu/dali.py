@@ -85,7 +85,11 @@ def why_no_dali() -> str | None:
         found = importlib.util.find_spec("nvidia.dali")
     except ModuleNotFoundError:
         found = None
-    return None if found else "NVIDIA DALI is not installed: pip install 'fastload[dali-cuda13]' (or -cuda12)"
+    return (
+        None
+        if found
+        else "NVIDIA DALI is not installed: pip install 'torch-fastload[dali-cuda13]' (or -cuda12)"
+    )
 
 
 class _Batch:

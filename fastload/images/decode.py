@@ -110,7 +110,7 @@ def decode_pil(
         from PIL import Image, ImageOps
     except ImportError:
         raise ArgumentError(
-            "transforms on PIL images need Pillow: pip install 'fastload[simd]' or 'fastload[pillow]'"
+            "transforms on PIL images need Pillow: pip install --force-reinstall pillow"
         ) from None
     opened = _open(data, max_pixels, strict)
     source, width, height, _ = opened
@@ -277,12 +277,11 @@ def _decode_other(data: memoryview, max_pixels: int) -> tuple[Pixels, int]:
     try:
         from PIL import Image, features
     except ImportError:
-        raise DecodeError(
-            f"{name} images need Pillow: pip install 'fastload[simd]' or 'fastload[pillow]'"
-        ) from None
+        raise DecodeError(f"{name} images need Pillow: pip install --force-reinstall pillow") from None
     if name == "WEBP" and not features.check("webp"):
         raise DecodeError(
-            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then pip install pillow"
+            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then "
+            "pip install --force-reinstall pillow"
         )
     try:
         with Image.open(BytesIO(data), formats=[name]) as image:

@@ -140,9 +140,7 @@ def _resize_torch(
     down, across = size[0] / (box[3] - box[1]), size[1] / (box[2] - box[0])
     whole = (round(height * down), round(width * across))
     if math.prod(whole) > max_pixels:
-        raise ValueError(
-            f"{width} x {height} is too long to resize without Pillow: pip install 'fastload[simd]'"
-        )
+        raise ValueError(f"{width} x {height} is too long to resize without Pillow: pip install pillow")
     image = torch.tensor(pixels, device="cpu").permute(2, 0, 1)[None]
     resized = torch.nn.functional.interpolate(image, whole, mode="bilinear", antialias=True)
     top, left = round(box[1] * down), round(box[0] * across)

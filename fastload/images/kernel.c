@@ -2,6 +2,7 @@
  *
  * resize.h resizes, jpeg.h decodes; this file is their Python form. There is no state between calls, so the module needs
  * no lock and is safe without a GIL. See kernel.py for the meaning of the functions and fallback.py for the same in Python.
+ * Only names of the limited API of Python 3.11 are used, so one build serves every later Python: see setup.py.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -138,13 +139,13 @@ static PyObject *crop_resize(PyObject *self, PyObject *args) {
     batch.width = (int)width;
     batch.out = target.buf;
     if (!(items = PySequence_Tuple(sequence))) goto end;
-    n = PyTuple_GET_SIZE(items);
+    if ((n = PyTuple_Size(items)) < 0) goto end;
     if (!(tasks = PyMem_Calloc(n ? (size_t)n : 1, sizeof *tasks))) {
         PyErr_NoMemory();
         goto end;
     }
     for (; taken < n; taken++)
-        if (get_task(PyTuple_GET_ITEM(items, taken), &batch, tasks + taken) < 0) goto end;
+        if (get_task(PyTuple_GetItem(items, taken), &batch, tasks + taken) < 0) goto end;
     Py_BEGIN_ALLOW_THREADS
     run_batch(&batch, tasks, n);
     Py_END_ALLOW_THREADS

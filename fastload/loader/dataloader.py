@@ -64,12 +64,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             training, so it must not read tensors that the training loop changes in place, such as averaged
             weights or a learned augmentation.
         decode: the decoder of images. "cpu": the workers decode. "dali", "nvjpeg": the device decodes, with
-            NVIDIA DALI (install `fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators for the CPU too)
-            or torchvision's nvJPEG (on a CUDA device only); workers then only read, and draw the same crops
-            and flips. "auto": the first batches time the available decoders, the fastest one stays, and
-            `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
-            ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk".
-            Damage in the middle of a JPEG is an error with "cpu"; the others may return a damaged image.
+            NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators for the
+            CPU too) or torchvision's nvJPEG (on a CUDA device only); workers then only read, and draw the
+            same crops and flips. "auto": the first batches time the available decoders, the fastest one
+            stays, and `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. All but
+            "cpu" need an ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or
+            "shrunk". Damage in the middle of a JPEG is an error with "cpu"; the others may return a damaged
+            image.
         on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
             its batch in its place); "replace" (use another sample in its place, the same one in every run).
             The batch stays full, and `stats()` counts and names the bad samples.

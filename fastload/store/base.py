@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, Union
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from fastload.errors import (
     ArgumentError,
@@ -26,8 +26,8 @@ __all__ = ["Buffer", "ObjectInfo", "Page", "Reading", "Store"]
 T = TypeVar("T")
 
 # What a read returns: `bytes`, or a client's own read-only buffer (no copy is made of it). Both have
-# `len()` and the buffer protocol. Python 3.10 has no name for the latter.
-Buffer = Union[bytes, memoryview, Any]  # noqa: UP007 - evaluated at run time on Python 3.10
+# `len()` and the buffer protocol, for which Python has a name from 3.12 on.
+Buffer: TypeAlias = bytes | memoryview | Any
 _TIME_VERSION = re.compile(r"\d+-\d{15,}")
 
 

@@ -7,7 +7,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,6 @@ def _versions(details: Mapping[str, Any]) -> Iterator[str]:
         time = details.get(name)
         if isinstance(time, datetime):
             # One without a time zone would be another number on each machine.
-            time = (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+            time = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
         if time and (name != "modify" or _FTP_TIME.fullmatch(str(time))):
             yield f"{int(details['size'] or 0)}-{time}"

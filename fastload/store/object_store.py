@@ -309,7 +309,7 @@ def _credential_provider(connection: known_options.Connection) -> Any:
     except ModuleNotFoundError:
         raise ArgumentError(
             f"AWS profile {connection.profile!r} takes a role, SSO or a credential process, which boto3 "
-            "resolves: pip install boto3"
+            "resolves: pip install 'torch-fastload[aws]'"
         ) from None
     return Boto3CredentialProvider(boto3.Session(profile_name=connection.profile))
 

@@ -123,7 +123,7 @@ def _open_s3fs(url: str, options: dict[str, Any]) -> Store:
     from importlib.util import find_spec
 
     if find_spec("s3fs") is None:
-        raise ArgumentError("client='s3fs' needs the package: pip install 'fastload[s3fs]'")
+        raise ArgumentError("client='s3fs' needs the package: pip install 'torch-fastload[s3fs]'")
     from fastload.store.s3fs import S3fsStore
 
     return S3fsStore(url, options)

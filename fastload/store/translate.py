@@ -6,7 +6,6 @@ may show (signed URLs, tokens). The redacted first line of the text is kept.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -152,7 +151,7 @@ class StoreLocation:
             if key is not None and error.key is None:
                 error.key = key
             raise
-        except (Exception, asyncio.TimeoutError) as error:
+        except Exception as error:
             translated = self.translate(error, stage, key)
         else:
             return
@@ -212,7 +211,7 @@ class StoreLocation:
                 ),
                 "reachable",
             )
-        if isinstance(error, (TimeoutError, asyncio.TimeoutError)) or _TIMEOUT.search(text):
+        if isinstance(error, TimeoutError) or _TIMEOUT.search(text):
             return StoreTimeoutError(
                 f"no progress{where} for {self.url!r}: check the endpoint_url and the network. "
                 f"The client said: {said}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -107,7 +106,7 @@ def tell_sample(error: Exception, sample: str) -> None:
 def note_sample(error: Exception) -> None:
     """Show the name of the sample below the text of an error that does not leave this process."""
     sample = error.__dict__.pop("fastload_sample", "")
-    if sample and sys.version_info >= (3, 11):
+    if sample:
         # One instance may be raised again and again: only the last note stays.
         error.__notes__ = [
             note for note in getattr(error, "__notes__", ()) if not note.startswith("(sample ")

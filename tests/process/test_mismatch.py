@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -73,10 +72,8 @@ RAGGED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     ),
 }
 
-shows_notes = pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
 
-
-@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=shows_notes), 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", RAGGED)
 def test_samples_that_differ_are_named_with_the_remedy(kind: str, num_workers: int) -> None:
     make, expected, text = RAGGED[kind]
@@ -84,7 +81,7 @@ def test_samples_that_differ_are_named_with_the_remedy(kind: str, num_workers: i
     assert found is expected and line.startswith(text), line
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=shows_notes), 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("subset", [False, True])
 def test_images_that_differ_are_named_by_key(folder: Path, subset: bool, num_workers: int) -> None:
     dataset: Any = ImageFolder(str(folder), to_tensor)
@@ -98,7 +95,7 @@ def test_images_that_differ_are_named_by_key(folder: Path, subset: bool, num_wor
     assert re.match(pattern, line), line
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=shows_notes), 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_images_without_a_transform_are_told_to_have_one(folder: Path, num_workers: int) -> None:
     found, line = error_of(ImageFolder(str(folder)), num_workers)
     assert found is TypeError
@@ -108,7 +105,7 @@ def test_images_without_a_transform_are_told_to_have_one(folder: Path, num_worke
     assert "transform=fastload.RandomResizedCrop(224)" in line
 
 
-@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=shows_notes), 2])
+@pytest.mark.parametrize("num_workers", [0, 2])
 def test_error_in_a_transform_names_index_and_key(folder: Path, num_workers: int) -> None:
     dataset = ImageFolder(str(folder), divide)
     assert error_of(dataset, num_workers) == (ZeroDivisionError, "(sample 0 'class0/0.jpg')")

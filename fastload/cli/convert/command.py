@@ -15,7 +15,7 @@ import contextlib
 import re
 import threading
 import time
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +29,7 @@ from fastload.metrics.units import format_size
 __all__ = ["convert"]
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What the source is."""
 
     auto = "auto"
@@ -39,7 +39,7 @@ class Kind(str, Enum):
     tfrecord = "tfrecord"
 
 
-class To(str, Enum):
+class To(StrEnum):
     """What is written."""
 
     tar = "tar"
