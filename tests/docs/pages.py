@@ -1,9 +1,10 @@
 """The code blocks of a Markdown page, and a process that runs them in order, as a reader would.
 
 Blocks of `python` run in one namespace, those of `bash` in a shell, and of a `console` block the lines behind
-"$ ". All start in one empty directory. Two comments steer this:
+"$ ". All start in one empty directory. Three comments steer this:
 
     <!-- not run: REASON -->        the next block does not run
+    <!-- save as: FILE -->          the next block is written to that file in place of being run
     <!-- run first:                 what the page does not show runs at this place
     code
     -->
@@ -28,6 +29,7 @@ RUN = ("python", "bash", "console")
 SHOWN = ("text", "json", "mermaid")  # output, not code
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<language>[\w-]*)[^\n]*$")
 NOT_RUN = re.compile(r"^\s*<!-- not run: (?P<reason>.+?) -->\s*$")
+SAVE_AS = re.compile(r"^\s*<!-- save as: (?P<name>[\w.-]+) -->\s*$")
 RUN_FIRST = re.compile(r"^\s*<!-- run first:\s*$")
 
 
@@ -39,10 +41,12 @@ class Block:
     line: int  # of the page, from 1
     code: str
     reason: str = ""  # why it does not run
+    file: str = ""  # where it is written in place of being run
 
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page, in order, hidden ones included."""
+    file = ""
     found: list[Block] = []
     lines = page.read_text().splitlines()
     reason, at = "", 0
@@ -55,12 +59,14 @@ def blocks(page: Path) -> list[Block]:
             closing = fence["fence"]
             end = next(i for i in range(at + 1, len(lines)) if lines[i].strip() == closing)
             code = textwrap.dedent("\n".join(lines[at + 1 : end]))
-            found.append(Block(fence["language"], at + 2, code, reason))
-            reason, at = "", end
+            found.append(Block(fence["language"], at + 2, code, reason, file))
+            reason, file, at = "", "", end
         elif mark := NOT_RUN.match(lines[at]):
             reason = mark["reason"]
+        elif mark := SAVE_AS.match(lines[at]):
+            file = mark["name"]
         elif lines[at].strip():
-            reason = ""
+            reason = file = ""
         at += 1
     return found
 
@@ -83,10 +89,12 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
     sys.path.insert(0, str(folder))
     namespace: dict[str, Any] = sys.modules["__main__"].__dict__ | {"__name__": "__main__"}
     for block in blocks(page):
-        if block.reason or block.language not in RUN:
+        if block.reason or not (block.file or block.language in RUN):
             continue
         code = re.sub(r"(?<![\w/.:])/(ssd|data)(?=[/\"'\s])", lambda m: f"{folder}/{m[1]}", block.code)
-        if block.language == "python":
+        if block.file:
+            Path(block.file).write_text(code + "\n")
+        elif block.language == "python":
             tree = ast.increment_lineno(ast.parse(code), block.line - 1)
             exec(compile(tree, str(page), "exec"), namespace)
         else:
