@@ -19,6 +19,7 @@ import torch
 import torch.utils.data
 
 from fastload.distributed import find_rank
+from fastload.distributed.agreement import can_agree
 from fastload.distributed.partition import RankPosition, find_position, node_order, node_shares
 from fastload.errors import ArgumentError
 
@@ -67,7 +68,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
     Args:
         dataset: anything with a length.
         num_replicas, rank: by default from torch.distributed if it is initialized, else from the launcher
-            (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else 1 and 0.
+            (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else 1 and 0. Where
+            torch.distributed is initialized later and tells others, the next iteration is an error.
         shuffle: order by a permutation drawn from seed + epoch; else by index.
         seed: the same on all ranks.
         drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
@@ -101,6 +103,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
         if mode == "eval" and drop_last:
             raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
+        self._found = num_replicas is None and rank is None
         if num_replicas is None or rank is None:
             found_rank, found_replicas = find_rank()
             num_replicas = found_replicas if num_replicas is None else num_replicas
@@ -171,7 +174,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._position = (epoch, self._start)
 
     def start_epoch(self) -> None:
-        """Fix the epoch of the next iteration before the first draw. A repeated call changes nothing."""
+        """Fix the epoch of the next iteration before the first draw. A repeated call changes nothing.
+
+        Raises:
+            ArgumentError: the rank was found before torch.distributed was initialized, and is another one.
+        """
+        self._check_found()
         if self._start is not None:
             return
         if self._begun and self._advances:
@@ -228,6 +236,18 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
         else:
             self._dealt = (self.place.nodes, self.exchange)
+
+    def _check_found(self) -> None:
+        """A launcher may tell its ranks by torch.distributed only. Without this each would read all."""
+        if not self._found or not can_agree():
+            return
+        rank, replicas = find_rank()
+        if (rank, replicas) != (self.rank, self.num_replicas):
+            raise ArgumentError(
+                f"the sampler was made for rank {self.rank} of {self.num_replicas}, and this process is rank "
+                f"{rank} of {replicas}: make the sampler and its loader after init_process_group() (with "
+                "Lightning in train_dataloader()), or pass num_replicas and rank"
+            )
 
     def _length(self) -> int | None:
         """The length of the dataset; None if it has none, which only a `ShardSampler` accepts."""

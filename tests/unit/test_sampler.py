@@ -49,6 +49,21 @@ def order(length: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
+# --- the rank
+
+
+def test_rank_that_torch_distributed_tells_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own launcher tells the ranks when the fit begins. Samplers made before would read all."""
+    before, given = DistributedSampler(range(10)), DistributedSampler(range(10), 1, 0)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for begin in (before.start_epoch, lambda: list(before)):
+        with pytest.raises(ArgumentError, match=r"rank 0 of 1, and this process is rank 1 of 2: make the"):
+            begin()
+    assert len(list(given)) == 10 and len(list(DistributedSampler(range(10)))) == 5
+
+
 # --- as torch's
 
 
