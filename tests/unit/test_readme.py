@@ -9,6 +9,7 @@ from bench.show.report_readme import DOCS, FILES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+SOURCE = FILES.replace("raw.githubusercontent.com", "github.com").replace("/main/", "/blob/main/")
 
 
 def addresses(text: str) -> list[str]:
@@ -39,8 +40,10 @@ def test_pages_and_pictures_of_the_readme_are_there() -> None:
             name = address.removeprefix(DOCS).partition("#")[0].replace(".html", ".md") or "index.md"
             if not (ROOT / "docs" / name).is_file():
                 missing.append(address)
-        elif address.startswith(FILES) and not (ROOT / address.removeprefix(FILES)).is_file():
-            missing.append(address)
+        elif address.startswith((FILES, SOURCE)):
+            name = address.removeprefix(FILES).removeprefix(SOURCE)
+            if not (ROOT / name).is_file():
+                missing.append(address)
     assert missing == []
 
 
