@@ -8,7 +8,7 @@ demo_set := .venv/.ready-demo
 bench_set := .venv/.ready-bench
 dev_set := .venv/.ready-dev
 
-.PHONY: demo train-demo bench check test lint docs stress fuzz gpu-check clean
+.PHONY: demo train-demo bench check test lint docs docs-look stress fuzz gpu-check clean
 
 demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
@@ -35,6 +35,9 @@ lint: $(dev_set)  ## style and types
 
 docs: $(dev_set)  ## the documentation, docs/_build/html; every warning is an error
 	$(bin)/sphinx-build -W --keep-going -q -b html docs docs/_build/html $(ARGS)
+
+docs-look:  ## the built documentation in Chromium: overflow, missing images, docs/_build/look; needs playwright
+	$(bin)/python docs/look.py $(ARGS)
 
 fuzz: $(dev_set)  ## hostile bytes into the native kernel
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
