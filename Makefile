@@ -8,7 +8,7 @@ demo_set := .venv/.ready-demo
 bench_set := .venv/.ready-bench
 dev_set := .venv/.ready-dev
 
-.PHONY: demo train-demo bench check test lint stress fuzz gpu-check clean
+.PHONY: demo train-demo bench check test lint docs stress fuzz gpu-check clean
 
 demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
@@ -33,11 +33,10 @@ lint: $(dev_set)  ## style and types
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 
-.PHONY: docs docs-look
-
 docs: $(dev_set)  ## the documentation, docs/_build/html; every warning is an error
 	$(bin)/sphinx-build -W --keep-going -q -b html docs docs/_build/html $(ARGS)
 
+.PHONY: docs-look
 docs-look:  ## the built documentation in Chromium: overflow, missing images, docs/_build/look; needs playwright
 	$(bin)/python docs/look.py $(ARGS)
 
@@ -49,9 +48,8 @@ gpu-check:  ## the tests and figures that need a GPU, bench/results/<gpu>-<date>
 	$(PYTHON) -m bench gpu_check $(ARGS)
 
 clean:  ## remove only the files that the targets above made
-	rm -rf .venv build fastload-demo train-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
+	rm -rf .venv build fastload-demo train-demo docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
 	find fastload -name '*.so' -delete
-	rm -rf docs/_build
 
 # Stamps: a set is installed once, and again when its contents change. A larger set also stamps the smaller
 # ones that it contains, so `make demo` after `make test` installs nothing.
