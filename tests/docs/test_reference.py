@@ -141,7 +141,7 @@ def test_every_message_is_on_the_page_of_errors() -> None:
     missing = []
     for place, message in messages():
         longest = max(
-            map(words, re.split("\0|pip install[^\0]*|`fastload doctor`|See ", message)), key=len
+            map(words, re.split("\0|pip (?:un)?install[^\0]*|`fastload doctor`|See ", message)), key=len
         ).strip(" .:;,'\"()")
         if place.startswith("demo/") or len(longest) < 8:
             continue
