@@ -36,6 +36,10 @@ lint: $(dev_set)  ## style and types
 docs: $(dev_set)  ## the documentation, docs/_build/html; every warning is an error
 	$(bin)/sphinx-build -W --keep-going -q -b html docs docs/_build/html $(ARGS)
 
+.PHONY: docs-look
+docs-look:  ## the built documentation in Chromium: overflow, missing images, docs/_build/look; needs playwright
+	$(bin)/python docs/look.py $(ARGS)
+
 fuzz: $(dev_set)  ## hostile bytes into the native kernel
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
 

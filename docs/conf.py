@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from docutils import nodes
+from sphinx.util.typing import stringify_annotation
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
@@ -40,10 +41,10 @@ if tags.has("draft"):  # type: ignore[name-defined] # noqa: F821 - Sphinx define
 
 # --- Markdown
 
-myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "fieldlist", "smartquotes"]
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist", "fieldlist"]
 myst_heading_anchors = 4  # page.md#a-heading works, as on GitHub; a wrong one is a warning
 myst_links_external_new_tab = False
-smartquotes_action = "q"  # quotes only: "--json" keeps its dashes
+smartquotes = False  # "raw" is a value, to be copied as it is
 copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
 
@@ -84,6 +85,17 @@ def _link_names(app: Any, what: str, name: str, thing: Any, options: Any, lines:
     lines[:] = _QUOTED.sub(replaced, "\n".join(lines)).split("\n")
 
 
+def _constructor_types(
+    app: Any, what: str, name: str, thing: Any, options: Any, signature: str, result: str
+) -> None:
+    """Arguments of a class have the types of its constructor, where an attribute of that name has another."""
+    if what == "class":
+        types = app.env.current_document.autodoc_annotations.setdefault(name, {})
+        names = {public: getattr(fastload, public) for public in fastload.__all__}
+        for argument, kind in get_type_hints(thing.__init__, localns=names).items():
+            types[argument] = stringify_annotation(kind, "smart")
+
+
 def _dashes(app: Any, doctree: nodes.document, page: str) -> None:
     """The dash between an argument and its description, which Sphinx writes as " -- "."""
     for text in list(doctree.findall(nodes.Text)):
@@ -111,4 +123,5 @@ pygments_dark_style = "monokai"
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _link_names)
+    app.connect("autodoc-process-signature", _constructor_types, priority=600)
     app.connect("doctree-resolved", _dashes)

@@ -83,8 +83,7 @@ class StoreDataset(Dataset[Any]):
     def payload(self, index: int) -> Any:
         """The bytes of a sample as the cache keeps them, before `decode` and `transform`.
 
-        Raises:
-            As `[index]`.
+        It raises what `dataset[index]` raises.
         """
         return self._get(self._record(index))
 

@@ -62,8 +62,9 @@ class ImageFolder(ObjectDataset):
         on_change: as in `ObjectDataset`.
 
     Raises:
-        NotFoundError: there are no folders, or a class has no image. ArgumentError: a folder is not among
-            `classes`, or an argument is invalid. Others as in `ObjectDataset`.
+        NotFoundError: there are no folders, or a class has no image.
+        ArgumentError: a folder is not among `classes`, or an argument is invalid.
+        AccessDeniedError, StoreError: as in `ObjectDataset`.
     """
 
     computed: ClassVar[dict[str, str]] = {

@@ -114,7 +114,8 @@ class ObjectDataset(StoreDataset):
         outcome, not an error. When the iterator has ended or was closed, everything that it read is written.
 
         Raises:
-            ArgumentError: the dataset has no cache. StoreError: the store is down, or refuses the request.
+            ArgumentError: the dataset has no cache.
+            StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
         if self.cache is None:

@@ -141,13 +141,27 @@ def test_every_message_is_on_the_page_of_errors() -> None:
     missing = []
     for place, message in messages():
         longest = max(
-            map(words, re.split("\0|pip install[^\0]*|`fastload doctor`|See ", message)), key=len
+            map(words, re.split("\0|pip (?:un)?install[^\0]*|`fastload doctor`|See ", message)), key=len
         ).strip(" .:;,'\"()")
         if place.startswith("demo/") or len(longest) < 8:
             continue
         if longest not in page:
             missing.append(f"{place} {longest}")
     assert not missing, "\n".join(missing)
+
+
+def test_every_message_of_the_page_is_in_the_code() -> None:
+    package = Path(fastload.__file__).parent
+    trees = (ast.walk(ast.parse(path.read_text())) for path in package.rglob("*.py"))
+    text = "\n".join(words(template(node)) for tree in trees for node in tree if isinstance(node, ast.expr))
+    gone = []
+    for first in re.findall(r"^\| (`.*?) \| ", (REFERENCE / "errors.md").read_text(), re.M):
+        for message in re.findall(r"`([^`]+)`", first):
+            parts = [words(re.sub(r"^\w+Error: ", "", part)) for part in message.split("…")]
+            known = [part.strip(" .:;,'\"()[]") for part in parts if len(part) > 12]
+            if known and not any(part in text for part in known):
+                gone.append(message)
+    assert not gone, "\n".join(gone)
 
 
 @pytest.mark.parametrize("name", errors.__all__)
