@@ -8,7 +8,7 @@ demo_set := .venv/.ready-demo
 bench_set := .venv/.ready-bench
 dev_set := .venv/.ready-dev
 
-.PHONY: demo train-demo bench check test lint stress fuzz gpu-check wheel clean
+.PHONY: demo train-demo bench check test lint stress fuzz gpu-check clean
 
 demo: $(demo_set)  ## make data, start an S3 server, measure, print the table, draw the chart
 	$(bin)/fastload demo $(ARGS)
@@ -40,12 +40,14 @@ fuzz: $(dev_set)  ## hostile bytes into the native kernel
 gpu-check:  ## the tests and figures that need a GPU, bench/results/<gpu>-<date>.json
 	$(PYTHON) -m bench gpu_check $(ARGS)
 
+.PHONY: wheel
 wheel:  ## dist/: the sdist and the wheel, which is tried without compiler and headers
 	.ci/wheel
 
 clean:  ## remove only the files that the targets above made
-	rm -rf .venv build dist fastload-demo train-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv build fastload-demo train-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis fastload.egg-info
 	find fastload -name '*.so' -delete
+	rm -rf dist torch_fastload.egg-info
 
 # Stamps: a set is installed once, and again when its contents change. A larger set also stamps the smaller
 # ones that it contains, so `make demo` after `make test` installs nothing.
