@@ -19,17 +19,17 @@ _MFD_CLOEXEC = 1
 
 def why_not_linux() -> str:
     """One sentence if this is not Linux; else ""."""
-    system = str(sys.platform)
-    if system == "linux":
+    found = f"this is {sys.platform}"
+    if str(sys.platform) == "linux":
         return ""
-    if system == "darwin":
-        here = (
-            "here datasets read local files with num_workers=0 and without a cache; for the rest use a Linux"
+    if str(sys.platform) == "darwin":
+        return (
+            f"fastload's loader, datasets and cache run on Linux, and {found}: here datasets read local "
+            "files with num_workers=0 and without a cache; for the rest use a Linux container"
         )
-        return f"fastload's loader, datasets and cache run on Linux, and this is darwin: {here} container"
     return (
-        f"fastload's loader, datasets and cache run on Linux, and this is {system}: here only its transforms "
-        f"and samplers can be imported ({', '.join(ANYWHERE)}); for the rest use WSL 2 or a Linux container"
+        f"fastload's loader, datasets and cache run on Linux, and {found}: here only its transforms and "
+        f"samplers can be imported ({', '.join(ANYWHERE)}); for the rest use a Linux container, or WSL 2"
     )
 
 
