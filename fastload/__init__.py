@@ -71,9 +71,9 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'fastload' has no attribute {name!r}")
-    from fastload.metrics.platform import ANYWHERE, need_linux
+    from fastload.metrics.platform import importable, need_linux
 
-    if name not in ANYWHERE:
+    if not importable(name):
         need_linux()
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value

@@ -29,6 +29,7 @@ from fastload.cache.segment import (
 from fastload.cache.write_queue import Item
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.counters import Counters
+from fastload.metrics.platform import need_linux
 from fastload.metrics.units import parse_size
 from fastload.store.folder import may_keep, refuse_unsafe
 from fastload.store.process import ProcessLocal
@@ -110,6 +111,7 @@ class Cache:
         memory: None = None,
     ) -> None:
         self.path = _absolute(path)
+        need_linux()
         if mode not in get_args(Mode):
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
         if memory is not None:

@@ -19,6 +19,8 @@ from fastload.metrics.units import format_size
 
 __all__ = ["Check", "check_jpegs", "check_pillow", "doctor"]
 
+# As in pyproject.toml, which says why.
+OLDEST_TORCH = "2.8"
 # Sockets of a hundred requests a worker, cache segments and batch slots, with room to spare.
 OPEN_FILES_WANTED = 4096
 # Enough for torch's own batches with a few workers. Docker's default is 64 MB.
@@ -68,8 +70,10 @@ def _torch() -> Check:
     try:
         import torch
     except ImportError as error:
-        return Check("torch", "fail", str(error), "pip install 'torch>=2.10'")
+        return Check("torch", "fail", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.__version__ < OLDEST_TORCH:  # a version of torch compares itself as such, not as text
+        return Check("torch", "fail", torch.__version__, f"pip install 'torch>={OLDEST_TORCH}'")
     names = f", {devices} x {torch.cuda.get_device_name(0)}" if devices else ", no GPU"
     return Check("torch", "ok", torch.__version__ + names)
 

@@ -25,6 +25,7 @@ from fastload.demo import delay_proxy as proxy_program
 from fastload.demo.delay_proxy import BOARD, ROUND_TRIP, Counts
 from fastload.demo.tether import Child, tethered
 from fastload.errors import ArgumentError, StoreError
+from fastload.metrics.platform import memory_file
 
 __all__ = ["Proxy", "S3Server", "delay_proxy", "find_rclone", "serve_s3"]
 
@@ -118,7 +119,7 @@ def delay_proxy(endpoint_url: str, round_trip_seconds: float) -> Iterator[Proxy]
         StoreError: the proxy did not start; the message has its output.
     """
     address = urlsplit(endpoint_url)
-    board = os.memfd_create("fastload-proxy-board")
+    board = memory_file("fastload-proxy-board")
     os.ftruncate(board, BOARD.size)
     _write_round_trip(board, round_trip_seconds)
     command = [sys.executable, proxy_program.__file__, str(address.hostname), str(address.port), str(board)]

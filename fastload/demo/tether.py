@@ -45,7 +45,9 @@ def tethered(
     this from the main thread: the kernel watches the thread that started the child.
     """
     # Output goes to memory, not to a pipe: a pipe that nobody reads stops its writer after 64 KB.
-    output = os.memfd_create("fastload-child-output")
+    from fastload.metrics.platform import memory_file  # this file is also a program, which has no fastload
+
+    output = memory_file("fastload-child-output")
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command],

@@ -23,6 +23,7 @@ from fastload.gpu.cuda import resolve_device
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
+from fastload.metrics.platform import need_linux
 from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed: int | None = None,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        if num_workers:
+            need_linux()
         if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
             sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
         context = LoaderContext()

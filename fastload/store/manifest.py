@@ -24,6 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from fastload.errors import CacheError, FastloadError, address
+from fastload.metrics.platform import memory_file
 from fastload.store.base import Store
 from fastload.store.child import run_in_child
 from fastload.store.classes import check_classes
@@ -183,7 +184,7 @@ class Manifest:
         progress: Callable[[int], None] = lambda listed: None,
     ) -> Manifest:
         """List a store into memory; arguments and errors as for `open`."""
-        descriptor = os.memfd_create("fastload-manifest")
+        descriptor = memory_file("fastload-manifest")
 
         def work(report: Callable[[int], None]) -> None:
             write_listing(
@@ -273,7 +274,7 @@ def _from_handle(handle: Any) -> Manifest:
 
 
 def _from_bytes(content: bytes) -> Manifest:
-    descriptor = os.memfd_create("fastload-manifest")
+    descriptor = memory_file("fastload-manifest")
     with os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(content)
     return Manifest(descriptor)

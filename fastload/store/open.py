@@ -9,6 +9,7 @@ import reprlib
 from typing import Any
 
 from fastload.errors import ArgumentError
+from fastload.metrics.platform import need_linux
 from fastload.store.base import Reading, Store
 from fastload.store.translate import redacted
 
@@ -80,6 +81,7 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
         raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
         return _open_local(url, rest if separator else url, storage_options)
+    need_linux()
     from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 
     client = storage_options.get("client")

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fastload.metrics.platform import memory_file
+
 __all__ = [
     "Bytes",
     "Lease",
@@ -48,7 +50,7 @@ class Lease(np.ndarray[Any, np.dtype[np.uint8]]):
 
 def anonymous_file(nbytes: int) -> int:
     """A descriptor of a new memory file of `nbytes` bytes, with no name that could leak in /dev/shm."""
-    fd = os.memfd_create("fastload", os.MFD_CLOEXEC)
+    fd = memory_file("fastload")
     os.ftruncate(fd, nbytes)
     return fd
 

@@ -72,7 +72,7 @@ def _leave_with(trainer: int) -> None:
             poll.poll()
         except ProcessLookupError:
             pass
-        except OSError:  # no pidfd in this kernel or sandbox
+        except (OSError, AttributeError):  # no pidfd in this kernel, sandbox or build of Python
             while Path(f"/proc/{trainer}").exists():
                 time.sleep(_LOOK_INTERVAL)
         os._exit(1)
