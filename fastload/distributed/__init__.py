@@ -1,5 +1,5 @@
 """The ranks of a job: their launcher, the number of this rank, and its samples."""
 
-from fastload.distributed.launcher import Launched, find_launched, find_rank, local_ranks
+from fastload.distributed.launcher import Launched, cores_of_rank, find_launched, find_rank, local_ranks
 
-__all__ = ["Launched", "find_launched", "find_rank", "local_ranks"]
+__all__ = ["Launched", "cores_of_rank", "find_launched", "find_rank", "local_ranks"]

@@ -18,7 +18,7 @@ import torch.distributed
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Launched", "find_launched", "find_rank", "local_ranks"]
+__all__ = ["Launched", "cores_of_rank", "find_launched", "find_rank", "local_ranks"]
 
 
 class Launched(NamedTuple):
@@ -56,6 +56,7 @@ _SLURM = _Variables("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", node="SLURM
 _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SLURM_TASKS_EACH = "SLURM_NTASKS_PER_NODE"
 _SLURM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+_SLURM_CORES = "SLURM_CPUS_PER_TASK"
 
 
 def find_rank() -> tuple[int, int]:
@@ -84,6 +85,16 @@ def local_ranks() -> int:
         if names.rank not in os.environ and (count := _number(names.local_ranks)):
             return count
     return 1
+
+
+def cores_of_rank() -> int | None:
+    """The number of cores that SLURM gives this rank alone; None where it does not tell."""
+    with contextlib.suppress(ArgumentError):
+        rank = find_rank()
+        for said in _from_environment(_SLURM, strict=False):
+            if (said.rank, said.replicas) == rank:
+                return _number(_SLURM_CORES)
+    return None
 
 
 def _said(*, strict: bool) -> Iterator[Launched]:

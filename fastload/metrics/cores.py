@@ -10,8 +10,8 @@ __all__ = ["Cores", "usable_cores"]
 
 
 def usable_cores() -> int:
-    """The number of cores in this process's affinity mask; all cores where the system has no such mask."""
-    return len(_affinity())
+    """The whole cores of `Cores`, at least 1: as many processes can run at a time."""
+    return max(1, int(Cores().usable))
 
 
 def _affinity() -> set[int]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.protocols import StreamDataset
-from fastload.distributed import local_ranks
+from fastload.distributed import cores_of_rank, local_ranks
 from fastload.metrics.bottleneck import find_bottleneck
 from fastload.metrics.cores import Cores
 from fastload.metrics.counters import Counters
@@ -42,7 +42,10 @@ def ceiling(cores: float | None = None, ranks: int | None = None) -> int:
     Those are its main thread, autograd's, NCCL's: one core, and one more for every 16. A share of two cores
     or less has no headroom.
     """
-    share = (Cores().usable if cores is None else cores) / (local_ranks() if ranks is None else ranks)
+    cores = Cores().usable if cores is None else cores
+    if ranks is None:  # where SLURM binds each rank to cores of its own, there is nothing to divide
+        ranks = 1 if cores <= (cores_of_rank() or 0) else local_ranks()
+    share = cores / ranks
     headroom = 1 + share // 16 if share > 2 else 0
     return max(1, math.floor(share - headroom))
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fastload import Cache, DataLoader, ObjectDataset, RandomResizedCrop, cached
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
-from fastload.metrics.cores import Cores
+from fastload.metrics.cores import Cores, usable_cores
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import rates
 from tests.faultserver import Fault, FaultServer
@@ -255,6 +255,12 @@ def test_cores_without_a_limit(tmp_path: Path) -> None:
 def test_a_missing_proc_is_no_error(tmp_path: Path) -> None:
     assert Cores(str(tmp_path)).usable == len(os.sched_getaffinity(0))
     assert Cores(str(tmp_path)).busy_seconds() == 0
+
+
+def test_usable_cores_are_within_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = group(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000"})
+    monkeypatch.setattr("fastload.metrics.cores.Cores", lambda: half)
+    assert half.usable == 0.5 and usable_cores() == 1
 
 
 def test_cores_of_a_control_group_of_version_2(tmp_path: Path) -> None:

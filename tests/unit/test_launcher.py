@@ -110,6 +110,24 @@ def test_node_comes_from_the_launcher(
     assert DistributedSampler(range(80), partition="node").place == place
 
 
+@pytest.mark.parametrize(
+    ("variables", "cores", "most"),
+    [
+        # Bound by srun to 12 cores of its own; not bound: 8 ranks share 96; torchrun in a task of 96.
+        (slurm(5, 8, 5, 1, 0, STEP_TASKS_PER_NODE="8", CPUS_PER_TASK="12"), 12, 11),
+        (slurm(5, 8, 5, 1, 0, STEP_TASKS_PER_NODE="8", CPUS_PER_TASK="12"), 96, 11),
+        (slurm(5, 8, 5, 1, 0, STEP_TASKS_PER_NODE="8"), 96, 11),
+        (TORCHRUN | slurm(1, 2, 0, 2, 1, STEP_TASKS_PER_NODE="1(x2)", CPUS_PER_TASK="96"), 96, 22),
+    ],
+)
+def test_cores_that_slurm_binds_to_a_rank_are_not_divided(
+    variables: dict[str, str], cores: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert ceiling(cores) == most
+
+
 def test_ray_train_says_rank_and_node(monkeypatch: pytest.MonkeyPatch) -> None:
     context = types.SimpleNamespace(
         get_world_rank=lambda: 5,
