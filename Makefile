@@ -47,7 +47,6 @@ fuzz: $(dev_set)  ## hostile bytes into the native kernel
 gpu-check:  ## the tests and figures that need a GPU, bench/results/<gpu>-<date>.json
 	$(PYTHON) -m bench gpu_check $(ARGS)
 
-.PHONY: wheel
 wheel:  ## dist/: the sdist and the wheel, which is tried without compiler and headers
 	.ci/wheel
 
