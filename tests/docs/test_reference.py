@@ -39,6 +39,11 @@ NAMES += [f"fastload.errors.{name}" for name in errors.__all__]
 METHODS = ["DataLoader.state_dict", "DataLoader.load_state_dict", "DataLoader.stats"]
 
 
+def names_on(page: Path) -> list[str]:
+    """The public names whose docstrings are on a page."""
+    return [name for name in DIRECTIVE.findall(page.read_text()) if name in NAMES]
+
+
 def thing(name: str) -> Any:
     found: Any = fastload
     for part in name.split(".")[1:]:
@@ -66,18 +71,25 @@ def test_reference_code_of_page_runs(page: Path, run: Callable[[Path], None]) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_public_name_is_on_a_page_and_has_an_example_that_runs(
-    name: str, run: Callable[[Path], None], tmp_path: Path
-) -> None:
-    on = [page.name for page in PAGES if name in DIRECTIVE.findall(page.read_text())]
+def test_public_name_is_on_a_page_and_has_an_example(name: str) -> None:
+    on = [page.name for page in PAGES if name in names_on(page)]
     assert len(on) == 1, f"{name} is on the pages {on} of docs/reference"
-    found = list(examples(name))
-    assert found, f"the docstring of {name} has no 'Example::'"
-    page = tmp_path / f"{name}.md"
-    page.write_text(
-        "".join(f"```python\n{textwrap.dedent(one['code'])}```\n" for one in found if not one["reason"])
+    assert list(examples(name)), f"the docstring of {name} has no 'Example::'"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if names_on(page)], ids=lambda page: page.stem)
+def test_examples_of_docstrings_run(page: Path, run: Callable[[Path], None], tmp_path: Path) -> None:
+    """Those of a page in one process: a server for each name would take minutes."""
+    made = tmp_path / page.name
+    made.write_text(
+        "".join(
+            f"```python\n# {name}\n{textwrap.dedent(one['code'])}```\n"
+            for name in names_on(page)
+            for one in examples(name)
+            if not one["reason"]
+        )
     )
-    run(page)
+    run(made)
 
 
 @pytest.mark.parametrize("method", METHODS)
