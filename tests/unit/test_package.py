@@ -16,6 +16,9 @@ import pytest
 
 import fastload
 from fastload.cli import doctor
+from fastload.errors import ArgumentError
+from fastload.store import object_store
+from fastload.store.options import Connection
 from tests.patience import PATIENCE
 
 PACKAGE = Path(fastload.__file__).parent
@@ -100,6 +103,12 @@ def test_extras_in_messages_and_pages_exist() -> None:
             unknown = set(re.split(r", *", extras)) - set(PROJECT["optional-dependencies"])
             assert not unknown, f"{path}: {unknown}"
         assert not re.search(r"pip install [^\n]*(?<![\w-])fastload\b(?!\.)", text), path
+
+
+def test_profile_that_boto3_resolves_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ArgumentError, match=r"'research' takes a role.*pip install 'torch-fastload\[aws\]'"):
+        object_store._credential_provider(Connection({}, {}, profile="research"))
 
 
 def test_constraints_have_every_requirement_once() -> None:
