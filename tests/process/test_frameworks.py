@@ -108,7 +108,27 @@ def test_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_accelerate() -> None:
+def test_accelerate_keeps_the_state_of_a_loader(tmp_path: Path) -> None:
+    """`prepare` makes a loader of torch's of ours, so the loader is registered instead."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    def new_loader() -> DataLoader[Any]:
+        loader = DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1)
+        accelerator.register_for_checkpointing(loader)
+        return loader
+
+    batches = iter(new_loader())
+    seen = next(batches)[:, 0].tolist()
+    accelerator.save_state(str(tmp_path))
+    accelerator._custom_objects.clear()
+    resumed = new_loader()
+    accelerator.load_state(str(tmp_path))
+    assert sorted(seen + [int(x) for batch in resumed for x in batch[:, 0]]) == list(range(12))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prepared_by_accelerate_samples_are_the_same() -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     accelerator = accelerate.Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Numbers(12, _row), batch_size=4, shuffle=True, num_workers=1))
