@@ -75,9 +75,8 @@ class FastloadError(Exception):
         self.message = message
         self.stage = stage if stage is not None else type(self).stage
         self.key = key
-        self.__notes__ = [
-            f"see {self.help}"
-        ]  # a copy in another process takes over the notes of the original
+        # Not by `add_note`: a copy in another process has the notes of the original, and no second one.
+        self.__notes__ = [f"see {self.help}"]
 
     @property
     def help(self) -> str:
