@@ -27,6 +27,7 @@ from torch.utils.data import (
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.stream_epoch import StreamEpoch
+from fastload.metrics.torch_private import default_device
 from fastload.workers.dataset_state import is_stateful
 
 __all__ = ["Order", "Progress", "draw_seed", "read_generator", "write_generator"]
@@ -380,4 +381,4 @@ def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[A
     That code leaves the device to the default, even where the generator is of another one.
     """
     device = torch.device("cpu") if generator is None else generator.device
-    return nullcontext() if torch.get_default_device() == device else device
+    return nullcontext() if default_device() == device else device

@@ -33,6 +33,7 @@ __all__ = [
     "TorchIterator",
     "collate_map",
     "collate_tensors",
+    "default_device",
     "default_store",
     "handle_dead_workers_signals",
     "is_exiting",
@@ -66,6 +67,14 @@ def set_worker_info(worker_id: int, workers: int, seed: int, dataset: Any) -> No
 def is_exiting() -> bool:
     """True once the interpreter ends: modules and threads may be gone."""
     return _utils is None or bool(_utils.python_exit_status)
+
+
+def default_device() -> torch.device:
+    """The default device. After `torch.set_default_device(None)`, torch 2.8 and 2.9 raise instead."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:
+        return torch.device("cpu")
 
 
 def default_store() -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from fastload.datasets.protocols import Allocate
-from fastload.metrics.torch_private import collate_map, collate_tensors
+from fastload.metrics.torch_private import collate_map, collate_tensors, default_device
 from fastload.workers.mismatch import describe_mismatch
 
 __all__ = ["Collation", "collate_into", "note_sample", "tell_mismatch", "tell_sample"]
@@ -67,7 +67,7 @@ class Collation:
 
         torch's own functions make tensors of numbers on that device: on CUDA, even in a forked worker.
         """
-        moved = torch.get_default_device().type != "cpu"
+        moved = default_device().type != "cpu"
         moved = moved and self._function in (default_collate, default_convert)
         self.on_host = functools.partial(torch.device, "cpu") if moved else contextlib.nullcontext
 

@@ -67,6 +67,18 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_default_device_that_was_taken_back(monkeypatch: pytest.MonkeyPatch, num_workers: int) -> None:
+    """torch 2.8 and 2.9 cannot tell the default device after `set_default_device(None)`."""
+
+    def broken() -> torch.device:
+        raise AttributeError("'NoneType' object has no attribute 'device'")
+
+    expected = drawn(lambda: DataLoader(Samples(), 4, shuffle=True, num_workers=num_workers))
+    monkeypatch.setattr(torch, "get_default_device", broken)
+    same(drawn(lambda: DataLoader(Samples(), 4, shuffle=True, num_workers=num_workers)), expected)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", DEFAULTS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
