@@ -14,6 +14,14 @@ Document = dict[str, Any]
 
 PLACES = {"cold": "first epoch", "later": "later epochs", "decode": "decode only", "handover": "hand-over"}
 UNITS = {"cold": "images/s", "later": "images/s", "decode": "images/s", "handover": "samples/s"}
+# What no other loader does, if none is better in that kind of figure.
+NEVER = {
+    "Rate": "has a higher rate",
+    "First batch": "has its first batch sooner",
+    "CPU": "uses less CPU time",
+    "Requests": "makes fewer requests",
+    "Memory": "takes less memory",
+}
 # Of a row: (what is compared, its key, what it is divided by, its unit). More is better for rates only.
 COSTS = (
     ("First batch", "first_batch_seconds", 1, "s"),
@@ -116,16 +124,21 @@ def paragraph(document: Document) -> str:
     kinds = ["Rate", "First batch", "CPU", "Requests", "Memory", "Start", "Second start"]
     lost = [kind for kind in kinds if any(loss.what == kind for loss in found)]
     if not lost:
-        return "Nowhere in these figures."
+        return "No other loader is better in any of these figures."
     lines = ["Medians of the others against those of *fastload*:", ""]
-    if nowhere := [kind for kind in kinds[:5] if kind not in lost]:
-        lines.append(f"* Nowhere: {', '.join(nowhere)}.")
+    if never := [words for kind, words in NEVER.items() if kind not in lost]:
+        lines.append(f"* No other loader {_either(never)}.")
     for kind in lost:
         its = [loss for loss in found if loss.what == kind]
         for place, unit in dict.fromkeys((loss.place, loss.unit) for loss in its):
             here = [loss for loss in its if (loss.place, loss.unit) == (place, unit)]
             lines.append(f"* {kind}, {place} ({unit}): {_contenders(here)}.")
     return "\n".join(lines)
+
+
+def _either(words: list[str]) -> str:
+    """a, b or c."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _contenders(found: list[Loss]) -> str:

@@ -31,7 +31,8 @@ def markdown(document: Document) -> str:
     if tables.cases(document, "decode"):
         parts.append(_section("Decoding only, from memory", tables.decode_only(document)))
     if tables.cases(document, "handover"):
-        parts.append(_section("Handing over ready samples", tables.hand_over(document)))
+        limit = "The limit is one thread. More than 100 % is possible, because two workers fill the batches."
+        parts.append(_section("Handing over ready samples", f"{tables.hand_over(document)}\n\n{limit}"))
     if text := tables.growth(document):
         parts.append(_section("More workers, more objects, larger objects", text))
     if document["node"]:
@@ -83,10 +84,11 @@ def _caption(document: Document) -> str:
     manner = (
         f"Medians of {settings['repeats']} turns (small: min–max). In each turn all contenders run, one\n"
         "after the other, each written as its own documentation recommends, with its fastest number of\n"
-        "workers. Raised numbers refer to the differences below. The share of the limit is the median over\n"
-        "the turns. Objects are listed before the epoch; within it where fastload fills a cache, because\n"
-        "that begins empty. The epochs of slow contenders are cut short: their GETs and bytes include\n"
-        "batches that came too late to count."
+        "workers. Raised numbers refer to the differences below. The limit, in italics, is a bare loop that\n"
+        "does one part of the work, such as the GETs alone. The share of the limit is taken in each turn;\n"
+        "its median is shown, which is not the quotient of the two medians. Objects are listed before the\n"
+        "epoch, or within it where fastload fills a cache, which begins empty. The epochs of slow\n"
+        "contenders are cut short: their GETs and bytes include batches that came too late to count."
     )
     command = (
         f"`python -m bench compare{quick}`, {date:%Y-%m-%d}, commit `{document['commit']}`, "

@@ -75,9 +75,9 @@ class Cache:
         dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache=cache)
         cache.info()["entries"]  # 0, until an epoch has filled it
 
-    It fills, then stops: nothing is evicted. Every read is verified; a record that is not exactly as it was
-    written is a miss. `lookup`, `read` and `write` raise nothing when the directory fails: the cache passes
-    through, warns once (RuntimeWarning) and counts "cache.failures".
+    It fills until it is full: nothing is evicted. Every read is verified; a record that is not exactly as it
+    was written is a miss. `lookup`, `read` and `write` raise nothing when the directory fails: the cache
+    passes through, warns once (RuntimeWarning) and counts "cache.failures".
 
     The object opens its directory on first use in each process, and pickles as its arguments. Threads may
     share it.

@@ -51,25 +51,26 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
       `len(dataset) % num_replicas` ranks get one more than the others, and `len()` differs by rank. Combine
       results by sums and counts, with no collective operation per batch: the longer ranks would wait in it.
     * Without `set_epoch`, every iteration is the next epoch. An iterator counts once something was drawn from
-      it, and all ranks have to iterate equally often. After the first `set_epoch`, only it changes the epoch,
-      as in torch.
+      it, and all ranks have to iterate equally often. After your first call of `set_epoch`, the epoch no
+      longer advances by itself, as in torch: call it before every epoch.
     * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
-      with any batch size: no sample is lost or repeated. Save it when all ranks have drawn equally many
-      samples (at the end of "eval", where the first ranks have one more: on rank 0). The rest of that epoch
-      is padded or cut for the new number of ranks; padding repeats the epoch's first samples.
+      with any batch size. No sample is lost or seen twice, but for the padding (with `drop_last`: the cut) at
+      the end of the epoch; padding repeats the epoch's first samples. Save it when all ranks have drawn
+      equally many samples (at the end of "eval", where the first ranks have one more: on rank 0).
     * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
-      among themselves. Its SSD then needs room for 1 / num_nodes of the data, and the cluster reads the store
-      once. The shares depend on the dataset's length and num_nodes only, and `fastload warm` uses the same.
+      among themselves. Its SSD then holds 1 / num_nodes of the data, and the cluster reads the store once.
+      The shares depend on the dataset's length and num_nodes only, and `fastload warm` uses the same.
       The price: the batches of a node are drawn from that node's samples. Nguyen et al., "Why Globally
       Re-shuffle?" (IPDPS 2022), report that exchanging a part of the samples each epoch kept the accuracy of
       the global shuffle up to 2,048 GPUs. `exchange` does that: in each epoch, another random fraction of
-      every node's samples is read by another node, from the store unless its cache has room for them too.
+      every node's samples is read by another node. With 0.1 the cluster reads the store once, plus a tenth of
+      an epoch in each later epoch, or less where the caches have space for these samples too.
 
     Args:
         dataset: anything with a length.
         num_replicas, rank: by default from torch.distributed if it is initialized, else from the launcher
             (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else 1 and 0. Where
-            torch.distributed is initialized later and tells others, the next iteration is an error.
+            torch.distributed is initialized later and gives others, the next iteration is an error.
         shuffle: order by a permutation drawn from seed + epoch; else by index.
         seed: the same on all ranks.
         drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.

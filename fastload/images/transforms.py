@@ -217,7 +217,8 @@ class RandomResizedCrop(Crop):
             after the box; 0 draws nothing.
         channels_last: (H, W, 3) instead of (3, H, W).
         max_pixels: larger images are refused before they are decoded.
-        strict: a damaged JPEG is an error (True) or served as far as it goes (False).
+        strict: a cut JPEG, or one whose damage the decoder notices, is an error (True) or served as far as it
+            goes (False).
 
     Raises:
         ArgumentError: an argument is out of range or not supported.

@@ -52,29 +52,33 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     The arguments below are new, or accept more than torch's. All others have torch's meaning and default.
 
     Args:
-        num_workers: an int, or "auto": the first epoch finds the number that the training needs, within the
-            cores of this rank; `stats()["autoscale"]` says why. `loader.num_workers` is then the upper limit,
-            an int. The number does not change the samples or the states. A dataset that is split by worker
-            gets the upper limit at once.
-        device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU;
-            one or two batches are copied ahead, during the training step, and `pin_memory` has no effect.
-            "cuda" is the current device when an iteration starts. "cpu": the same path without the copy.
+        num_workers: an int, or "auto": the first epoch finds the number that the training needs, and
+            `stats()["autoscale"]` says why. The upper limit is this rank's share of the node's cores, less
+            one core and one more for every 16; a share of two cores or less is not reduced.
+            `loader.num_workers` is that limit, an int. The number does not change the samples or the states.
+            A dataset that is split by worker gets the upper limit at once.
+        device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU
+            (not yet run on one); one or two batches are copied ahead, during the training step, and
+            `pin_memory` has no effect. "cuda" is the current device when an iteration starts. "cpu": the same
+            path without the copy.
         batch_transform: a function that is called with every batch in this process, for example
             `fastload.Normalize(mean, std)`; on a GPU after the copy, during the training step. It may be
             called for batches that are never returned. On a GPU its stream does not wait for that of the
             training, so it must not read tensors that the training loop changes in place, such as averaged
             weights or a learned augmentation.
-        decode: the decoder of images. "cpu": the workers decode. "dali", "nvjpeg": the device decodes, with
-            NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators for the
-            CPU too) or torchvision's nvJPEG (on a CUDA device only); workers then only read, and draw the
-            same crops and flips. "auto": the first batches time the available decoders, the fastest one
-            stays, and `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. All but
-            "cpu" need an ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or
-            "shrunk". Damage in the middle of a JPEG is an error with "cpu"; the others may return a damaged
-            image.
+        decode: the decoder of images. "cpu": the workers decode. "dali", "nvjpeg": the device decodes (not
+            yet run on a GPU), with NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it
+            has operators for the CPU too) or torchvision's nvJPEG (on a CUDA device only); workers then only
+            read, and draw the same crops and flips. "auto": the first batches time the available decoders,
+            the fastest one stays, and `stats()["decode"]` names it. A `fastload.Dali`: DALI with other
+            settings. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform and cache mode
+            "raw" or "shrunk". A cut JPEG is an error. Damage in its middle is an error with "cpu" if the
+            decoder notices it, which it cannot below the crop, and rarely does where a few bytes are wrong;
+            the others may return a damaged image.
         on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
-            its batch in its place); "replace" (use another sample in its place, the same one in every run).
-            The batch stays full, and `stats()` counts and names the bad samples.
+            its batch in its place); "replace" (use another sample in its place: the same one in every run
+            with this seed, as long as the same samples are bad). The batch stays full, and `stats()` counts
+            and names the bad samples.
         seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
             function of the batch, so that neither depends on the number of workers. This holds for torch's
             CPU generator, Python's `random` and `np.random`, not for generators of GPUs. After 100 samples
@@ -183,8 +187,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Exact at any point: before the first batch, between batches, after the last batch (the resumed epoch
         then has none left), and after the end of the iteration (the next epoch then begins). No sample is
-        lost or repeated. A state is JSON of a few hundred bytes for any number of samples. It has a few
-        kilobytes with the state of a generator, and more if the sampler or dataset of the user has a state.
+        lost or seen twice, but for the padding (with drop_last: the cut) at the end of an epoch that is dealt
+        to ranks, and but for shards that are not indexed yet, whose number of ranks can change between epochs
+        only. A state is JSON of a few hundred bytes for any number of samples. It has a few kilobytes with
+        the state of a generator, and more if the sampler or dataset of the user has a state.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws. torch's other samplers, and samplers with a generator of their own: the state has the

@@ -23,7 +23,7 @@ class ErrorPolicy:
     Args:
         dataset: the loader's.
         on_error: "raise"; "skip" (the row repeats another row of its batch); "replace" (the row gets another
-            sample, the same one in every run).
+            sample: the same one in every run with this seed, as long as the same samples are bad).
         counters: counts bad.samples.
 
     Attributes:

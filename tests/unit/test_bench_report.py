@@ -146,7 +146,7 @@ def test_a_planted_loss_is_named(small: Document) -> None:
     )
     assert "* Memory, later epochs (MB): WebDataset 300 against 420 (raw)." in text
     assert "* Requests, first epoch (GETs an image): WebDataset 0.0200 against 1.00 (20 ms)." in text
-    assert "* Nowhere: First batch, CPU." in text
+    assert "* No other loader has its first batch sooner or uses less CPU time." in text
 
 
 def test_no_loss_is_reported_for_a_tie(small: Document) -> None:
@@ -155,9 +155,10 @@ def test_no_loss_is_reported_for_a_tie(small: Document) -> None:
     )
     (memory,) = losses.losses(small)
     assert memory.what == "Memory"
-    assert "* Nowhere: Rate, First batch, CPU, Requests." in losses.paragraph(small)
+    never = "has a higher rate, has its first batch sooner, uses less CPU time or makes fewer requests"
+    assert f"* No other loader {never}." in losses.paragraph(small)
     figures.rows_of(small, "later", "raw")[1]["pss_bytes"] = 420_000_000
-    assert losses.paragraph(small) == "Nowhere in these figures."
+    assert losses.paragraph(small) == "No other loader is better in any of these figures."
 
 
 def other_figures(small: Document) -> list[Document]:
