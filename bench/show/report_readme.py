@@ -10,14 +10,14 @@ from bench.show.figures import MAIN, best_other, find, is_ours, median, number, 
 
 __all__ = ["DOCS", "SOURCE", "markdown"]
 
-# PyPI shows the README too, so its links are absolute. Its pictures are not, so that every checkout shows them.
+# PyPI shows the README too, so its links are absolute. Its pictures are not: every checkout shows them.
 DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
 SOURCE = "https://github.com/torch-fastload/torch-fastload/blob/main/"
 PAGE, PICTURES = f"{DOCS}benchmarks.html", RESULTS.relative_to(ROOT)
 # What the table's last column is a share of.
 LIMIT = (
     "The machine's limit is bare GETs in parallel for first epochs,\n"
-    "bare decoding in C for later ones, and the resize alone for pixels; its share is the median over the turns."
+    "bare decoding in C for later ones, the resize alone for pixels; the share is the median over the turns."
 )
 # (section, case, contender, what it does)
 ROWS = (
