@@ -8,12 +8,17 @@ from bench.data import RESULTS, ROOT
 from bench.show import charts
 from bench.show.figures import MAIN, best_other, find, is_ours, median, number, percent, rows_of, share, table
 
-__all__ = ["DOCS", "FILES", "markdown"]
+__all__ = ["DOCS", "SOURCE", "markdown"]
 
-# PyPI shows the README too, so its addresses are absolute.
+# PyPI shows the README too, so its links are absolute. Its pictures are not: every checkout shows them.
 DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
-FILES = "https://raw.githubusercontent.com/torch-fastload/torch-fastload/main/"
-PAGE, PICTURES = f"{DOCS}benchmarks.html", f"{FILES}{RESULTS.relative_to(ROOT)}"
+SOURCE = "https://github.com/torch-fastload/torch-fastload/blob/main/"
+PAGE, PICTURES = f"{DOCS}benchmarks.html", RESULTS.relative_to(ROOT)
+# What the table's last column is a share of.
+LIMIT = (
+    "The machine's limit is bare GETs in parallel for first epochs,\n"
+    "bare decoding in C for later ones, the resize alone for pixels; the share is the median over the turns."
+)
 # (section, case, contender, what it does)
 ROWS = (
     ("cold", MAIN, "fastload", "first epoch, one object a photo"),
@@ -89,7 +94,8 @@ def _caption(document: Document) -> str:
     return (
         f"{photos}, random crops of {settings['size']} pixels, S3 server {MAIN} away and on the same "
         f"{machine['cores']} cores of\n{machine['cpu']}; medians of {settings['repeats']} turns; "
-        f"`make bench`, {document['date'][:10]}. The others' work differs: {_differences(document)}.\n"
+        f"`make bench`, {document['date'][:10]}. {LIMIT}\n"
+        f"The others' work differs: {_differences(document)}.\n"
         f"[All figures]({PAGE}), and the rows [**where others win**]({PAGE}#where-others-win)."
     )
 
