@@ -102,7 +102,7 @@ def test_extras_in_messages_and_pages_exist() -> None:
         for extras in re.findall(r"torch-fastload\[([\w, -]+)\]", text):
             unknown = set(re.split(r", *", extras)) - set(PROJECT["optional-dependencies"])
             assert not unknown, f"{path}: {unknown}"
-        assert not re.search(r"pip install [^\n]*(?<![\w-])fastload\b(?!\.)", text), path
+        assert not re.search(r"pip install [^\n`]*(?<![\w-])fastload\b(?!\.)", text), path
 
 
 def test_profile_that_boto3_resolves_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
