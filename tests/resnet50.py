@@ -22,6 +22,7 @@ if str(RESNET50) not in sys.path:
 import report  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
+from fastload.distributed.launcher import find_rank  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.ports import free_port  # noqa: E402
 
@@ -66,7 +67,7 @@ class Watched:
     """
 
     def __init__(self, directory: Path, kill: tuple[int, int] | None = None) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank, _ = find_rank()
         self.log = directory / f"{time.time_ns()}-{self.rank}.jsonl"
         self.kill_at = kill[1] if kill is not None and kill[0] == self.rank else None
         self.seen = 0
@@ -103,16 +104,61 @@ class Watched:
         return train.run(self.input_fn, self.model_fn, arguments)
 
 
+def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, Any]:
+    """What a launcher tells a rank on the only node."""
+    return {
+        "torchrun": {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        },
+        "srun": {
+            "SLURM_PROCID": rank,
+            "SLURM_NTASKS": size,
+            "SLURM_LOCALID": rank,
+            "SLURM_NODEID": 0,
+            "SLURM_NNODES": 1,
+            "SLURM_STEP_TASKS_PER_NODE": size,
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_JOB_ID": port,
+            "SLURM_STEP_ID": 0,
+        },
+        "mpirun": {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": size,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": size,
+            "PMIX_NAMESPACE": f"prterun-here-{port}@1",
+        },
+        "horovodrun": {
+            "HOROVOD_RANK": rank,
+            "HOROVOD_SIZE": size,
+            "HOROVOD_LOCAL_RANK": rank,
+            "HOROVOD_LOCAL_SIZE": size,
+            "HOROVOD_CROSS_RANK": 0,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        },
+    }[launcher]
+
+
 def rank_main(
-    rank: int, size: int, port: int, directory: Path, kill: tuple[int, int] | None, arguments: list[str]
+    rank: int,
+    size: int,
+    port: int,
+    directory: Path,
+    kill: tuple[int, int] | None,
+    arguments: list[str],
+    launcher: str = "torchrun",
 ) -> None:
-    """One rank, as torchrun would start it."""
+    """One rank, as its launcher would start it."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a rank of torchrun
     report.Report.draw = lambda *args: None  # a second a run; the demo's test draws
     if size > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
+        os.environ |= {name: str(value) for name, value in variables(launcher, rank, size, port).items()}
     Watched(directory, kill).run(arguments)
 
 
@@ -120,13 +166,18 @@ class Ranks:
     """`size` processes that train; forked from a server that has torch, so that a start takes no seconds."""
 
     def __init__(
-        self, size: int, directory: Path, arguments: list[str], kill: tuple[int, int] | None = None
+        self,
+        size: int,
+        directory: Path,
+        arguments: list[str],
+        kill: tuple[int, int] | None = None,
+        launcher: str = "torchrun",
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         port = free_port()
         directory.mkdir(parents=True, exist_ok=True)
         self.processes = [
-            context.Process(target=rank_main, args=(rank, size, port, directory, kill, arguments))
+            context.Process(target=rank_main, args=(rank, size, port, directory, kill, arguments, launcher))
             for rank in range(size)
         ]
         for process in self.processes:

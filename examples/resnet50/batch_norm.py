@@ -12,7 +12,7 @@ from torch import nn
 
 from ranks import Ranks
 
-__all__ = ["recompute"]
+__all__ = ["average", "recompute"]
 
 
 @torch.no_grad()
@@ -25,18 +25,30 @@ def recompute(module: nn.Module, batches: list[Any], predict: Callable[[Any], An
     Args:
         predict: runs `module` on the inputs of a batch.
     """
-    norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-    norms = [norm for norm in norms if norm.track_running_stats]
     if batches:
-        with _cumulative(norms):
+        with _cumulative(_norms(module)):
             module.train()
             for inputs in batches:
                 predict(inputs)
-    if ranks.size > 1:
-        for norm in norms:
-            for statistics in (norm.running_mean, norm.running_var):
-                dist.all_reduce(statistics)
-                statistics /= ranks.size
+    average(module, ranks)
+
+
+@torch.no_grad()
+def average(module: nn.Module, ranks: Ranks) -> None:
+    """Average the running statistics over the ranks, in one message. All ranks call it."""
+    statistics = [value for norm in _norms(module) for value in (norm.running_mean, norm.running_var)]
+    if ranks.size > 1 and statistics:
+        together = torch.cat(statistics)
+        dist.all_reduce(together)
+        for own, averaged in zip(
+            statistics, (together / ranks.size).split([len(s) for s in statistics]), strict=True
+        ):
+            own.copy_(averaged)
+
+
+def _norms(module: nn.Module) -> list[Any]:
+    norms = [layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+    return [norm for norm in norms if norm.track_running_stats]
 
 
 @contextlib.contextmanager

@@ -201,7 +201,7 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.ERROR)
     evaluation = make_loader(args, "val", CenterCrop(args.size, resize=round(args.size * 256 / 224)), False)
     training = make_loader(args, "train", RandomResizedCrop(args.size, flip=0.5), True)
-    network = load(args, len(training.dataset.classes))
+    network = load(args, list(training.dataset.classes))
     calibration = [
         inputs for inputs, _ in endless(training, args.calibrate) if len(inputs) == args.batch_size
     ]
@@ -257,10 +257,24 @@ def make_loader(args: argparse.Namespace, part: str, transform: Any, shuffle: bo
     )
 
 
-def load(args: argparse.Namespace, classes: int) -> ResNet:
-    """The network of a checkpoint of train.py, with averaged weights where it has them."""
-    network = MODELS[args.model](classes=classes, variant=args.variant, blur=args.blur)
-    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+def load(args: argparse.Namespace, classes: list[str]) -> ResNet:
+    """The network of a checkpoint of train.py, with averaged weights where it has them.
+
+    Raises:
+        SystemExit: it is another file, or of a network for other classes.
+    """
+    try:
+        saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        record = saved["record"]
+        made, trained = MODELS[record["model"]], record["classes"]
+    except Exception as error:
+        raise SystemExit(f"{args.checkpoint} is not a checkpoint of train.py's images: {error!r}") from error
+    if trained != classes:
+        raise SystemExit(
+            f"{args.checkpoint} is of a network for {len(trained)} classes ({', '.join(trained[:5])} ...), "
+            f"and {args.url}/train has {len(classes)} ({', '.join(classes[:5])} ...)"
+        )
+    network = made(classes=len(classes), variant=record["variant"], blur=record["blur"])
     network.load_state_dict(saved["model"])
     if saved["ema"] is not None:
         with torch.no_grad():
@@ -289,9 +303,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--size", type=int, default=224, help="pixels")
-    parser.add_argument("--model", default="resnet50", choices=sorted(MODELS), help="as in training")
-    parser.add_argument("--variant", default="b", choices=["b", "d"], help="as in training")
-    parser.add_argument("--blur", action="store_true", help="as in training")
     parser.add_argument("--calibrate", type=int, default=8, help="batches")
     parser.add_argument("--prune", type=float, default=0.0, help="share of the channels; 0: none")
     parser.add_argument("--prune-by", default="l1", choices=["l1", "gamma"])

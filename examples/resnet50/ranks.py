@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 import socket
 import threading
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fastload.distributed.launcher import find_launched, find_rank
+
 __all__ = ["Ranks", "StopVote", "check_identical"]
 
 
@@ -24,7 +28,7 @@ class Ranks:
     """This rank, and the number of ranks.
 
     Attributes:
-        rank, size: this rank and the number of all; 0 and 1 without torchrun.
+        rank, size: this rank and the number of all; 0 and 1 without a launcher.
         nodes: machines, or torchrun agents.
         device: of this rank.
         control: a CPU group for small messages, so that they never wait for a device's queue.
@@ -38,21 +42,26 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str = "auto", timeout: float = 600) -> Ranks:
-        """Join the other ranks, if torchrun (or SLURM or Ray with its variables) started this process."""
-        local = int(os.environ.get("LOCAL_RANK", 0))
+        """Join the other ranks, if a launcher started this process.
+
+        A launcher is torchrun, srun, mpirun, horovodrun or Ray Train: fastload's table of their variables
+        tells the rank.
+        """
+        rank, size = find_rank()
+        local, nodes = _place(rank, size)
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        chosen = torch.device("cuda", local) if cuda else torch.device("cpu")
-        if cuda:
+        chosen = torch.device("cpu")
+        if cuda:  # SLURM may show each rank a single device
+            chosen = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(chosen)
-        if "RANK" not in os.environ and not dist.is_initialized():
+        if size == 1 and "RANK" not in os.environ and not dist.is_initialized():
             return cls(0, 1, 1, chosen)
         if not dist.is_initialized():  # else Ray Train has initialised it
             backend = "nccl" if cuda else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **_store(timeout))
-        size = dist.get_world_size()
+            meeting = _meeting(rank, size, nodes, timeout)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
         control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
-        nodes = max(1, size // int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-        return cls(dist.get_rank(), size, nodes, chosen, control)
+        return cls(rank, size, nodes, chosen, control)
 
     @property
     def first(self) -> bool:
@@ -90,20 +99,58 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def _store(timeout: float) -> dict[str, Any]:
-    """The store of init_process_group, in which ranks find each other.
+def _place(rank: int, size: int) -> tuple[int, int]:
+    """(this rank's number on its node, the number of nodes); 0 and 1 where no launcher tells."""
+    known = list(find_launched(rank, size))
+    local = next((launched.local for launched in known if launched.local is not None), 0)
+    return local, next((launched.nodes for launched in known if launched.nodes), 1)
+
+
+def _meeting(rank: int, size: int, nodes: int, timeout: float) -> dict[str, Any]:
+    """The arguments of init_process_group by which the ranks find each other.
 
     torchrun's agents keep one store for all restarts (seen in torch 2.13), so restarted ranks may find the
     addresses of dead ones. Therefore each start has its own prefix in it. Several agents count restarts
     differently, so they also need a new store each time: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
+    address, port = _address(rank, size, nodes)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return {"init_method": f"tcp://{address}:{port}", "rank": rank, "world_size": size}
     store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout))
     prefix = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-of-{size}"
     return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": size}
+
+
+def _address(rank: int, size: int, nodes: int) -> tuple[str, int]:
+    """The host of rank 0, and a port there: MASTER_ADDR and MASTER_PORT, or what stands for them.
+
+    srun: the first host of its list of nodes. mpirun and horovodrun do not tell the host of rank 0, so it
+    is known on a single node only. The port is made from the job's number, which its ranks have in common.
+    """
+    variables = os.environ
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+    under_srun = (variables.get("SLURM_PROCID"), variables.get("SLURM_NTASKS")) == (str(rank), str(size))
+    if address is None and under_srun:
+        address = first_host(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
+    if not address and nodes == 1:
+        address = "127.0.0.1"
+    jobs = ("PMIX_NAMESPACE", "HOROVOD_GLOO_RENDEZVOUS_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    job = "/".join(variables[name] for name in jobs if name in variables)
+    if port is None and job:
+        port = str(10_000 + zlib.crc32(job.encode()) % 20_000)
+    if not address or port is None:
+        raise SystemExit(
+            f"this is rank {rank} of {size} on {nodes} nodes, and nothing tells where rank 0 is: set "
+            "MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank (mpirun -x "
+            "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...; horovodrun passes on its own variables)"
+        )
+    return address, int(port)
+
+
+def first_host(nodes: str) -> str:
+    """The first host of SLURM's list: "gpu[07-09,12],login" -> "gpu07"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 class StopVote:

@@ -262,7 +262,8 @@ def limit(used: float, waited: float, stats: dict[str, Any]) -> str:
     """
     if used >= ENOUGH:
         return "the device"
-    if waited >= (1 - used) / 2:
+    # The loader's own limit is the consumer where only the first batch of an epoch was late.
+    if waited >= (1 - used) / 2 and stats.get("limit") != "consumer":
         return f"the loader: {stats['verdict']}"
     return f"this process and its cores: it waited for data in only {waited:.1%} of the time"
 

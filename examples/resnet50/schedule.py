@@ -75,7 +75,7 @@ class Batches:
         difference.
 
         Raises:
-            SystemExit: the number of ranks does not divide the batch.
+            SystemExit: the number of ranks does not divide the batch, or passes would be less than half full.
         """
         if of_all % ranks:
             raise SystemExit(
@@ -85,6 +85,13 @@ class Batches:
             )
         share = of_all // ranks
         passes = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= limit)
+        if 2 * (share // passes) < min(limit, share):
+            fitting = [size * ranks for size in (share - share % limit, share - share % limit + limit)]
+            raise SystemExit(
+                f"the {share:,} samples of a rank divide only into passes of {share // passes:,}, where "
+                f"--batch-size allows {limit:,}: give a --global-batch of {fitting[0]:,} or {fitting[1]:,}, "
+                "or another --batch-size"
+            )
         return cls(of_all, ranks, share // passes)
 
 

@@ -7,7 +7,7 @@ import copy
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,12 +40,14 @@ class Task:
         loss: (outputs, targets) -> the mean over the batch.
         correct: (outputs, targets) -> the number of correct samples.
         batch_transform: for the DataLoader; runs on the device, after the copy.
+        record: what the checkpoint has to tell about the network (strings, numbers, and lists of them).
     """
 
     module: nn.Module
     loss: Callable[[Any, Any], torch.Tensor] = nn.functional.cross_entropy
     correct: Callable[[Any, Any], torch.Tensor] = top1
     batch_transform: Callable[[Any], Any] | None = None
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

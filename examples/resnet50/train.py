@@ -70,12 +70,13 @@ def cache(args: argparse.Namespace) -> Cache | None:
 
 def resnet(args: argparse.Namespace, dataset: ImageFolder) -> Task:
     """The network for the samples, and its loss."""
-    variant = {"variant": args.variant, "blur": args.blur, "bn_momentum": args.bn_momentum}
+    variant = {"variant": args.variant, "blur": args.blur}
     floats = Normalize(*IMAGENET, dtype=AMP[args.amp] or torch.float32, channels_last=args.channels_last)
     return Task(
-        MODELS[args.model](classes=len(dataset.classes), **variant),
+        MODELS[args.model](classes=len(dataset.classes), bn_momentum=args.bn_momentum, **variant),
         loss=partial(nn.functional.cross_entropy, label_smoothing=args.label_smoothing),
         batch_transform=lambda batch: (floats(batch[0]), batch[1]),
+        record={"model": args.model, "classes": list(dataset.classes), **variant},
     )
 
 
@@ -112,7 +113,7 @@ def run(
     known = saved["global_batch"] if saved else args.batch_size * ranks.size
     batches = Batches.split(args.global_batch or known, ranks.size, args.batch_size)
     loader = make_loader(dataset, batches.micro, args, ranks, task)
-    run = Run(args, ranks, batches, step, loader, stop)
+    run = Run(args, ranks, batches, step, loader, stop, task.record)
     if saved is not None:
         run.load_state_dict(saved)
     now = run.progress
@@ -172,10 +173,18 @@ class Run:
     """The parts of a run, and its progress."""
 
     def __init__(
-        self, args: argparse.Namespace, ranks: Ranks, batches: Batches, step: Any, loader: Any, stop: StopVote
+        self,
+        args: argparse.Namespace,
+        ranks: Ranks,
+        batches: Batches,
+        step: Any,
+        loader: Any,
+        stop: StopVote,
+        record: dict[str, Any],
     ) -> None:
         self.args, self.ranks, self.batches, self.step, self.loader = args, ranks, batches, step, loader
         self.stop = stop
+        self.record = record  # of the task, for whoever uses the checkpoint
         self.samples = len(loader.sampler.dataset)  # of an epoch
         updates = -(-self.samples // batches.of_all)
         self.rate = LearningRate(
@@ -267,6 +276,8 @@ class Run:
     def save(self) -> None:
         """Write a checkpoint, by rank 0; the other ranks wait, so that none is ahead of the file."""
         if self.args.out is not None and not self.args.synthetic:
+            if not self.args.simulate_gpu_rate:
+                batch_norm.average(self.step.module, self.ranks)
             state = self.state_dict()
             if self.ranks.first:
                 checkpoint.save(self.args.out / "checkpoint.pt", state)
@@ -282,6 +293,7 @@ class Run:
             "clock": self.clock.state_dict(),
             "loader": self.loader.state_dict(),
             "communication": self.step.gather_communication(),
+            "record": self.record,
             **self.step.state_dict(),
         }
 

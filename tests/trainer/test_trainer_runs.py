@@ -66,6 +66,34 @@ def test_the_report_of_each_epoch(unbroken: Finished) -> None:
     assert unbroken.epochs[2]["loss"] < unbroken.epochs[0]["loss"]
 
 
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", pytest.param("horovodrun", marks=pytest.mark.stress)])
+def test_ranks_of_other_launchers_join_as_those_of_torchrun(tmp_path: Path, launcher: str) -> None:
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
+    assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
+    assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
+    updates = updates_seen(tmp_path, 2, 1)
+    assert sorted(chain(*updates)) == list(range(SAMPLES))
+
+
+def test_statistics_of_a_checkpoint_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Without evaluation too: the mean of what each rank has averaged over its own batches."""
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
+    arguments += ["--base-lr", "0"]  # so that the first layer stays what it is
+    assert Ranks(2, tmp_path, arguments).wait() == [0, 0]
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["model"]
+    points = tests.resnet50.Points(SAMPLES)
+    means = []
+    for path in sorted(tmp_path.glob("*.jsonl")):
+        running = torch.zeros(16)
+        for line in path.read_text().splitlines():
+            inputs = torch.stack([points[index][0] for index in json.loads(line)])
+            outputs = torch.nn.functional.linear(inputs, state["0.weight"], state["0.bias"])
+            running = 0.9 * running + 0.1 * outputs.mean(0)
+        means.append(running)
+    assert len(means) == 2 and not torch.allclose(means[0], means[1], atol=1e-3)
+    torch.testing.assert_close(state["1.running_mean"], (means[0] + means[1]) / 2, rtol=1e-4, atol=1e-5)
+
+
 def resume(directory: Path, size: int) -> list[dict[str, Any]]:
     """Start the run in `directory` again, up to its end; its report of each epoch."""
     arguments = [str(directory), "--out", str(directory / "out"), *QUICK]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import resnet50  # noqa: F401  (it puts examples/resnet50 on sys.path)
+from tests import resnet50  # it puts examples/resnet50 on sys.path
 
 import batch_norm  # isort: skip
 import checkpoint  # isort: skip
@@ -24,6 +24,7 @@ import schedule  # isort: skip
 import simulate  # isort: skip
 import step  # isort: skip
 import options  # isort: skip
+import ranks  # isort: skip
 from ranks import Ranks, StopVote, check_identical  # isort: skip
 
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
@@ -164,6 +165,18 @@ def test_global_batch_is_split_evenly(of_all: int, ranks: int, limit: int) -> No
     assert all(batches.per_rank // n > limit for n in smaller)
 
 
+@pytest.mark.parametrize(
+    ("of_all", "ranks", "limit", "refused"),
+    [(12302, 2, 256, "of 12,288 or 12,800"), (7, 1, 6, "of 6 or 12"), (12302, 2, 6151, ""), (14, 1, 10, "")],
+)
+def test_passes_less_than_half_full_are_refused(of_all: int, ranks: int, limit: int, refused: str) -> None:
+    if refused:
+        with pytest.raises(SystemExit, match=refused):
+            schedule.Batches.split(of_all, ranks, limit)
+    else:
+        assert schedule.Batches.split(of_all, ranks, limit).micro * 2 >= limit
+
+
 def test_resolutions() -> None:
     assert schedule.resolutions("224") == {0: 224}
     assert schedule.resolutions("0:128,18:224") == {0: 128, 18: 224}
@@ -246,6 +259,33 @@ def test_batch_norm_is_recomputed() -> None:
     kept = norm.running_mean.clone()
     batch_norm.recompute(norm, [], norm, ALONE)
     assert torch.equal(norm.running_mean, kept)
+
+
+# --- ranks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[07-09,12],login", "gpu07"),
+        ("gpu3", "gpu3"),
+        ("a-1,a-2", "a-1"),
+        ("rack[1-2]node[10,11]-ib", "rack1node10-ib"),
+        ("", ""),
+    ],
+)
+def test_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert ranks.first_host(nodes) == first
+
+
+def test_ranks_on_two_nodes_of_mpirun_ask_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in resnet50.variables("mpirun", 1, 4, 1234).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    with pytest.raises(
+        SystemExit, match=r"rank 1 of 4 on 2 nodes.*set MASTER_ADDR to its host and MASTER_PORT"
+    ):
+        Ranks.join("cpu")
 
 
 # --- models
@@ -391,9 +431,11 @@ def test_limit_is_the_device_the_loader_or_this_process() -> None:
     stats = {"verdict": "the slowest stage is decode"}
     assert report.limit(0.991, 0.009, stats) == "the device"
     assert report.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
-    assert report.limit(0.6, 0.01, stats).startswith(
-        "this process and its cores: it waited for data in only 1.0%"
-    )
+    process = "this process and its cores: it waited for data in only"
+    assert report.limit(0.6, 0.01, stats).startswith(f"{process} 1.0%")
+    # A loader that says that it waited for the consumer is not the limit.
+    consumer = {"verdict": "the consumer is the bottleneck", "limit": "consumer"}
+    assert report.limit(0.97, 0.02, consumer) == f"{process} 2.0% of the time"
 
 
 def test_clock_counts_downtime_until_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
