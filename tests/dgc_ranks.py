@@ -33,7 +33,7 @@ STEPS = 6
 STEP_SAMPLES = 100
 OPTIONS: dict[str, Any] = {
     "total_samples": 2 * STEP_SAMPLES,  # so that STEPS go through three of these
-    "sparsity_strategy": (0.5, 0.75, 0.95),
+    "sparsity_strategy": (0.5, 0.75, 0.95),  # the first has as many bytes as dense, so it is dense
     "dense_below": 100,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -84,8 +84,8 @@ class Uncorrected(DeepGradientCompression):
 class Forgetful(DeepGradientCompression):
     """The mutant that drops what it does not send."""
 
-    def _select(self, name: str, gradient: torch.Tensor) -> Any:
-        chosen = super()._select(name, gradient)
+    def _select(self, name: str, gradient: torch.Tensor, sparsity: float) -> Any:
+        chosen = super()._select(name, gradient, sparsity)
         self.residual[name].zero_()
         return chosen
 

@@ -66,7 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 class Paper:
-    """Algorithm 4, for one layer of one rank."""
+    """Algorithm 4, for one layer of one rank; without sparsity, all is sent and no momentum is masked."""
 
     def __init__(self, shape: tuple[int, ...], nesterov: bool, masking: bool, momentum: float = 0.9) -> None:
         self.u = np.zeros(shape)
@@ -80,6 +80,9 @@ class Paper:
         else:
             self.u = self.momentum * self.u + gradient
             self.v = self.v + self.u
+        if not sparsity:
+            sent, self.v = self.v, np.zeros_like(self.v)
+            return sent
         kept = max(1, round(self.v.size * (1 - sparsity)))
         threshold = np.sort(np.abs(self.v), axis=None)[-kept]
         mask = np.abs(self.v) >= threshold
@@ -121,6 +124,8 @@ def paper(
     for step in range(STEPS):
         epoch = step * STEP_SAMPLES // OPTIONS["total_samples"]
         sparsity = sparsity_strategy[min(epoch, len(sparsity_strategy) - 1)]
+        if 1 - sparsity >= 1 / RANKS:  # not smaller than dense
+            sparsity = 0.0
         update = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for rank in range(RANKS):
             own = {name: g.double().numpy() / RANKS for name, g in gradients(rank, step).items()}
@@ -265,13 +270,31 @@ def test_bytes_of_dgc(results: dict[str, list[Any]]) -> None:
         for sparsity in OPTIONS["sparsity_strategy"]
     ]
     small = sum(int(np.prod(shape)) for name, shape in SHAPES.items() if name not in COMPRESSED)
-    # A value and its place are 8 bytes; each of the three sparsities holds for two steps.
+    # A value and its place are 8 bytes; each of the three sparsities holds for two steps. The first is sent
+    # dense, which are as many bytes: two ranks send each of them half of 4 bytes a weight, twice.
     traffic = comm.Traffic(**results["variants"][0]["vanilla"]["state"]["traffic"])
     assert traffic.sent == 2 * sum(8 * count for count in kept) + STEPS * small * 4
     report = traffic.take()
     assert report["communication MB per step"] == report["communication MB"] / STEPS
     assert report["compression"] == report["communication MB dense"] / report["communication MB"]
     assert traffic.take()["communication MB"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sparse_from"), [(2, 0.75), (4, 0.9375), (8, 0.9375), (64, 0.996), (900, 0.999), (1100, None)]
+)
+def test_dense_until_sparse_is_smaller(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, sparse_from: float | None
+) -> None:
+    """In the paper's warm-up, an epoch is sparse only if that is fewer bytes with this number of ranks."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    compression = dgc.DeepGradientCompression(torch.nn.Linear(640, 1000, bias=False), 100)
+    found = []
+    for epoch in range(5):
+        compression.begin(100 * epoch)
+        found.append(compression.sparsity)
+    wanted = [share if sparse_from and share >= sparse_from else 0.0 for share in dgc.SPARSITY_STRATEGY]
+    assert found == wanted
 
 
 def test_bytes_as_ranks_are_added() -> None:
