@@ -25,8 +25,8 @@ from tests.patience import PATIENCE
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "resnet50")]
 
-from comm import AllReduce, register  # noqa: E402
-from dgc import SPARSITY_STRATEGY, DeepGradientCompression, DgcSgd  # noqa: E402
+from extras.dgc import SPARSITY_STRATEGY, DeepGradientCompression, DgcSgd  # noqa: E402
+from optim import AllReduce, register  # noqa: E402
 
 SHAPES = {"conv": (8, 4, 3, 3), "matrix": (24, 16), "bias": (16,), "tiny": (3, 4)}
 STEPS = 6

@@ -19,9 +19,9 @@ RESNET50 = Path(__file__).parents[1] / "examples" / "resnet50"
 if str(RESNET50) not in sys.path:
     sys.path.insert(0, str(RESNET50))
 
-import report  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
+from extras import ceiling  # noqa: E402
 from fastload.distributed.launcher import find_rank  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.ports import free_port  # noqa: E402
@@ -79,7 +79,9 @@ class Watched:
     def model_fn(self, args: Any, dataset: Any) -> step.Task:
         hidden = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1)]
         module = torch.nn.Sequential(*hidden, torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        return step.Task(module, self.loss, lambda outputs, ids: (outputs.argmax(1) == ids % 4).sum())
+        return step.Task(
+            module, self.loss, {"accuracy": lambda outputs, ids: (outputs.argmax(1) == ids % 4).sum()}
+        )
 
     def loss(self, outputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if not self.measuring:
@@ -91,7 +93,7 @@ class Watched:
         return torch.nn.functional.cross_entropy(outputs, ids % 4)
 
     def run(self, arguments: list[str]) -> Any:
-        measure = step.Step.measure
+        measure = ceiling.measure
 
         def unseen(*args: Any) -> Any:
             self.measuring = True
@@ -100,8 +102,8 @@ class Watched:
             finally:
                 self.measuring = False
 
-        step.Step.measure = unseen  # type: ignore[method-assign]
-        return train.run(self.input_fn, self.model_fn, arguments)
+        ceiling.measure = unseen
+        return train.run(self.input_fn, self.model_fn, arguments=arguments)
 
 
 def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, Any]:
@@ -156,7 +158,6 @@ def rank_main(
     """One rank, as its launcher would start it."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a rank of torchrun
-    report.Report.draw = lambda *args: None  # a second a run; the demo's test draws
     if size > 1:
         os.environ |= {name: str(value) for name, value in variables(launcher, rank, size, port).items()}
     Watched(directory, kill).run(arguments)
@@ -223,5 +224,4 @@ def updates_seen(directory: Path, size: int, passes: int) -> list[list[int]]:
 
 
 if __name__ == "__main__":  # a rank of a real torchrun; one is killed in the first start
-    report.Report.draw = lambda *args: None  # type: ignore[method-assign]
     Watched(Path(sys.argv[1]), once(Path(sys.argv[1]), 1, 5)).run(sys.argv[1:])

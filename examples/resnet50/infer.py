@@ -29,10 +29,10 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-import batch_norm
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize, RandomResizedCrop
 from model import IMAGENET, MODELS, BlurPool, ResNet
 from ranks import Ranks
+from step import prepare_norms
 
 __all__ = ["prune", "quantize", "run"]
 
@@ -225,7 +225,7 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
     if args.prune:
         smaller = prune(network, args.prune, args.prune_by)
         finetune(smaller, training, args.finetune, args.finetune_rate)
-        batch_norm.recompute(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
+        prepare_norms(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
         row("pruned", folded(smaller), smaller, 4)
         row("pruned int8", quantize(smaller, calibration), smaller, 1)
     document = {

@@ -1,18 +1,26 @@
-"""The ranks of a run: joining, agreeing to stop, and a proof that all start with the same weights."""
+"""The ranks of a run: joining, stopping together, equal weights at the start; their report and checkpoint.
+
+A checkpoint is one file, which is whole at any moment: either the new state or the previous one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import json
 import os
 import re
 import signal
 import socket
 import threading
+import time
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -20,7 +28,7 @@ from torch import nn
 
 from fastload.distributed.launcher import find_launched, find_rank
 
-__all__ = ["Ranks", "StopVote", "check_identical"]
+__all__ = ["Clock", "Ranks", "Report", "StopVote", "check_identical", "load", "replace", "save"]
 
 
 @dataclass(frozen=True)
@@ -225,3 +233,156 @@ def check_identical(module: nn.Module, ranks: Ranks) -> str:
             "generator, and needs the same arguments, library versions and data on every rank"
         )
     return digest.hexdigest()
+
+
+class Report:
+    """A line per epoch and a summary: rank 0 prints them, and writes them into the directory of the run.
+
+    Args:
+        directory: gets epochs.jsonl, one JSON object per epoch, and summary.json; None: nothing is written.
+    """
+
+    COLUMNS = ("epoch", "node", "GPUs", "batch/s", "batch size", "FPS", "utilisation")
+
+    def __init__(self, directory: Path | None, ranks: Ranks) -> None:
+        self.epochs: list[dict[str, Any]] = []
+        self._directory = directory if ranks.first else None
+        self._ranks = ranks
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # each gets the line of an epoch
+        self._shown = False
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+
+    def say(self, text: str) -> None:
+        if self._ranks.first:
+            print(text, flush=True)
+
+    def epoch(self, line: dict[str, Any], metrics: Iterable[str]) -> None:
+        """Add the line of an epoch. One that is repeated after a resume replaces the former."""
+        self.epochs.append(line)
+        self._write("epochs.jsonl", "".join(json.dumps(line) + "\n" for line in self.epochs))
+        for listener in self.listeners:
+            listener(line)
+        columns = [*(name for name in self.COLUMNS if name in line), "data wait per step", "loss", *metrics]
+        widths = [max(10, len(name)) for name in columns]
+        if not self._shown:
+            self.say("  ".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)))
+            self._shown = True
+        self.say("  ".join(f"{line[name]:>{width}.6g}" for name, width in zip(columns, widths, strict=True)))
+
+    def finish(self, more: dict[str, Any]) -> dict[str, Any]:
+        """The run in a few numbers; epoch 1, which fills the cache, apart from the others."""
+        summary: dict[str, Any] = {"epochs": len(self.epochs), **more}
+        for name in ("accuracy", "top-5"):
+            summary[name] = max((line[name] for line in self.epochs if name in line), default=None)
+        for name in ("utilisation", "FPS"):
+            values = [line.get(name) for line in self.epochs]
+            summary[f"{name} of epoch 1"] = values[0] if values else None
+            later = [value for value in values[1:] if value is not None]
+            summary[f"{name} of later epochs"] = round(sum(later) / len(later), 4) if later else None
+        summary["limit"] = self.epochs[-1].get("limit") if self.epochs else None
+        self._write("summary.json", json.dumps(summary, indent=2) + "\n")
+        self.say(json.dumps(summary))
+        return summary
+
+    def _write(self, name: str, text: str) -> None:
+        if self._directory is not None:
+            replace(self._directory / name, lambda file: file.write(text.encode()))
+
+
+class Clock:
+    """The time to the target, from the call of `run`: with the start of ranks, loader and network.
+
+    It is wall time, and part of the checkpoint, so it also counts the time in which a run is down.
+
+    Args:
+        targets: by the name of a metric; all have to be reached.
+    """
+
+    def __init__(self, begun: float, targets: dict[str, float]) -> None:
+        self.begun, self.targets = begun, targets
+        self.reached: float | None = None
+
+    @classmethod
+    def of_run(cls, args: Any, metrics: Iterable[str], begun: float) -> Clock:
+        given = {"accuracy": args.target, "top-5": getattr(args, "target_top5", None)}
+        targets = {name: value for name, value in given.items() if value is not None}
+        if missing := targets.keys() - set(metrics):
+            raise SystemExit(f"there is a target for {', '.join(missing)}, and the task has no such metric")
+        return cls(begun, targets)
+
+    def evaluated(self, metrics: dict[str, float]) -> bool:
+        """Whether all targets are reached."""
+        reached = bool(self.targets) and all(metrics[name] >= goal for name, goal in self.targets.items())
+        if reached and self.reached is None:
+            self.reached = time.time()
+        return reached
+
+    @property
+    def time_to_target(self) -> float | None:
+        """Seconds; None before the target is reached."""
+        return None if self.reached is None else self.reached - self.begun
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"begun": self.begun, "reached": self.reached}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begun, self.reached = state["begun"], state["reached"]
+
+
+# --- checkpoints
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` (tensors, numbers, strings, and lists and dicts of these) to `path`. For rank 0."""
+    replace(path, lambda file: torch.save(state, file))
+
+
+def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace the file at `path` as a whole.
+
+    `write` fills a file beside it, which is forced to disk and then renamed. So `path` is either the new file
+    or the previous one, even after a power failure.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the rename too
+    finally:
+        os.close(directory)
+    for left in path.parent.glob(f"{path.name}.*.tmp"):  # from a run that was killed during a write
+        with suppress(OSError):
+            left.unlink()
+
+
+def load(path: Path, ranks: Ranks) -> dict[str, Any] | None:
+    """The state in `path`, on every rank; None if there is no file. Nothing is unpickled.
+
+    Rank 0 reads the file and sends its bytes to the others: they need no access to its disk, and all ranks
+    have the same version of the file.
+
+    Raises:
+        SystemExit: the file is not a checkpoint.
+    """
+    data = None
+    if ranks.first:
+        with suppress(FileNotFoundError):
+            data = path.read_bytes()
+    data = ranks.broadcast(data)
+    if data is None:
+        return None
+    try:
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SystemExit(f"{path} is not a checkpoint ({error}): move it away to start a new run") from error
+    return state

@@ -22,7 +22,7 @@ def train_rank(config: dict[str, list[str]]) -> None:
     sys.path.insert(0, str(HERE))  # the example must be at this path on every node
     import train
 
-    train.run(train.images, train.resnet, config["arguments"])
+    train.run(train.images, train.resnet, add_options=train.options, arguments=config["arguments"])
 
 
 def main() -> None:

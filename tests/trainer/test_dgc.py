@@ -1,4 +1,4 @@
-"""examples/resnet50/dgc.py against the formulas of its paper (arXiv 1712.01887), and comm.py's counting.
+"""extras/dgc.py against the formulas of its paper (arXiv 1712.01887), and optim.py's counting of bytes.
 
 The reference is Algorithm 4 of the paper in NumPy, in float64, one rank after the other in one process. The
 real thing runs in DistributedDataParallel on two gloo ranks; see dgc_ranks.py.
@@ -19,8 +19,8 @@ import torch
 from tests import dgc_ranks  # puts examples/resnet50 on sys.path
 from tests.dgc_ranks import OPTIONS, SHAPES, STEP_SAMPLES, STEPS, VARIANTS, gradients
 
-import comm  # isort: skip
-import dgc  # isort: skip
+import optim  # isort: skip
+from extras import dgc  # isort: skip
 from options import parse  # isort: skip
 from tests.patience import PATIENCE
 
@@ -272,7 +272,7 @@ def test_bytes_of_dgc(results: dict[str, list[Any]]) -> None:
     small = sum(int(np.prod(shape)) for name, shape in SHAPES.items() if name not in COMPRESSED)
     # A value and its place are 8 bytes; each of the three sparsities holds for two steps. The first is sent
     # dense, which are as many bytes: two ranks send each of them half of 4 bytes a weight, twice.
-    traffic = comm.Traffic(**results["variants"][0]["vanilla"]["state"]["traffic"])
+    traffic = optim.Traffic(**results["variants"][0]["vanilla"]["state"]["traffic"])
     assert traffic.sent == 2 * sum(8 * count for count in kept) + STEPS * small * 4
     report = traffic.take()
     assert report["communication MB per step"] == report["communication MB"] / STEPS
@@ -300,7 +300,7 @@ def test_dense_until_sparse_is_smaller(
 def test_bytes_as_ranks_are_added() -> None:
     sent = []
     for ranks in (2, 8, 500):
-        traffic = comm.Traffic(ranks)
+        traffic = optim.Traffic(ranks)
         traffic.averaged(1_000_000)
         traffic.all_gathered(8 * 1000)
         sent.append(traffic.take()["compression"])

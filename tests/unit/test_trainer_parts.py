@@ -15,16 +15,12 @@ from torch import nn
 
 from tests import resnet50  # it puts examples/resnet50 on sys.path
 
-import batch_norm  # isort: skip
-import checkpoint  # isort: skip
 import model  # isort: skip
 import optim  # isort: skip
-import report  # isort: skip
-import schedule  # isort: skip
-import simulate  # isort: skip
 import step  # isort: skip
 import options  # isort: skip
 import ranks  # isort: skip
+from extras import ceiling, simulate  # isort: skip
 from ranks import Ranks, StopVote, check_identical  # isort: skip
 
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
@@ -137,10 +133,10 @@ def test_ema_averages_and_exchanges_weights() -> None:
 
 def test_warm_up_and_decays() -> None:
     def rates(decay: str) -> list[float]:
-        rate = schedule.LearningRate(peak=8, warmup=4, total=14, decay=decay, power=2)
+        rate = optim.LearningRate(peak=8, warmup=4, total=14, decay=decay, power=2)
         return [rate.at(i) for i in range(15)]
 
-    for decay in schedule.DECAYS:
+    for decay in optim.DECAYS:
         assert rates(decay)[:4] == [2, 4, 6, 8]
         assert all(a >= b for a, b in zip(rates(decay)[4:], rates(decay)[5:], strict=False))
     assert rates("polynomial")[4] == 8
@@ -156,9 +152,9 @@ def test_warm_up_and_decays() -> None:
 def test_global_batch_is_split_evenly(of_all: int, ranks: int, limit: int) -> None:
     if of_all % ranks:
         with pytest.raises(SystemExit, match="evenly"):
-            schedule.Batches.split(of_all, ranks, limit)
+            optim.Batches.split(of_all, ranks, limit)
         return
-    batches = schedule.Batches.split(of_all, ranks, limit)
+    batches = optim.Batches.split(of_all, ranks, limit)
     assert batches.micro <= limit
     assert batches.micro * batches.passes * batches.ranks == of_all
     smaller = [n for n in range(1, batches.passes) if batches.per_rank % n == 0]
@@ -172,17 +168,25 @@ def test_global_batch_is_split_evenly(of_all: int, ranks: int, limit: int) -> No
 def test_passes_less_than_half_full_are_refused(of_all: int, ranks: int, limit: int, refused: str) -> None:
     if refused:
         with pytest.raises(SystemExit, match=refused):
-            schedule.Batches.split(of_all, ranks, limit)
+            optim.Batches.split(of_all, ranks, limit)
     else:
-        assert schedule.Batches.split(of_all, ranks, limit).micro * 2 >= limit
+        assert optim.Batches.split(of_all, ranks, limit).micro * 2 >= limit
 
 
-def test_resolutions() -> None:
-    assert schedule.resolutions("224") == {0: 224}
-    assert schedule.resolutions("0:128,18:224") == {0: 128, 18: 224}
-    for wrong in ("", "1:128", "0:128,x", "0:1,-2:3"):
+def test_values_by_epoch() -> None:
+    assert optim.by_epoch("224") == {0: 224}
+    sizes = optim.by_epoch("0:128,18:224")
+    assert sizes == {0: 128, 18: 224}
+    assert [optim.value_at(sizes, epoch) for epoch in (0, 17, 18, 90)] == [128, 128, 224, 224]
+    for wrong in ("", "0:128,x", "0:1,-2:3", "0:0"):
         with pytest.raises(ValueError):
-            schedule.resolutions(wrong)
+            optim.by_epoch(wrong)
+
+
+def test_resolutions_begin_with_the_first_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", "--resolution", "1:128"], add_options=model.options)
+    assert "resolutions must begin with epoch 0, found '1:128'" in capsys.readouterr().err
 
 
 # --- one update
@@ -239,8 +243,8 @@ def test_measuring_the_ceiling_leaves_the_state_unchanged(options: list[str]) ->
             stepped.add(x, y, 1.0, last=True)
             stepped.update()
             if stepped is measured:
-                ceiling = stepped.measure(x, y, passes=2, updates=2)
-                assert ceiling.rate > 0 and ceiling.alone == ceiling.rate and ceiling.overlap is None
+                measured_rates = ceiling.measure(stepped, x, y, passes=2, updates=2)
+                assert measured_rates.rate > 0 and measured_rates.overlap is None
     assert measured.loss_sum == undisturbed.loss_sum
     for name, value in undisturbed.module.state_dict().items():
         assert torch.equal(value, measured.module.state_dict()[name])
@@ -252,12 +256,12 @@ def test_batch_norm_is_recomputed() -> None:
     batches = [torch.randn(8, 3) * k + k for k in (1, 2, 3)]
     for _ in range(5):
         norm(torch.randn(8, 3) * 100)
-    batch_norm.recompute(norm, batches, norm, ALONE)
+    step.prepare_norms(norm, batches, norm, ALONE)
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
     assert norm.momentum == 0.3
     kept = norm.running_mean.clone()
-    batch_norm.recompute(norm, [], norm, ALONE)
+    step.prepare_norms(norm, [], norm, ALONE)
     assert torch.equal(norm.running_mean, kept)
 
 
@@ -329,8 +333,8 @@ def test_blur_pool_is_a_low_pass_filter() -> None:
 
 def test_checkpoint_is_whole_or_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint.pt"
-    assert checkpoint.load(path, ALONE) is None
-    checkpoint.save(path, {"a": torch.arange(3), "b": [1, "x", None]})
+    assert ranks.load(path, ALONE) is None
+    ranks.save(path, {"a": torch.arange(3), "b": [1, "x", None]})
     (tmp_path / "checkpoint.pt.123.tmp").write_bytes(b"of a run that was killed")
 
     def full(fd: int) -> None:
@@ -338,22 +342,22 @@ def test_checkpoint_is_whole_or_the_previous_one(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr(os, "fsync", full)
-        checkpoint.save(path, {"a": torch.arange(4)})
-    state = checkpoint.load(path, ALONE)
+        ranks.save(path, {"a": torch.arange(4)})
+    state = ranks.load(path, ALONE)
     assert state is not None
     assert state["a"].tolist() == [0, 1, 2] and state["b"] == [1, "x", None]
-    checkpoint.save(path, {"a": 1})
+    ranks.save(path, {"a": 1})
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
 def test_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"harm": Path("/")}, path)  # not of weights_only's kinds
-    with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
-        checkpoint.load(path, ALONE)
+    with pytest.raises(SystemExit, match="is not a checkpoint"):
+        ranks.load(path, ALONE)
     path.write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
-        checkpoint.load(path, ALONE)
+    with pytest.raises(SystemExit, match="is not a checkpoint"):
+        ranks.load(path, ALONE)
 
 
 def test_stop_vote_alone() -> None:
@@ -422,30 +426,35 @@ def test_simulated_device_is_idle_without_data() -> None:
 def test_utilisation_equals_mlperf_storages() -> None:
     # Its example: 5 epochs' steps of 400 samples on an H100 (0.224 s), in a run of 1.02 times that.
     steps = 3202
-    assert report.utilisation(steps * 400, 400 / 0.224, steps * 0.224 * 1.02) == pytest.approx(1 / 1.02)
-    assert report.utilisation(100, 10, 0) == 0
-    assert report.utilisation(100, 10, 9.99) == 1
+    assert ceiling.utilisation(steps * 400, 400 / 0.224, steps * 0.224 * 1.02) == pytest.approx(1 / 1.02)
+    assert ceiling.utilisation(100, 10, 0) == 0
+    assert ceiling.utilisation(100, 10, 9.99) == 1
 
 
 def test_limit_is_the_device_the_loader_or_this_process() -> None:
     stats = {"verdict": "the slowest stage is decode"}
-    assert report.limit(0.991, 0.009, stats) == "the device"
-    assert report.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
+    assert ceiling.limit(0.991, 0.009, stats) == "the device"
+    assert ceiling.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
     process = "this process and its cores: it waited for data in only"
-    assert report.limit(0.6, 0.01, stats).startswith(f"{process} 1.0%")
+    assert ceiling.limit(0.6, 0.01, stats).startswith(f"{process} 1.0%")
     # A loader that says that it waited for the consumer is not the limit.
     consumer = {"verdict": "the consumer is the bottleneck", "limit": "consumer"}
-    assert report.limit(0.97, 0.02, consumer) == f"{process} 2.0% of the time"
+    assert ceiling.limit(0.97, 0.02, consumer) == f"{process} 2.0% of the time"
 
 
 def test_clock_counts_downtime_until_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100.0, 160.0])
-    monkeypatch.setattr(report.time, "time", lambda: next(times))
-    clock = report.Clock(0.75)
-    clock.start()
-    assert not clock.evaluated(0.74) and clock.time_to_accuracy is None
-    resumed = report.Clock(0.75)
-    resumed.load_state_dict(clock.state_dict())
-    resumed.start()  # continues, and does not restart
-    assert resumed.evaluated(0.75) and resumed.time_to_accuracy == 60
-    assert resumed.evaluated(0.8) and resumed.time_to_accuracy == 60
+    times = iter([160.0])
+    monkeypatch.setattr(ranks.time, "time", lambda: next(times))
+    targets = {"accuracy": 0.75, "top-5": 0.93}
+    clock = ranks.Clock(100.0, targets)
+    assert not clock.evaluated({"accuracy": 0.76, "top-5": 0.92}) and clock.time_to_target is None
+    resumed = ranks.Clock(150.0, targets)
+    resumed.load_state_dict(clock.state_dict())  # it continues, and does not restart
+    assert resumed.evaluated({"accuracy": 0.75, "top-5": 0.93}) and resumed.time_to_target == 60
+    assert resumed.evaluated({"accuracy": 0.8, "top-5": 0.95}) and resumed.time_to_target == 60
+
+
+def test_without_a_target_none_is_reached() -> None:
+    assert not ranks.Clock(0.0, {}).evaluated({"accuracy": 1.0})
+    with pytest.raises(SystemExit, match="a target for accuracy, and the task has no such metric"):
+        ranks.Clock.of_run(arguments("--target", "0.5"), ["error"], 0.0)

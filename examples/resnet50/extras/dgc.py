@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
-from comm import Traffic
-from optim import ForeachOptimizer
+from optim import ForeachOptimizer, Traffic, parameter_groups
+from ranks import Ranks
 
 __all__ = ["SPARSITY_STRATEGY", "DeepGradientCompression", "DgcSgd", "largest"]
 
@@ -54,7 +54,7 @@ class _Bucket(NamedTuple):
 
 
 class DeepGradientCompression:
-    """The hook: `register(network, DeepGradientCompression(module, ...))`.
+    """The hook: `optim.register(network, DeepGradientCompression(module, ...))`.
 
     Args:
         module: its gradients are exchanged; float32.
@@ -69,7 +69,7 @@ class DeepGradientCompression:
         dense_below: layers with fewer weights are not compressed.
 
     Attributes:
-        traffic: bytes sent, see comm.Traffic.
+        traffic: bytes sent, see optim.Traffic.
         velocity, residual: u and v by the parameter's name, in its shape. Small layers have a velocity only,
             equal on all ranks.
     """
@@ -87,6 +87,7 @@ class DeepGradientCompression:
         dense_below: int = 1024,
     ) -> None:
         _check(total_samples, sparsity_strategy, momentum, momentum_type, clip_norm)
+        self._module = module
         self.ranks = dist.get_world_size()
         self.traffic = Traffic(self.ranks)
         self.total_samples = total_samples
@@ -108,6 +109,31 @@ class DeepGradientCompression:
         }
         self._samples = self._number = 0
         self._waiting: list[tuple[_Bucket, Future[torch.Tensor]]] = []
+
+    @classmethod
+    def of_run(cls, module: nn.Module, args: Any, ranks: Ranks, samples: int) -> DeepGradientCompression:
+        """That of the options of a run, with epochs of `samples` samples."""
+        if ranks.size == 1 or args.amp == "fp16" or args.optimizer != "sgd":
+            raise SystemExit(
+                "--communication dgc needs several ranks, --optimizer sgd, and --amp off or bf16"
+            )
+        return cls(
+            module,
+            args.dgc_total_samples or samples,
+            sparsity_strategy=args.dgc_sparsity_strategy,
+            momentum_factor_masking=args.dgc_momentum_factor_masking,
+            momentum=args.momentum,
+            momentum_type="nesterov" if args.nesterov else "vanilla",
+            clip_norm=args.clip_norm or None,
+        )
+
+    def make_sgd(self, args: Any) -> DgcSgd:
+        """The optimizer for the results, with a rate of 1."""
+        groups = [
+            {"params": group["params"], "weight_decay": group["weight_decay"]}
+            for group in parameter_groups(self._module, args.weight_decay)
+        ]
+        return DgcSgd(groups, 1.0, self.momentum, nesterov=self.nesterov)
 
     @property
     def sparsity(self) -> float:
