@@ -125,7 +125,7 @@ def _extras(parser: argparse.ArgumentParser) -> None:
     # Named as in MoXing, which counts the epochs of the warm-up in samples, too.
     group.add_argument(
         "--dgc-sparsity-strategy",
-        type=_shares,
+        type=shares,
         default="0.75,0.9375,0.984375,0.996,0.999",
         metavar="S,S,...",
         help="shares of the gradients that are not sent, by epoch; the last one holds from then on",
@@ -151,7 +151,7 @@ def _extras(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensorboard", action="store_true", help="write TensorBoard's files in --out")
 
 
-def _shares(text: str) -> tuple[float, ...]:
+def shares(text: str) -> tuple[float, ...]:
     return tuple(float(share) for share in text.split(","))
 
 

@@ -158,7 +158,7 @@ class Run:
         )
         self.progress = Progress()
         # The last inputs, for the statistics of batch norms.
-        self.recent: deque[Any] = deque(maxlen=self._norm_batches(max(sizes.values())))
+        self.recent: deque[Any] = deque(maxlen=norm_batches(args, max(sizes.values()), ranks.size))
         self.full: Any = None  # (inputs, targets): the last batch of full size of an epoch
         self.loader: Any = None
         self.stopped = False
@@ -330,15 +330,16 @@ class Run:
         peak = getattr(self.args, "base_lr", None)
         return factor if peak is None else factor * peak * self.batch.of_all / 256
 
-    def _norm_batches(self, largest: int) -> int:
-        """Batches for the statistics of batch norms: where running averages lag behind the weights.
 
-        They do so if the evaluated weights are averages, if a few updates change the weights much (large
-        batches), and if a rank has seen a small part of the samples (many ranks).
-        """
-        if self.args.bn_batches is not None:
-            return self.args.bn_batches
-        return 8 if self.args.ema or largest >= 4096 or self.ranks.size > 8 else 0
+def norm_batches(args: argparse.Namespace, largest: int, ranks: int) -> int:
+    """Batches for the statistics of batch norms: some where the running averages lag behind the weights.
+
+    They do so if the evaluated weights are averages, if a few updates change the weights much (`largest`: the
+    global batch), and if a rank has seen a small part of the samples (many ranks).
+    """
+    if args.bn_batches is not None:
+        return args.bn_batches
+    return 8 if args.ema or largest >= 4096 or ranks > 8 else 0
 
 
 # --- the loaders

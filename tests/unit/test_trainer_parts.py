@@ -20,6 +20,7 @@ import optim  # isort: skip
 import step  # isort: skip
 import options  # isort: skip
 import ranks  # isort: skip
+import train  # isort: skip
 from extras import ceiling, simulate  # isort: skip
 from ranks import Ranks, StopVote, check_identical  # isort: skip
 
@@ -263,6 +264,167 @@ def test_batch_norm_is_recomputed() -> None:
     kept = norm.running_mean.clone()
     step.prepare_norms(norm, [], norm, ALONE)
     assert torch.equal(norm.running_mean, kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "largest", "ranks", "batches"),
+    [
+        ([], 4095, 8, 0),
+        ([], 4096, 1, 8),
+        ([], 256, 9, 8),
+        (["--ema", "0.9"], 256, 1, 8),
+        (["--ema", "0.9", "--bn-batches", "0"], 8192, 64, 0),
+        (["--bn-batches", "3"], 256, 1, 3),
+    ],
+)
+def test_batch_norm_is_recomputed_where_running_averages_lag(
+    options: list[str], largest: int, ranks: int, batches: int
+) -> None:
+    assert train.norm_batches(arguments(*options), largest, ranks) == batches
+
+
+class Silent:
+    """A communication that exchanges nothing, and writes down how it is called."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self.buckets: list[Any] = []
+
+    def begin(self, samples: int) -> None:
+        self.positions.append(samples)
+
+    def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self.buckets.append((bucket.buffer().clone(), len(bucket.gradients()), len(bucket.parameters())))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().zero_())
+        return future
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_the_ceiling_has_the_sparsity_of_the_epoch_and_its_own_exchange() -> None:
+    """Every measured update is at the position of the last real one, the bare exchange is the hook's."""
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    stepped = step.Step(tiny(), arguments(), ALONE, 10)
+    stepped.communication = Silent()
+    stepped.begin(7, 12345, 0.1)
+    stepped.add(x, y, 1.0, last=True)
+    stepped.update()
+    rates = ceiling.measure(stepped, x, y, passes=1, updates=2)
+    assert set(stepped.communication.positions) == {12345}
+    assert len(stepped.communication.buckets) == 3
+    for buffer, gradients, weights in stepped.communication.buckets:
+        assert buffer.abs().min() > 0 and (gradients, weights) == (4, 4), "again random in every exchange"
+    assert rates.bare > 0 and rates.exposed == 0 and rates.overlap == 1
+
+
+def test_top5() -> None:
+    outputs = torch.arange(10.0).repeat(3, 1)
+    assert step.top5(outputs, torch.tensor([9, 5, 4])) == 2
+    assert step.top5(outputs[:, :3], torch.tensor([0, 1, 2])) == 3, "fewer classes than five"
+
+
+# --- options
+
+
+@pytest.mark.parametrize("option", ["--resolution=64", "--model=small", "--label-smoothing=0.2"])
+def test_options_of_images_are_refused_without_images(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", option])
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+    options.parse(["nowhere", option], add_options=model.options)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--momentum=0.5", "unrecognized arguments: --momentum=0.5"),
+        ("--base-lr=1", "unrecognized arguments: --base-lr=1"),
+        ("--communication=dgc", "--communication dgc has its own optimizer"),
+    ],
+)
+def test_options_of_the_optimizer_are_refused_with_another_one(
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", option], own_optimizer=True)
+    assert message in capsys.readouterr().err
+
+
+def test_the_schedule_is_a_factor_of_the_rates_of_an_own_optimizer() -> None:
+    def two_rates(module: nn.Module, args: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [{"params": [p], "lr": 0.1 * 2**i} for i, p in enumerate(module.parameters())]
+        )
+
+    stepped = step.Step(tiny(), options.parse(["nowhere"], own_optimizer=True), ALONE, 10, two_rates)
+    for factor in (0.5, 1.0, 0.25):
+        stepped.begin(0, 0, factor)
+        rates = [group["lr"] for group in stepped.optimizer.param_groups]
+        assert rates == pytest.approx([0.1 * factor, 0.2 * factor, 0.4 * factor, 0.8 * factor])
+
+
+# --- pretrained weights
+
+
+def as_torchvision(network: model.ResNet) -> dict[str, torch.Tensor]:
+    """Its weights under the names of torchvision's ResNets."""
+    counts, names, number = [3, 4, 6, 3], {}, 0
+    for layer, count in enumerate(counts, start=1):
+        for block in range(count):
+            for kind, index in (("conv", 0), ("bn", 1)):
+                for k in (1, 2, 3):
+                    names[f"layer{layer}.{block}.{kind}{k}"] = f"stages.{number}.branch.{3 * (k - 1) + index}"
+                names[f"layer{layer}.{block}.downsample.{index}"] = f"stages.{number}.shortcut.{index}"
+            number += 1
+    ours = {ours: theirs for theirs, ours in names.items()}
+    ours |= {"stem.0": "conv1", "stem.1": "bn1", "classifier": "fc"}
+    state = {}
+    for name, value in network.state_dict().items():
+        layer_name, _, last = name.rpartition(".")
+        state[f"{ours[layer_name]}.{last}"] = value
+    return state
+
+
+@pytest.mark.parametrize("kind", ["own", "own with averages", "torchvision"])
+@pytest.mark.parametrize("classes", [7, 10])
+def test_pretrained_weights_are_loaded_but_for_a_head_of_other_classes(kind: str, classes: int) -> None:
+    torch.manual_seed(1)
+    name = "resnet50" if kind == "torchvision" else "small"
+    trained, network = model.MODELS[name](classes=10), model.MODELS[name](classes=classes)
+    saved: dict[str, Any] = {"model": trained.state_dict(), "ema": None}
+    if kind == "own with averages":
+        saved["ema"] = {"average": [weight + 1 for weight in trained.parameters()]}
+    if kind == "torchvision":
+        saved = as_torchvision(trained)
+    new = network.state_dict()
+    said = model.load_pretrained(network, saved, "FILE")
+    shift = 1 if kind == "own with averages" else 0
+    for name, weight in network.named_parameters():
+        head = name.startswith("classifier") and classes == 7
+        wanted = new[name] if head else trained.state_dict()[name] + shift
+        assert torch.equal(weight.detach(), wanted)
+    total = len(new)
+    if classes == 7:
+        width = new["classifier.weight"].shape[1]
+        assert said == (
+            f"loaded {total - 2} of {total} weights of FILE; new: "
+            f"classifier.weight (7, {width}), classifier.bias (7,)"
+        )
+    else:
+        assert said == f"loaded {total} of {total} weights of FILE; new: none"
+
+
+def test_pretrained_weights_of_another_network_are_refused() -> None:
+    saved = {"model": model.MODELS["small"](classes=4, blur=True, variant="d").state_dict(), "ema": None}
+    with pytest.raises(SystemExit, match=r"FILE is of another network: \d+ of \d+ weights do not fit"):
+        model.load_pretrained(model.MODELS["resnet18"](classes=4), saved, "FILE")
 
 
 # --- ranks
