@@ -9,7 +9,8 @@
     pruned int8    both
 
 Every row is evaluated on the images of val/, through the same DataLoader as in training; "alone" is the rate
-of the network on one batch in memory. For CPUs: torchao's int8 convolutions are those of oneDNN.
+of the network on one batch in memory, the median of rounds in which all networks take turns. For CPUs:
+torchao's int8 convolutions are those of oneDNN.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import argparse
 import copy
 import json
 import logging
+import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +40,7 @@ from step import prepare_norms
 __all__ = ["prune", "quantize", "run"]
 
 FLOATS = Normalize(*IMAGENET)
-ALONE_SECONDS = 1.0
+ROUNDS, ROUND_SECONDS = 5, 0.5  # of the rate alone
 MULTIPLE = 8  # the number of kept channels is a multiple: int8 kernels work on at least so many at once
 
 Network = Callable[[torch.Tensor], torch.Tensor]
@@ -161,7 +164,6 @@ def evaluate(network: Network, loader: Any, size: int) -> dict[str, float]:
         return {
             "accuracy": right / seen,
             "images_per_second": seen / seconds,
-            "alone": alone(network, first, size),
         }
 
 
@@ -174,13 +176,18 @@ def padded(network: Network, inputs: torch.Tensor, size: int) -> torch.Tensor:
     return network(filled)[: len(inputs)]
 
 
-def alone(network: Network, inputs: torch.Tensor, size: int) -> float:
-    """Images/s on one batch in memory."""
-    start, count = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - start) < ALONE_SECONDS:
-        padded(network, inputs, size)
-        count += size
-    return count / seconds
+def alone(networks: list[Network], batch: torch.Tensor) -> list[float]:
+    """Images/s of each network on one batch in memory; in turns, so a busy machine slows all equally."""
+    rates: list[list[float]] = [[] for _ in networks]
+    with torch.no_grad():
+        for _ in range(ROUNDS):
+            for network, own in zip(networks, rates, strict=True):
+                start, count = time.perf_counter(), 0
+                while (seconds := time.perf_counter() - start) < ROUND_SECONDS:
+                    network(batch)
+                    count += len(batch)
+                own.append(count / seconds)
+    return [statistics.median(own) for own in rates]
 
 
 def endless(loader: Any, count: int) -> Iterator[Any]:
@@ -211,14 +218,14 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         )
 
     rows: list[dict[str, Any]] = []
+    networks: list[Network] = []
 
     def row(name: str, made: Network, weights: nn.Module, width: int) -> None:
         size = sum(weight.numel() for weight in weights.parameters())
         measured = evaluate(made, evaluation, args.batch_size)
         rows.append({"network": name, **measured, "weights": size, "megabytes": size * width / 1e6})
-        print(line(rows[-1]), flush=True)
+        networks.append(made)
 
-    print(HEADER, flush=True)
     row("fp32", network.eval(), network, 4)
     row("fp32 folded", folded(network), network, 4)
     row("int8", quantize(network, calibration), network, 1)
@@ -228,11 +235,16 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         prepare_norms(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
         row("pruned", folded(smaller), smaller, 4)
         row("pruned int8", quantize(smaller, calibration), smaller, 1)
+    print(HEADER)
+    for made, rate in zip(rows, alone(networks, calibration[0]), strict=True):
+        made["alone"] = rate
+        print(line(made), flush=True)
     document = {
         "command": "infer",
         "checkpoint": str(args.checkpoint),
         "settings": {name: value for name, value in vars(args).items() if name not in ("checkpoint", "json")},
         "cores": torch.get_num_threads(),
+        "load": os.getloadavg(),
         "torch": torch.__version__,
         "loader": evaluation.stats()["verdict"],
         "rows": rows,

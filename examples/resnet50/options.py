@@ -32,6 +32,7 @@ def parse(
         add_options(parser)
     if not own_optimizer:
         _optimizer(parser)
+        _dgc(parser)
     for add in (_schedule, _device, _run, _extras):
         add(parser)
     args = parser.parse_args(arguments)
@@ -120,8 +121,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=0)
 
 
-def _extras(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("with the folder extras/")
+def _dgc(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("--communication dgc, with the folder extras/")
     # Named as in MoXing, which counts the epochs of the warm-up in samples, too.
     group.add_argument(
         "--dgc-sparsity-strategy",
@@ -134,6 +135,10 @@ def _extras(parser: argparse.ArgumentParser) -> None:
         "--dgc-total-samples", type=int, help="that such an epoch has; default: those of the dataset"
     )
     group.add_argument("--dgc-momentum-factor-masking", action=argparse.BooleanOptionalAction, default=True)
+
+
+def _extras(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with the folder extras/")
     group.add_argument(
         "--synthetic", action="store_true", help="one batch that stays on the device: the ceiling"
     )
@@ -173,5 +178,7 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, own_optimi
     asked += ["ceiling_steps"] * (args.ceiling_steps > 0)
     if args.communication == "dgc":
         asked.append("communication dgc")
+    if args.out is None and (args.chart or args.tensorboard):
+        parser.error("--chart and --tensorboard write into --out, which is not given")
     if asked and not _has_extras():
         parser.error(f"--{asked[0].replace('_', '-')} needs the folder extras/ beside train.py")
