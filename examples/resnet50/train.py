@@ -182,7 +182,8 @@ class Run:
             meter = self.train_epoch()
             if not self.stopped:
                 self.finish_epoch(meter, evaluation)
-        self.mark("run_stop", status="success" if now.done or not self.clock.targets else "aborted")
+        if not self.stopped:  # else it is going to be resumed
+            self.mark("run_stop", status="success" if now.done or not self.clock.targets else "aborted")
 
     @property
     def batch(self) -> Batches:
