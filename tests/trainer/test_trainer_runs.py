@@ -360,3 +360,16 @@ def test_six_files_are_a_trainer(tmp_path: Path) -> None:
     done = train("all", "--simulate-gpu-rate", "100")
     assert done.returncode == 2
     assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in done.stderr
+
+
+def test_the_page_to_start_from(tmp_path: Path) -> None:
+    """examples/train.py trains alone, and refuses to be one of several ranks that have not joined."""
+    make_pictures(tmp_path / "train", 64, 0)
+    command = [sys.executable, str(RESNET50.parent / "train.py"), str(tmp_path / "train"), "--epochs", "1"]
+    command += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", str(tmp_path / "run.pt")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
+    environment |= {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert "one of several ranks: start them with torchrun" in done.stderr
