@@ -40,7 +40,7 @@ from step import prepare_norms
 __all__ = ["prune", "quantize", "run"]
 
 FLOATS = Normalize(*IMAGENET)
-ROUNDS, ROUND_SECONDS = 5, 0.5  # of the rate alone
+ROUNDS, ROUND_SECONDS = 9, 0.5  # of the rate alone
 MULTIPLE = 8  # the number of kept channels is a multiple: int8 kernels work on at least so many at once
 
 Network = Callable[[torch.Tensor], torch.Tensor]
