@@ -60,6 +60,8 @@ def main() -> None:
     if status:
         raise SystemExit(status)
     summary = json.loads((args.dir / "run" / "summary.json").read_text())
+    if summary["accuracy"] is None:
+        return  # --no-eval
     if summary["accuracy"] < args.target:
         raise SystemExit(f"accuracy {summary['accuracy']:.1%}: below the target of {args.target:.0%}")
     chart = args.dir / "run" / "chart.png"
