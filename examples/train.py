@@ -29,6 +29,8 @@ def main() -> None:
 
     dataset = ImageFolder(args.url, RandomResizedCrop(args.size, flip=0.5), cache=args.cache)
     sampler = DistributedSampler(dataset, seed=0)  # it finds rank and world size by itself
+    if sampler.num_replicas > 1 and not dist.is_initialized():
+        raise SystemExit("this is one of several ranks: start them with torchrun")
     loader = DataLoader(
         dataset,
         args.batch_size,

@@ -25,15 +25,15 @@ from tests.patience import PATIENCE
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "resnet50")]
 
-from comm import AllReduce, register  # noqa: E402
-from dgc import SPARSITY_STRATEGY, DeepGradientCompression, DgcSgd  # noqa: E402
+from extras.dgc import SPARSITY_STRATEGY, DeepGradientCompression, DgcSgd  # noqa: E402
+from optim import AllReduce, register  # noqa: E402
 
 SHAPES = {"conv": (8, 4, 3, 3), "matrix": (24, 16), "bias": (16,), "tiny": (3, 4)}
 STEPS = 6
 STEP_SAMPLES = 100
 OPTIONS: dict[str, Any] = {
     "total_samples": 2 * STEP_SAMPLES,  # so that STEPS go through three of these
-    "sparsity_strategy": (0.5, 0.75, 0.95),
+    "sparsity_strategy": (0.5, 0.75, 0.95),  # the first has as many bytes as dense, so it is dense
     "dense_below": 100,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -84,8 +84,8 @@ class Uncorrected(DeepGradientCompression):
 class Forgetful(DeepGradientCompression):
     """The mutant that drops what it does not send."""
 
-    def _select(self, name: str, gradient: torch.Tensor) -> Any:
-        chosen = super()._select(name, gradient)
+    def _select(self, name: str, gradient: torch.Tensor, sparsity: float) -> Any:
+        chosen = super()._select(name, gradient, sparsity)
         self.residual[name].zero_()
         return chosen
 

@@ -19,9 +19,10 @@ RESNET50 = Path(__file__).parents[1] / "examples" / "resnet50"
 if str(RESNET50) not in sys.path:
     sys.path.insert(0, str(RESNET50))
 
-import report  # noqa: E402
 import step  # noqa: E402
 import train  # noqa: E402
+from extras import ceiling  # noqa: E402
+from fastload.distributed.launcher import find_rank  # noqa: E402
 from tests.patience import PATIENCE  # noqa: E402
 from tests.ports import free_port  # noqa: E402
 
@@ -66,7 +67,7 @@ class Watched:
     """
 
     def __init__(self, directory: Path, kill: tuple[int, int] | None = None) -> None:
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank, _ = find_rank()
         self.log = directory / f"{time.time_ns()}-{self.rank}.jsonl"
         self.kill_at = kill[1] if kill is not None and kill[0] == self.rank else None
         self.seen = 0
@@ -78,7 +79,9 @@ class Watched:
     def model_fn(self, args: Any, dataset: Any) -> step.Task:
         hidden = [torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1)]
         module = torch.nn.Sequential(*hidden, torch.nn.ReLU(), torch.nn.Linear(16, 4))
-        return step.Task(module, self.loss, lambda outputs, ids: (outputs.argmax(1) == ids % 4).sum())
+        return step.Task(
+            module, self.loss, {"accuracy": lambda outputs, ids: (outputs.argmax(1) == ids % 4).sum()}
+        )
 
     def loss(self, outputs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if not self.measuring:
@@ -90,7 +93,7 @@ class Watched:
         return torch.nn.functional.cross_entropy(outputs, ids % 4)
 
     def run(self, arguments: list[str]) -> Any:
-        measure = step.Step.measure
+        measure = ceiling.measure
 
         def unseen(*args: Any) -> Any:
             self.measuring = True
@@ -99,20 +102,64 @@ class Watched:
             finally:
                 self.measuring = False
 
-        step.Step.measure = unseen  # type: ignore[method-assign]
-        return train.run(self.input_fn, self.model_fn, arguments)
+        ceiling.measure = unseen
+        return train.run(self.input_fn, self.model_fn, arguments=arguments)
+
+
+def variables(launcher: str, rank: int, size: int, port: int) -> dict[str, Any]:
+    """What a launcher tells a rank on the only node."""
+    return {
+        "torchrun": {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        },
+        "srun": {
+            "SLURM_PROCID": rank,
+            "SLURM_NTASKS": size,
+            "SLURM_LOCALID": rank,
+            "SLURM_NODEID": 0,
+            "SLURM_NNODES": 1,
+            "SLURM_STEP_TASKS_PER_NODE": size,
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_JOB_ID": port,
+            "SLURM_STEP_ID": 0,
+        },
+        "mpirun": {
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_SIZE": size,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": size,
+            "PMIX_NAMESPACE": f"prterun-here-{port}@1",
+        },
+        "horovodrun": {
+            "HOROVOD_RANK": rank,
+            "HOROVOD_SIZE": size,
+            "HOROVOD_LOCAL_RANK": rank,
+            "HOROVOD_LOCAL_SIZE": size,
+            "HOROVOD_CROSS_RANK": 0,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+        },
+    }[launcher]
 
 
 def rank_main(
-    rank: int, size: int, port: int, directory: Path, kill: tuple[int, int] | None, arguments: list[str]
+    rank: int,
+    size: int,
+    port: int,
+    directory: Path,
+    kill: tuple[int, int] | None,
+    arguments: list[str],
+    launcher: str = "torchrun",
 ) -> None:
-    """One rank, as torchrun would start it."""
+    """One rank, as its launcher would start it."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # for the loader's workers, as in a rank of torchrun
-    report.Report.draw = lambda *args: None  # a second a run; the demo's test draws
     if size > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(size)}
+        os.environ |= {name: str(value) for name, value in variables(launcher, rank, size, port).items()}
     Watched(directory, kill).run(arguments)
 
 
@@ -120,13 +167,18 @@ class Ranks:
     """`size` processes that train; forked from a server that has torch, so that a start takes no seconds."""
 
     def __init__(
-        self, size: int, directory: Path, arguments: list[str], kill: tuple[int, int] | None = None
+        self,
+        size: int,
+        directory: Path,
+        arguments: list[str],
+        kill: tuple[int, int] | None = None,
+        launcher: str = "torchrun",
     ) -> None:
         context = multiprocessing.get_context("forkserver")
         port = free_port()
         directory.mkdir(parents=True, exist_ok=True)
         self.processes = [
-            context.Process(target=rank_main, args=(rank, size, port, directory, kill, arguments))
+            context.Process(target=rank_main, args=(rank, size, port, directory, kill, arguments, launcher))
             for rank in range(size)
         ]
         for process in self.processes:
@@ -172,5 +224,4 @@ def updates_seen(directory: Path, size: int, passes: int) -> list[list[int]]:
 
 
 if __name__ == "__main__":  # a rank of a real torchrun; one is killed in the first start
-    report.Report.draw = lambda *args: None  # type: ignore[method-assign]
     Watched(Path(sys.argv[1]), once(Path(sys.argv[1]), 1, 5)).run(sys.argv[1:])

@@ -9,7 +9,8 @@
     pruned int8    both
 
 Every row is evaluated on the images of val/, through the same DataLoader as in training; "alone" is the rate
-of the network on one batch in memory. For CPUs: torchao's int8 convolutions are those of oneDNN.
+of the network on one batch in memory, the median of rounds in which all networks take turns. For CPUs:
+torchao's int8 convolutions are those of oneDNN.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import argparse
 import copy
 import json
 import logging
+import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,15 +32,15 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-import batch_norm
 from fastload import CenterCrop, DataLoader, ImageFolder, Normalize, RandomResizedCrop
 from model import IMAGENET, MODELS, BlurPool, ResNet
 from ranks import Ranks
+from step import prepare_norms
 
 __all__ = ["prune", "quantize", "run"]
 
 FLOATS = Normalize(*IMAGENET)
-ALONE_SECONDS = 1.0
+ROUNDS, ROUND_SECONDS = 9, 0.5  # of the rate alone
 MULTIPLE = 8  # the number of kept channels is a multiple: int8 kernels work on at least so many at once
 
 Network = Callable[[torch.Tensor], torch.Tensor]
@@ -161,7 +164,6 @@ def evaluate(network: Network, loader: Any, size: int) -> dict[str, float]:
         return {
             "accuracy": right / seen,
             "images_per_second": seen / seconds,
-            "alone": alone(network, first, size),
         }
 
 
@@ -174,13 +176,18 @@ def padded(network: Network, inputs: torch.Tensor, size: int) -> torch.Tensor:
     return network(filled)[: len(inputs)]
 
 
-def alone(network: Network, inputs: torch.Tensor, size: int) -> float:
-    """Images/s on one batch in memory."""
-    start, count = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - start) < ALONE_SECONDS:
-        padded(network, inputs, size)
-        count += size
-    return count / seconds
+def alone(networks: list[Network], batch: torch.Tensor) -> list[float]:
+    """Images/s of each network on one batch in memory; in turns, so a busy machine slows all equally."""
+    rates: list[list[float]] = [[] for _ in networks]
+    with torch.no_grad():
+        for _ in range(ROUNDS):
+            for network, own in zip(networks, rates, strict=True):
+                start, count = time.perf_counter(), 0
+                while (seconds := time.perf_counter() - start) < ROUND_SECONDS:
+                    network(batch)
+                    count += len(batch)
+                own.append(count / seconds)
+    return [statistics.median(own) for own in rates]
 
 
 def endless(loader: Any, count: int) -> Iterator[Any]:
@@ -201,7 +208,7 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         logging.getLogger(name).setLevel(logging.ERROR)
     evaluation = make_loader(args, "val", CenterCrop(args.size, resize=round(args.size * 256 / 224)), False)
     training = make_loader(args, "train", RandomResizedCrop(args.size, flip=0.5), True)
-    network = load(args, len(training.dataset.classes))
+    network = load(args, list(training.dataset.classes))
     calibration = [
         inputs for inputs, _ in endless(training, args.calibrate) if len(inputs) == args.batch_size
     ]
@@ -211,28 +218,33 @@ def run(arguments: list[str] | None = None) -> dict[str, Any]:
         )
 
     rows: list[dict[str, Any]] = []
+    networks: list[Network] = []
 
     def row(name: str, made: Network, weights: nn.Module, width: int) -> None:
         size = sum(weight.numel() for weight in weights.parameters())
         measured = evaluate(made, evaluation, args.batch_size)
         rows.append({"network": name, **measured, "weights": size, "megabytes": size * width / 1e6})
-        print(line(rows[-1]), flush=True)
+        networks.append(made)
 
-    print(HEADER, flush=True)
     row("fp32", network.eval(), network, 4)
     row("fp32 folded", folded(network), network, 4)
     row("int8", quantize(network, calibration), network, 1)
     if args.prune:
         smaller = prune(network, args.prune, args.prune_by)
         finetune(smaller, training, args.finetune, args.finetune_rate)
-        batch_norm.recompute(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
+        prepare_norms(smaller, calibration, smaller, Ranks(0, 1, 1, torch.device("cpu")))
         row("pruned", folded(smaller), smaller, 4)
         row("pruned int8", quantize(smaller, calibration), smaller, 1)
+    print(HEADER)
+    for made, rate in zip(rows, alone(networks, calibration[0]), strict=True):
+        made["alone"] = rate
+        print(line(made), flush=True)
     document = {
         "command": "infer",
         "checkpoint": str(args.checkpoint),
         "settings": {name: value for name, value in vars(args).items() if name not in ("checkpoint", "json")},
         "cores": torch.get_num_threads(),
+        "load": os.getloadavg(),
         "torch": torch.__version__,
         "loader": evaluation.stats()["verdict"],
         "rows": rows,
@@ -257,10 +269,24 @@ def make_loader(args: argparse.Namespace, part: str, transform: Any, shuffle: bo
     )
 
 
-def load(args: argparse.Namespace, classes: int) -> ResNet:
-    """The network of a checkpoint of train.py, with averaged weights where it has them."""
-    network = MODELS[args.model](classes=classes, variant=args.variant, blur=args.blur)
-    saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+def load(args: argparse.Namespace, classes: list[str]) -> ResNet:
+    """The network of a checkpoint of train.py, with averaged weights where it has them.
+
+    Raises:
+        SystemExit: it is another file, or of a network for other classes.
+    """
+    try:
+        saved = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+        record = saved["record"]
+        made, trained = MODELS[record["model"]], record["classes"]
+    except Exception as error:
+        raise SystemExit(f"{args.checkpoint} is not a checkpoint of train.py's images: {error!r}") from error
+    if trained != classes:
+        raise SystemExit(
+            f"{args.checkpoint} is of a network for {len(trained)} classes ({', '.join(trained[:5])} ...), "
+            f"and {args.url}/train has {len(classes)} ({', '.join(classes[:5])} ...)"
+        )
+    network = made(classes=len(classes), variant=record["variant"], blur=record["blur"])
     network.load_state_dict(saved["model"])
     if saved["ema"] is not None:
         with torch.no_grad():
@@ -289,9 +315,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--size", type=int, default=224, help="pixels")
-    parser.add_argument("--model", default="resnet50", choices=sorted(MODELS), help="as in training")
-    parser.add_argument("--variant", default="b", choices=["b", "d"], help="as in training")
-    parser.add_argument("--blur", action="store_true", help="as in training")
     parser.add_argument("--calibrate", type=int, default=8, help="batches")
     parser.add_argument("--prune", type=float, default=0.0, help="share of the channels; 0: none")
     parser.add_argument("--prune-by", default="l1", choices=["l1", "gamma"])

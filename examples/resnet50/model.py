@@ -1,5 +1,6 @@
-"""ResNets (He et al. 2015), with the variants that train better at low resolution.
+"""The samples and the network of train.py: images of a bucket, and a ResNet (He et al. 2015).
 
+`images`, `resnet` and `options` are the three functions that another task replaces; see your_own.py.
 `resnet50` and `resnet18` are torchvision's "v1.5" networks (the stride is in the 3x3 convolution); `small` is
 a network for images of 32 to 96 pixels on a CPU. Options: `variant="d"` is ResNet-D (He et al. 2018, arXiv
 1812.01187: three 3x3 convolutions as the stem, average pooling in the shortcuts); `blur` puts a fixed
@@ -9,14 +10,109 @@ one resolution are valid at another.
 
 from __future__ import annotations
 
+import argparse
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["IMAGENET", "MODELS", "ResNet", "resnet18", "resnet50", "small"]
+from fastload import ByEpoch, Cache, CenterCrop, ImageFolder, Normalize, RandomResizedCrop
+from optim import by_epoch
+from step import AMP, Task, top1, top5
+
+__all__ = ["IMAGENET", "MODELS", "ResNet", "images", "load_pretrained", "options", "resnet"]
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard deviation of each channel
+
+
+# --- the functions that define the task
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """The options of `images` and `resnet`."""
+    group = parser.add_argument_group("images")
+    group.add_argument("--cache-mode", default="raw", choices=["raw", "shrunk", "decoded"])
+    group.add_argument(
+        "--resolution", type=_sizes, default="224", help="pixels, or EPOCH:PIXELS,...: 0:128,6:224"
+    )
+    group.add_argument("--eval-size", type=int, help="pixels; default: the largest of --resolution")
+    group.add_argument(
+        "--min-area", type=float, default=0.08, help="smallest area of a crop, as a share of the image"
+    )
+    group.add_argument("--label-smoothing", type=float, default=0.1)
+    group.add_argument("--target-top5", type=float, help="0 to 1; the run ends when it is reached")
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default="resnet50", choices=sorted(MODELS))
+    group.add_argument("--variant", default="b", choices=["b", "d"], help="d: ResNet-D")
+    group.add_argument("--blur", action="store_true", help="BlurPool before every subsampling")
+    group.add_argument("--bn-momentum", type=float, default=0.1)
+
+
+def _sizes(text: str) -> dict[int, int]:
+    sizes = by_epoch(text)
+    if 0 not in sizes:
+        raise argparse.ArgumentTypeError(f"resolutions must begin with epoch 0, found {text!r}")
+    return sizes
+
+
+def images(args: argparse.Namespace, mode: str) -> ImageFolder:
+    """The samples of mode "train" or "eval"."""
+    cache = Cache(args.cache, args.cache_mode) if args.cache else None
+    if mode == "eval":
+        size = args.eval_size or max(args.resolution.values())
+        crop = CenterCrop(size, resize=round(size * 256 / 224), channels_last=args.channels_last)
+        return ImageFolder(f"{args.url}/val", crop, cache=cache)
+    settings = {"scale": (args.min_area, 1), "flip": 0.5, "channels_last": args.channels_last}
+    crops = {epoch: RandomResizedCrop(size, **settings) for epoch, size in args.resolution.items()}
+    return ImageFolder(f"{args.url}/train", ByEpoch(crops), cache=cache)
+
+
+def resnet(args: argparse.Namespace, dataset: ImageFolder) -> Task:
+    """The network for the samples, and its loss."""
+    variant = {"variant": args.variant, "blur": args.blur}
+    floats = Normalize(*IMAGENET, dtype=AMP[args.amp] or torch.float32, channels_last=args.channels_last)
+    return Task(
+        MODELS[args.model](classes=len(dataset.classes), bn_momentum=args.bn_momentum, **variant),
+        loss=partial(nn.functional.cross_entropy, label_smoothing=args.label_smoothing),
+        metrics={"accuracy": top1, "top-5": top5},
+        batch_transform=lambda batch: (floats(batch[0]), batch[1]),
+        record={"model": args.model, "classes": list(dataset.classes), **variant},
+    )
+
+
+def load_pretrained(module: nn.Module, saved: dict[str, Any], path: Any) -> str:
+    """Load the weights of a checkpoint of train.py or of torchvision; returns what was loaded, and what not.
+
+    The last layer stays new where it has another shape: other classes.
+
+    Args:
+        saved: the contents of the file at `path`.
+
+    Raises:
+        SystemExit: another layer does not fit.
+    """
+    own = module.state_dict()
+    state = dict(saved.get("model", saved))
+    if saved.get("ema"):
+        names = [name for name, _ in module.named_parameters()]
+        state |= zip(names, saved["ema"]["average"], strict=True)
+    if isinstance(module, ResNet) and "fc.weight" in state and len(state) == len(own):
+        state = dict(zip(own, state.values(), strict=True))  # torchvision's layers have the same order
+    fitting = {name: value for name, value in state.items() if name in own and value.shape == own[name].shape}
+    head = list(own)[-1].rpartition(".")[0]
+    wrong = {name for name in own.keys() | state.keys() if name not in fitting and not name.startswith(head)}
+    if wrong:
+        raise SystemExit(
+            f"{path} is of another network: {len(wrong)} of {len(own)} weights do not fit, such as "
+            f"{min(wrong)}: give the --model, --variant and --blur of its run"
+        )
+    module.load_state_dict(fitting, strict=False)
+    new = [f"{name} {tuple(value.shape)}" for name, value in own.items() if name not in fitting]
+    return f"loaded {len(fitting)} of {len(own)} weights of {path}; new: {', '.join(new) or 'none'}"
+
+
+# --- the network
 
 
 class ResNet(nn.Module):

@@ -1,13 +1,20 @@
-"""One update of the weights: forward, backward, average of the gradients over the ranks, optimizer."""
+"""One update of the weights: forward, backward, average of the gradients over the ranks, optimizer; its time.
+
+The gradients are averaged as `--communication` tells:
+
+    fp32    all-reduce, the default of DistributedDataParallel
+    fp16    all-reduce of half the bytes; gradients below 6e-8 become 0
+    bf16    all-reduce of half the bytes; eight bits of precision
+    dgc     Deep Gradient Compression: a thousandth of the values, with their indices; see extras/dgc.py
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,12 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from comm import AllReduce, register
-from dgc import DeepGradientCompression, DgcSgd
-from optim import Ema, make_optimizer, parameter_groups
+from optim import AllReduce, Ema, make_optimizer, register
 from ranks import Ranks, check_identical
 
-__all__ = ["AMP", "COMMUNICATION", "Ceiling", "Step", "Task"]
+__all__ = ["AMP", "COMMUNICATION", "Meter", "Step", "Task", "prepare_norms", "top1", "top5"]
 
 COMMUNICATION = ["fp32", "fp16", "bf16", "dgc"]
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,6 +36,11 @@ def top1(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) == targets).sum()
 
 
+def top5(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The number of samples whose target is among the five highest outputs."""
+    return (outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]).sum()
+
+
 @dataclass
 class Task:
     """The network and its loss: the result of `model_fn`.
@@ -38,36 +48,17 @@ class Task:
     Attributes:
         module: inputs -> outputs.
         loss: (outputs, targets) -> the mean over the batch.
-        correct: (outputs, targets) -> the number of correct samples.
+        metrics: what evaluation reports, by name: (outputs, targets) -> the sum over the samples of a batch.
+            --target is the goal of "accuracy".
         batch_transform: for the DataLoader; runs on the device, after the copy.
+        record: what the checkpoint has to tell about the network (strings, numbers, and lists of them).
     """
 
     module: nn.Module
     loss: Callable[[Any, Any], torch.Tensor] = nn.functional.cross_entropy
-    correct: Callable[[Any, Any], torch.Tensor] = top1
+    metrics: dict[str, Callable[[Any, Any], torch.Tensor]] = field(default_factory=lambda: {"accuracy": top1})
     batch_transform: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """The rates of this rank without a loader, on one batch that stays on the device.
-
-    Attributes:
-        rate: samples/s of one rank, with all ranks in step.
-        alone: samples/s of one rank without communication.
-        exposed: seconds per update that the all-reduce adds.
-        bare: seconds of an all-reduce of the same bytes alone.
-    """
-
-    rate: float
-    alone: float
-    exposed: float = 0.0
-    bare: float = 0.0
-
-    @property
-    def overlap(self) -> float | None:
-        """The share of the communication that overlaps with the backward pass."""
-        return max(0.0, 1 - self.exposed / self.bare) if self.bare else None
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 class Step:
@@ -75,19 +66,29 @@ class Step:
 
     Args:
         task: made with the same seed on every rank.
-        args: see train.py.
+        args: see options.py.
         ranks: this rank and the others.
         samples: of an epoch.
+        optimizer: of the module's parameters; default: that of the options. The run's schedule is a factor of
+            the rates that its groups have here.
     """
 
-    def __init__(self, task: Task, args: Any, ranks: Ranks, samples: int) -> None:
+    def __init__(
+        self,
+        task: Task,
+        args: Any,
+        ranks: Ranks,
+        samples: int,
+        optimizer: Callable[..., Any] = make_optimizer,
+    ) -> None:
         self.task, self.ranks = task, ranks
         self.checksum = check_identical(task.module, ranks)
         self._layout = torch.channels_last if args.channels_last else torch.contiguous_format
         self.module = task.module.to(ranks.device, memory_format=self._layout)
         self.communication = _communication(self.module, args, ranks, samples)
-        compressed = isinstance(self.communication, DeepGradientCompression)
-        self.optimizer = _dgc_sgd(self.module, args) if compressed else make_optimizer(self.module, args)
+        compressed = args.communication == "dgc"  # it has taken over momentum and clipping
+        self.optimizer = self.communication.make_sgd(args) if compressed else optimizer(self.module, args)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self.ema = Ema(self.module, args.ema) if args.ema else None
         self._type = ranks.device.type
         self._amp = AMP[args.amp]
@@ -104,12 +105,16 @@ class Step:
         self._network = network
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
 
-    def begin(self, number: int, samples: int, rate: float) -> None:
-        """Before the first pass of update `number`, after `samples` samples of all ranks, at this rate."""
+    def begin(self, number: int, samples: int, factor: float) -> None:
+        """Before the first pass of update `number`, after `samples` samples of all ranks.
+
+        `factor`: of the optimizer's learning rates.
+        """
+        self.begun = number, samples
         # So random layers draw the same numbers after a resume.
         torch.manual_seed(self._seed * 1_000_003 + number * self.ranks.size + self.ranks.rank)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
         if self.communication is not None:
             self.communication.begin(samples)
 
@@ -143,9 +148,37 @@ class Step:
         with torch.no_grad(), self._precision():
             return self.module(self._placed(inputs))
 
-    def averaged(self) -> Any:
-        """A block in which the module has its averaged weights, if an average is kept."""
-        return self.ema.in_place() if self.ema is not None else contextlib.nullcontext()
+    def evaluate(self, loader: Any, recent: list[Any]) -> dict[str, float]:
+        """The task's metrics over a loader of this rank's part; of the averaged weights, if there are any.
+
+        Args:
+            recent: inputs of batches for the statistics of batch norms; see `prepare_norms`.
+        """
+        sums = {
+            name: torch.zeros((), dtype=torch.float64, device=self.ranks.device) for name in self.task.metrics
+        }
+        seen = 0
+        with self.averaged(recent):
+            self.module.eval()
+            for inputs, targets in loader:
+                outputs = self.predict(inputs)
+                for name, metric in self.task.metrics.items():
+                    sums[name] += metric(outputs, targets)
+                seen += len(targets)
+            self.module.train()
+        *totals, seen_by_all = self.ranks.sums(*map(float, sums.values()), seen)
+        return {name: total / seen_by_all for name, total in zip(sums, totals, strict=True)}
+
+    @contextlib.contextmanager
+    def averaged(self, recent: list[Any]) -> Iterator[None]:
+        """A block in which the module has its averaged weights, if any, and their statistics."""
+        with self.ema.in_place() if self.ema is not None else contextlib.nullcontext():
+            self.prepare_norms(recent)
+            yield
+
+    def prepare_norms(self, recent: list[Any]) -> None:
+        """See the function."""
+        prepare_norms(self.module, recent, self.predict, self.ranks)
 
     def synchronize(self) -> float:
         """Wait until the device has finished its work; returns the time, in perf_counter's seconds."""
@@ -168,6 +201,11 @@ class Step:
         if self.ema is not None and state["ema"] is not None:
             self.ema.load_state_dict(state["ema"])
 
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last update."""
+        return self.optimizer.param_groups[0]["lr"]
+
     def traffic(self) -> dict[str, float]:
         """The bytes of the gradients since the last call."""
         return self.communication.traffic.take() if self.communication is not None else {}
@@ -181,42 +219,6 @@ class Step:
     def load_communication(self, states: list[Any]) -> None:
         if self.communication is not None:
             self.communication.load_gathered(states)
-
-    def measure(self, inputs: Any, targets: Any, passes: int, updates: int) -> Ceiling:
-        """The ceiling of this rank with this batch. It leaves the state unchanged."""
-        talk = self.communication
-        kept = copy.deepcopy((self.state_dict(), talk.state_dict() if talk is not None else None))
-        loss_sum = self.loss_sum.clone()
-        samples = len(targets) * passes
-
-        def seconds(talking: bool) -> float:
-            for number in range(-2, updates):
-                if number == 0:
-                    start = self.synchronize()
-                self.begin(0, 0, 0.0)
-                for index in range(passes):
-                    self.add(inputs, targets, 1 / passes, last=talking and index == passes - 1)
-                self.update()
-            return self.ranks.maxima((self.synchronize() - start) / updates)[0]
-
-        together = seconds(True)
-        alone = seconds(False) if self.ranks.size > 1 else together
-        bare = self._bare_all_reduce(updates) if self.ranks.size > 1 else 0.0
-        self.load_state_dict(kept[0])
-        if talk is not None:
-            talk.load_state_dict(kept[1])
-        self.loss_sum.copy_(loss_sum)
-        return Ceiling(samples / together, samples / alone, max(0.0, together - alone), bare)
-
-    def _bare_all_reduce(self, updates: int) -> float:
-        buffer = torch.zeros(
-            sum(weight.numel() for weight in self.module.parameters()), device=self.ranks.device
-        )
-        for number in range(-1, updates):
-            if number == 0:
-                start = self.synchronize()
-            dist.all_reduce(buffer)
-        return self.ranks.maxima((self.synchronize() - start) / updates)[0]
 
     def _placed(self, inputs: Any) -> Any:
         if torch.is_tensor(inputs) and inputs.ndim == 4:
@@ -232,32 +234,55 @@ class Step:
         return contextlib.nullcontext()
 
 
+@torch.no_grad()
+def prepare_norms(module: nn.Module, recent: list[Any], predict: Callable[[Any], Any], ranks: Ranks) -> None:
+    """Make the running statistics of batch norms those of all ranks. All ranks call it.
+
+    Each rank has seen different samples, and its running averages lag behind the weights. The statistics
+    of the batches `recent` are averaged with equal weight, then over the ranks; without batches, the
+    running averages over the ranks only.
+
+    Args:
+        predict: runs `module` on the inputs of a batch.
+    """
+    norms: list[Any] = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [norm for norm in norms if norm.track_running_stats]
+    if recent:
+        with _plain_averages(norms):
+            module.train()
+            for inputs in recent:
+                predict(inputs)
+    statistics = [value for norm in norms for value in (norm.running_mean, norm.running_var)]
+    if ranks.size > 1 and statistics:
+        together = torch.cat(statistics)
+        dist.all_reduce(together)
+        together /= ranks.size
+        for own, of_all in zip(statistics, together.split([len(s) for s in statistics]), strict=True):
+            own.copy_(of_all)
+
+
+@contextlib.contextmanager
+def _plain_averages(norms: list[Any]) -> Iterator[None]:
+    """A block in which running statistics start again, as plain averages."""
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
 def _communication(module: nn.Module, args: Any, ranks: Ranks, samples: int) -> Any:
     """The exchange of gradients between ranks; None for a single rank."""
     if args.communication == "dgc":
-        if ranks.size == 1 or args.amp == "fp16" or args.optimizer != "sgd":
-            raise SystemExit(
-                "--communication dgc needs several ranks, --optimizer sgd, and --amp off or bf16"
-            )
-        return DeepGradientCompression(
-            module,
-            args.dgc_total_samples or samples,
-            sparsity_strategy=args.dgc_sparsity_strategy,
-            momentum_factor_masking=args.dgc_momentum_factor_masking,
-            momentum=args.momentum,
-            momentum_type="nesterov" if args.nesterov else "vanilla",
-            clip_norm=args.clip_norm or None,
-        )
+        from extras.dgc import DeepGradientCompression
+
+        return DeepGradientCompression.of_run(module, args, ranks, samples)
     dtype = None if args.communication == "fp32" else AMP[args.communication]
     return AllReduce(dtype) if ranks.size > 1 else None
-
-
-def _dgc_sgd(module: nn.Module, args: Any) -> DgcSgd:
-    groups = [
-        {"params": group["params"], "weight_decay": group["weight_decay"]}
-        for group in parameter_groups(module, args.weight_decay)
-    ]
-    return DgcSgd(groups, 0.0, args.momentum, nesterov=args.nesterov)
 
 
 def _distributed(network: nn.Module, args: Any, ranks: Ranks) -> DistributedDataParallel:
@@ -276,3 +301,81 @@ def _distributed(network: nn.Module, args: Any, ranks: Ranks) -> DistributedData
         gradient_as_bucket_view=True,
         **options,
     )
+
+
+class Meter:
+    """Times one epoch of one rank.
+
+    Args:
+        synchronize: waits for the device, and returns the time at which it was done.
+
+    Attributes:
+        waited: seconds without a batch, of all steps but the first, which is in `first_wait`.
+    """
+
+    def __init__(self, synchronize: Any) -> None:
+        self._synchronize = synchronize
+        self.steps = self.samples = 0
+        self.waited = self.first_wait = self._outside = 0.0
+        self._begun = time.perf_counter()
+        self._first_end = self._last_end = self._begun
+        self._first_samples = 0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block that fetches a batch."""
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        if self.steps:
+            self.waited += seconds
+        else:
+            self.first_wait += seconds
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """A block that is not training, such as a checkpoint."""
+        self._synchronize()
+        start = time.perf_counter()
+        yield
+        self._outside += time.perf_counter() - start
+
+    def step(self, samples: int) -> None:
+        """An update of `samples` samples was handed to the device."""
+        self.steps += 1
+        self.samples += samples
+        if self.steps == 1:
+            self._first_end, self._first_samples = self._synchronize(), samples
+
+    def end(self) -> None:
+        self._last_end = self._synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training, from the first request for data."""
+        return self._last_end - self._begun - self._outside
+
+    @property
+    def after_first(self) -> tuple[int, float]:
+        """(samples, seconds) without the first step."""
+        return self.samples - self._first_samples, self._last_end - self._first_end - self._outside
+
+    def columns(self, ranks: Ranks, batch: int) -> dict[str, Any]:
+        """The epoch of all ranks, with `batch` samples in an update, for a line of the report."""
+        samples, seconds = self.after_first
+        total, waited, steady = ranks.sums(
+            self.samples, self.waited, samples / seconds if seconds > 0 else 0.0
+        )
+        longest, first_wait = ranks.maxima(self.seconds, self.first_wait)
+        rate = total / longest
+        return {
+            "node": ranks.nodes,
+            "GPUs": ranks.size,
+            "batch/s": round(rate / batch, 3),
+            "FPS": round(rate, 1),
+            "FPS per GPU": round(rate / ranks.size, 1),
+            "FPS after the first step": round(steady, 1),
+            "data wait per step": round(waited / (max(1, self.steps - 1) * ranks.size), 6),
+            "first batch": round(first_wait, 3),
+            "seconds": round(longest, 3),
+        }

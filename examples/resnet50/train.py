@@ -10,129 +10,106 @@
 The URL holds the folders train/ and val/, each with one folder of images per class. A run that stopped for
 any reason continues with the next sample when it starts again with the same --out, on any number of ranks.
 
-This file is the run, from top to bottom; each other file is one part of it (see README.md). your_own.py
-trains another network on other data.
+This file is the run, from top to bottom; step.py is one update, optim.py the optimizer and the schedules,
+ranks.py the other ranks, model.py the images and the network. What is in extras/ is imported only if an
+option asks for it. your_own.py trains another network on other data.
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
-import batch_norm
-import checkpoint
-from fastload import (
-    ByEpoch,
-    Cache,
-    CenterCrop,
-    DataLoader,
-    DistributedSampler,
-    ImageFolder,
-    Normalize,
-    RandomResizedCrop,
-)
-from model import IMAGENET, MODELS
+import ranks as distributed
+from fastload import DataLoader, DistributedSampler
+from model import images, load_pretrained, options, resnet
+from optim import Batches, LearningRate, make_optimizer, value_at
 from options import parse
-from ranks import Ranks, StopVote
-from report import Clock, Meter, Report
-from schedule import Batches, LearningRate, resolutions
-from simulate import SimulatedStep, SyntheticLoader
-from step import AMP, Step, Task
+from ranks import Clock, Ranks, Report, StopVote
+from step import Meter, Step, Task
 
 __all__ = ["Task", "run"]
-
-# --- the two functions that define the data and the network
-
-
-def images(args: argparse.Namespace, mode: str) -> ImageFolder:
-    """The samples of mode "train" or "eval"."""
-    sizes = resolutions(args.resolution)
-    if mode == "eval":
-        size = args.eval_size or max(sizes.values())
-        crop = CenterCrop(size, resize=round(size * 256 / 224), channels_last=args.channels_last)
-        return ImageFolder(f"{args.url}/val", crop, cache=cache(args))
-    options = {"scale": (args.min_area, 1), "flip": 0.5, "channels_last": args.channels_last}
-    crops = {epoch: RandomResizedCrop(size, **options) for epoch, size in sizes.items()}
-    return ImageFolder(f"{args.url}/train", ByEpoch(crops), cache=cache(args))
-
-
-def cache(args: argparse.Namespace) -> Cache | None:
-    return Cache(args.cache, args.cache_mode) if args.cache else None
-
-
-def resnet(args: argparse.Namespace, dataset: ImageFolder) -> Task:
-    """The network for the samples, and its loss."""
-    variant = {"variant": args.variant, "blur": args.blur, "bn_momentum": args.bn_momentum}
-    floats = Normalize(*IMAGENET, dtype=AMP[args.amp] or torch.float32, channels_last=args.channels_last)
-    return Task(
-        MODELS[args.model](classes=len(dataset.classes), **variant),
-        loss=partial(nn.functional.cross_entropy, label_smoothing=args.label_smoothing),
-        batch_transform=lambda batch: (floats(batch[0]), batch[1]),
-    )
-
-
-# --- the run
 
 
 def run(
     input_fn: Callable[[argparse.Namespace, str], Any],
     model_fn: Callable[[argparse.Namespace, Any], Task],
+    optimizer_fn: Callable[[Any, argparse.Namespace], torch.optim.Optimizer] | None = None,
+    *,
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None,
     arguments: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Train the network of `model_fn` on the samples of `input_fn`; returns the summary of `Report.finish`.
+    """Train the network of `model_fn` on the samples of `input_fn`; returns the summary of the run.
 
     Args:
         input_fn: (args, "train" or "eval") -> a map-style dataset of (input, target).
         model_fn: (args, training dataset) -> a Task; torch's generator has the same seed on all ranks.
+        optimizer_fn: (module, args) -> an optimizer. The schedule (warm-up, decay) is a factor of its rates;
+            the options of the built-in optimizers are then refused.
+        add_options: adds the task's own options to the command line.
         arguments: the command line; default: sys.argv.
     """
-    args = parse(arguments, __doc__)
+    begun = time.time()
+    args = parse(arguments, __doc__, add_options, optimizer_fn is not None)
     ranks = Ranks.join(args.device)
     stop = StopVote(ranks)
-    if args.out is not None and ranks.first:
-        args.out.mkdir(parents=True, exist_ok=True)
-    saved = checkpoint.load(args.out / "checkpoint.pt", ranks) if args.out is not None else None
+    report = Report(args.out, ranks)
+    saved = distributed.load(args.out / "checkpoint.pt", ranks) if args.out is not None else None
 
     torch.manual_seed(args.seed)
     dataset = input_fn(args, "train")
     task = model_fn(args, dataset)
+    clock = Clock.of_run(args, task.metrics, begun)
+    if args.init_from is not None and saved is None:
+        pretrained = distributed.load(args.init_from, ranks)
+        if pretrained is None:
+            raise SystemExit(f"--init-from: there is no file {args.init_from}")
+        report.say(load_pretrained(task.module, pretrained, args.init_from))
     if args.simulate_gpu_rate:
+        from extras.simulate import SimulatedStep
+
         step: Any = SimulatedStep(args.simulate_gpu_rate)
     else:
-        step = Step(task, args, ranks, len(dataset))
+        step = Step(task, args, ranks, len(dataset), optimizer_fn or make_optimizer)
 
-    known = saved["global_batch"] if saved else args.batch_size * ranks.size
-    batches = Batches.split(args.global_batch or known, ranks.size, args.batch_size)
-    loader = make_loader(dataset, batches.micro, args, ranks, task)
-    run = Run(args, ranks, batches, step, loader, stop)
-    if saved is not None:
-        run.load_state_dict(saved)
-    now = run.progress
-    run.report.say(
-        f"{ranks.size} ranks on {ranks.nodes} nodes, {len(dataset):,} samples, batch {batches.of_all:,} = "
-        f"{ranks.size} x {batches.passes} x {batches.micro}, initial weights {step.checksum}"
-        + (f"; resumed in epoch {now.epoch + 1} after {now.consumed:,} samples" if saved else "")
-    )
-    evaluation = (
-        None if args.simulate_gpu_rate or args.no_eval else make_evaluation(input_fn, task, args, ranks)
-    )
-    run.clock.start()
-    while run.progress.epoch < args.epochs and not (run.progress.done or run.stopped):
-        meter = run.train_epoch()
-        if not run.stopped:
-            run.finish_epoch(meter, evaluation)
-    summary = run.report.finish(run.clock)
+    run = Run(args, ranks, task, dataset, step, stop, report, clock, saved)
+    evaluation = None
+    if not (args.simulate_gpu_rate or args.no_eval):
+        evaluation = make_evaluation(input_fn(args, "eval"), task, args, ranks)
+    add_extras(run, evaluation)
+    run.train(evaluation)
+    summary = report.finish({"targets": clock.targets, "time to target": clock.time_to_target})
+    if args.chart and ranks.first:
+        from extras.chart import draw
+
+        report.say(draw(report.epochs, args.out / "chart.png"))
     stop.close()
     ranks.leave()
     return summary
+
+
+def add_extras(run: Run, evaluation: Any) -> None:
+    """What the options ask for beside training."""
+    args = run.args
+    if args.ceiling_steps:
+        from extras.ceiling import Ceilings
+
+        run.observers.append(Ceilings(args.ceiling_steps))
+    if args.tensorboard and run.ranks.first:
+        from extras.chart import Board
+
+        run.report.listeners.append(Board(args.out))
+    if args.mllog and run.ranks.first:
+        from extras.mllog import MlLog
+
+        run.mark = MlLog(args.mllog, run, 0 if evaluation is None else len(evaluation.dataset))
 
 
 @dataclass
@@ -144,7 +121,7 @@ class Progress:
         number: updates of the weights.
         consumed: samples of the current epoch, of all ranks.
         trained: the same with the padding that gives all ranks equally many.
-        done: the target accuracy is reached.
+        done: the target is reached.
     """
 
     epoch: int = 0
@@ -154,53 +131,76 @@ class Progress:
     done: bool = False
 
 
-class RecentBatches:
-    """The last batches of an epoch: for the statistics of batch norms, and to measure the ceiling."""
-
-    def __init__(self, count: int) -> None:
-        self.inputs: deque[Any] = deque(maxlen=count)
-        self.full: Any = None  # (inputs, targets): the last batch of full size
-
-    def keep(self, inputs: Any, targets: Any) -> None:
-        if self.inputs.maxlen:
-            self.inputs.append(inputs)
-        if self.full is None or len(targets) >= len(self.full[1]):
-            self.full = (inputs, targets)
-
-
 class Run:
     """The parts of a run, and its progress."""
 
     def __init__(
-        self, args: argparse.Namespace, ranks: Ranks, batches: Batches, step: Any, loader: Any, stop: StopVote
+        self,
+        args: argparse.Namespace,
+        ranks: Ranks,
+        task: Task,
+        dataset: Any,
+        step: Any,
+        stop: StopVote,
+        report: Report,
+        clock: Clock,
+        saved: dict[str, Any] | None,
     ) -> None:
-        self.args, self.ranks, self.batches, self.step, self.loader = args, ranks, batches, step, loader
-        self.stop = stop
-        self.samples = len(loader.sampler.dataset)  # of an epoch
-        updates = -(-self.samples // batches.of_all)
-        self.rate = LearningRate(
-            args.base_lr * batches.of_all / 256,
-            round(args.warmup * updates),
-            args.epochs * updates,
-            args.decay,
-            args.power,
+        self.args, self.ranks, self.task, self.dataset, self.step = args, ranks, task, dataset, step
+        self.stop, self.report, self.clock = stop, report, clock
+        self.samples = len(dataset)  # of an epoch
+        known = saved["global_batch"] if saved else args.batch_size * ranks.size
+        sizes = {0: args.global_batch or known, **args.batch_by_epoch}
+        self.batches = {e: Batches.split(size, ranks.size, args.batch_size) for e, size in sizes.items()}
+        updates = self._updates(0)
+        self.schedule = LearningRate(
+            1.0, round(args.warmup * updates), args.epochs * updates, args.decay, args.power
         )
-        self.report = Report(args.out, ranks, args.tensorboard)
-        self.clock = Clock(args.target)
         self.progress = Progress()
-        self.recent = RecentBatches(args.bn_batches)
+        # The last inputs, for the statistics of batch norms.
+        self.recent: deque[Any] = deque(maxlen=norm_batches(args, max(sizes.values()), ranks.size))
+        self.full: Any = None  # (inputs, targets): the last batch of full size of an epoch
+        self.loader: Any = None
         self.stopped = False
-        self._ceilings: dict[tuple[int, ...], Any] = {}  # by the shape of a batch
+        self.observers: list[Callable[[Run, Meter], dict[str, Any]]] = []  # each adds to an epoch's line
+        self.mark: Callable[..., None] = lambda key, value=None, **metadata: None  # of MLPerf's log
+        self._loader_state: Any = None
+        if saved is not None:
+            self._load_state_dict(saved)
+
+    def train(self, evaluation: Any) -> None:
+        """Train to the end, to the target, or until all ranks have agreed to stop."""
+        now, batches = self.progress, self.batch
+        self.report.say(
+            f"{self.ranks.size} ranks on {self.ranks.nodes} nodes, {self.samples:,} samples, batch "
+            f"{batches.of_all:,} = {self.ranks.size} x {batches.passes} x {batches.micro}, initial weights "
+            f"{self.step.checksum}"
+            + (f"; resumed in epoch {now.epoch + 1} after {now.consumed:,} samples" if now.number else "")
+        )
+        self.mark("run_start")
+        while now.epoch < self.args.epochs and not (now.done or self.stopped):
+            meter = self.train_epoch()
+            if not self.stopped:
+                self.finish_epoch(meter, evaluation)
+        if not self.stopped:  # else it is going to be resumed
+            self.mark("run_stop", status="success" if now.done or not self.clock.targets else "aborted")
+
+    @property
+    def batch(self) -> Batches:
+        """The division of the current epoch's global batch."""
+        return value_at(self.batches, self.progress.epoch)
 
     def train_epoch(self) -> Meter:
         """Train on the rest of the epoch, or until all ranks have agreed to stop."""
+        self.mark("epoch_start", epoch_num=self.progress.epoch + 1)
         meter = Meter(self.step.synchronize)
-        self.recent.full = None
+        self.full = None
+        self._prepare_loader()
         iterator = iter(self.loader)
         # Samples of this rank; the sampler pads, so all ranks have equally many.
         left = -(-(self.samples - self.progress.consumed) // self.ranks.size)
         while left > 0:
-            left -= self._train_update(iterator, min(self.batches.per_rank, left), meter)
+            left -= self._train_update(iterator, min(self.batch.per_rank, left), meter)
             self.stopped = self.stop.agreed() and left > 0
             if self.stopped or (left > 0 and self.progress.number % self.args.checkpoint_steps == 0):
                 with meter.outside():
@@ -212,19 +212,20 @@ class Run:
         meter.end()
         for _ in iterator:  # the loader's epoch ends with this call
             raise RuntimeError("the loader has more samples than the sampler promised")
+        self.mark("epoch_stop", epoch_num=self.progress.epoch + 1)
         return meter
 
     def _train_update(self, iterator: Iterator[Any], planned: int, meter: Meter) -> int:
         """One update of the weights by `planned` samples of this rank; the number of samples it took."""
         now = self.progress
-        self.step.begin(now.number, now.number * self.batches.of_all, self.rate.at(now.number))
+        self.step.begin(now.number, now.epoch * self.samples + now.consumed, self._rate())
         taken = 0
         while taken < planned:
             with meter.waiting():
                 inputs, targets = next(iterator)
             taken += len(targets)
             self.step.add(inputs, targets, len(targets) / planned, last=taken >= planned)
-            self.recent.keep(inputs, targets)
+            self._keep(inputs, targets)
         self.step.update()
         now.number += 1
         now.trained += taken * self.ranks.size
@@ -233,51 +234,48 @@ class Run:
         return taken
 
     def finish_epoch(self, meter: Meter, evaluation: Any) -> None:
-        """Accuracy, report and checkpoint."""
-        now = self.progress
-        ceiling = self._ceiling()
-        loss = sum(self._loss_sums()) / now.trained
-        more: dict[str, Any] = {"loss": loss, "learning rate": self.rate.at(now.number - 1)}
+        """Evaluation, report and checkpoint."""
+        now, number = self.progress, self.progress.epoch + 1
+        line = {
+            "epoch": number,
+            "batch size": self.batch.of_all,
+            **meter.columns(self.ranks, self.batch.of_all),
+        }
+        for observer in self.observers:
+            line |= observer(self, meter)
+        line |= {"loss": sum(self._loss_sums()) / now.trained, "learning rate": self.step.rate}
         if evaluation is not None:
-            more["accuracy"] = self.evaluate(evaluation)
-            now.done = self.clock.evaluated(more["accuracy"])
-            more["time to accuracy"] = self.clock.time_to_accuracy
-        stats = self.loader.stats()
-        more["bad samples"] = len(stats["bad"])
-        more |= self.step.traffic()
-        self.report.epoch(now.epoch + 1, meter, ceiling, self.batches.of_all, stats, **more)
-        now.epoch, now.consumed, now.trained = now.epoch + 1, 0, 0
+            self.mark("eval_start", epoch_num=number)
+            metrics = self.step.evaluate(evaluation, list(self.recent))
+            self.mark("eval_accuracy", metrics.get("accuracy"), epoch_num=number)
+            self.mark("eval_stop", epoch_num=number)
+            now.done = self.clock.evaluated(metrics)
+            line |= metrics | {"time to target": self.clock.time_to_target}
+        elif not self.args.simulate_gpu_rate:
+            with self.step.averaged(list(self.recent)):
+                pass  # the checkpoint gets the statistics
+        line |= {"bad samples": len(self.loader.stats()["bad"]), **self.step.traffic()}
+        self.report.epoch(line, () if evaluation is None else tuple(metrics))
+        now.epoch, now.consumed, now.trained = number, 0, 0
         self.step.loss_sum.zero_()
         self.save()
-
-    def evaluate(self, evaluation: Any) -> float:
-        """Accuracy on the evaluation's samples; of the averaged weights, where an average is kept."""
-        step = self.step
-        right, seen = torch.zeros((), dtype=torch.int64, device=self.ranks.device), 0
-        with step.averaged():
-            batch_norm.recompute(step.module, list(self.recent.inputs), step.predict, self.ranks)
-            step.module.eval()
-            for inputs, targets in evaluation:
-                right += step.task.correct(step.predict(inputs), targets)
-                seen += len(targets)
-            step.module.train()
-        right_of_all, seen_by_all = self.ranks.sums(int(right), seen)
-        return right_of_all / seen_by_all
 
     def save(self) -> None:
         """Write a checkpoint, by rank 0; the other ranks wait, so that none is ahead of the file."""
         if self.args.out is not None and not self.args.synthetic:
+            self.step.prepare_norms([])
             state = self.state_dict()
             if self.ranks.first:
-                checkpoint.save(self.args.out / "checkpoint.pt", state)
+                distributed.save(self.args.out / "checkpoint.pt", state)
             self.ranks.barrier()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run; all ranks call it together."""
         return {
             **asdict(self.progress),
+            "record": self.task.record,
             "loss_sums": self._loss_sums(),
-            "global_batch": self.batches.of_all,
+            "global_batch": self.batches[0].of_all,
             "epochs": self.report.epochs,
             "clock": self.clock.state_dict(),
             "loader": self.loader.state_dict(),
@@ -285,16 +283,16 @@ class Run:
             **self.step.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["global_batch"] != self.batches.of_all:
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["global_batch"] != self.batches[0].of_all:
             raise SystemExit(
                 f"the checkpoint is of a run with a global batch of {state['global_batch']:,}, "
-                f"and --global-batch is {self.batches.of_all:,}: omit the option, or give another --out"
+                f"and --global-batch is {self.batches[0].of_all:,}: omit the option, or give another --out"
             )
         self.progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
         self.report.epochs = state["epochs"]
         self.clock.load_state_dict(state["clock"])
-        self.loader.load_state_dict(state["loader"])
+        self._loader_state = state["loader"]
         self.step.load_state_dict(state)
         self.step.load_communication(state["communication"])
         sums = state["loss_sums"]
@@ -307,15 +305,42 @@ class Run:
         own = float(self.step.loss_sum)
         return self.ranks.sums(*[own if rank == self.ranks.rank else 0.0 for rank in range(self.ranks.size)])
 
-    def _ceiling(self) -> Any:
-        """The rate without a loader, measured once for each resolution with the last full batch."""
-        inputs, targets = self.recent.full
-        shape = tuple(inputs.shape)
-        if shape not in self._ceilings:
-            self._ceilings[shape] = self.step.measure(
-                inputs, targets, self.batches.passes, self.args.ceiling_steps
-            )
-        return self._ceilings[shape]
+    def _prepare_loader(self) -> None:
+        """A new loader, with the state of the previous one, where the batch of a pass changes."""
+        if self.loader is not None and self.loader.batch_size != self.batch.micro:
+            self._loader_state, self.loader = self.loader.state_dict(), None
+        if self.loader is None:
+            self.loader = make_loader(self.dataset, self.batch.micro, self.args, self.ranks, self.task)
+            if self._loader_state:
+                self.loader.load_state_dict(self._loader_state)
+
+    def _keep(self, inputs: Any, targets: Any) -> None:
+        if self.recent.maxlen:
+            self.recent.append(inputs)
+        if self.full is None or len(targets) >= len(self.full[1]):
+            self.full = (inputs, targets)
+
+    def _updates(self, epoch: int) -> int:
+        return -(-self.samples // value_at(self.batches, epoch).of_all)
+
+    def _rate(self) -> float:
+        """The factor of the optimizer's rates: by epochs, as an epoch may have another number of updates."""
+        first, now = self._updates(0), self.progress
+        done = now.trained // self.batch.of_all  # updates of this epoch
+        factor = self.schedule.at(first * now.epoch + first * done / self._updates(now.epoch))
+        peak = getattr(self.args, "base_lr", None)
+        return factor if peak is None else factor * peak * self.batch.of_all / 256
+
+
+def norm_batches(args: argparse.Namespace, largest: int, ranks: int) -> int:
+    """Batches for the statistics of batch norms: some where the running averages lag behind the weights.
+
+    They do so if the evaluated weights are averages, if a few updates change the weights much (`largest`: the
+    global batch), and if a rank has seen a small part of the samples (many ranks).
+    """
+    if args.bn_batches is not None:
+        return args.bn_batches
+    return 8 if args.ema or largest >= 4096 or ranks > 8 else 0
 
 
 # --- the loaders
@@ -335,14 +360,15 @@ def make_loader(dataset: Any, micro: int, args: argparse.Namespace, ranks: Ranks
         device=None if args.simulate_gpu_rate else ranks.device,
         batch_transform=None if args.simulate_gpu_rate else task.batch_transform,
     )
-    return SyntheticLoader(loader) if args.synthetic else loader
+    if args.synthetic:
+        from extras.simulate import SyntheticLoader
+
+        return SyntheticLoader(loader)
+    return loader
 
 
-def make_evaluation(
-    input_fn: Callable[[argparse.Namespace, str], Any], task: Task, args: argparse.Namespace, ranks: Ranks
-) -> Any:
+def make_evaluation(dataset: Any, task: Task, args: argparse.Namespace, ranks: Ranks) -> Any:
     """Every sample exactly once over all ranks."""
-    dataset = input_fn(args, "eval")
     return DataLoader(
         dataset,
         args.eval_batch or args.batch_size,
@@ -361,4 +387,4 @@ def leave_signals_to_the_trainer(worker: int) -> None:
 
 
 if __name__ == "__main__":
-    run(images, resnet)
+    run(images, resnet, add_options=options)

@@ -1,4 +1,4 @@
-"""examples/resnet50/dgc.py against the formulas of its paper (arXiv 1712.01887), and comm.py's counting.
+"""extras/dgc.py against the formulas of its paper (arXiv 1712.01887), and optim.py's counting of bytes.
 
 The reference is Algorithm 4 of the paper in NumPy, in float64, one rank after the other in one process. The
 real thing runs in DistributedDataParallel on two gloo ranks; see dgc_ranks.py.
@@ -19,8 +19,8 @@ import torch
 from tests import dgc_ranks  # puts examples/resnet50 on sys.path
 from tests.dgc_ranks import OPTIONS, SHAPES, STEP_SAMPLES, STEPS, VARIANTS, gradients
 
-import comm  # isort: skip
-import dgc  # isort: skip
+import optim  # isort: skip
+from extras import dgc  # isort: skip
 from options import parse  # isort: skip
 from tests.patience import PATIENCE
 
@@ -66,7 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 class Paper:
-    """Algorithm 4, for one layer of one rank."""
+    """Algorithm 4, for one layer of one rank; without sparsity, all is sent and no momentum is masked."""
 
     def __init__(self, shape: tuple[int, ...], nesterov: bool, masking: bool, momentum: float = 0.9) -> None:
         self.u = np.zeros(shape)
@@ -80,6 +80,9 @@ class Paper:
         else:
             self.u = self.momentum * self.u + gradient
             self.v = self.v + self.u
+        if not sparsity:
+            sent, self.v = self.v, np.zeros_like(self.v)
+            return sent
         kept = max(1, round(self.v.size * (1 - sparsity)))
         threshold = np.sort(np.abs(self.v), axis=None)[-kept]
         mask = np.abs(self.v) >= threshold
@@ -121,6 +124,8 @@ def paper(
     for step in range(STEPS):
         epoch = step * STEP_SAMPLES // OPTIONS["total_samples"]
         sparsity = sparsity_strategy[min(epoch, len(sparsity_strategy) - 1)]
+        if 1 - sparsity >= 1 / RANKS:  # not smaller than dense
+            sparsity = 0.0
         update = {name: np.zeros(shape) for name, shape in SHAPES.items()}
         for rank in range(RANKS):
             own = {name: g.double().numpy() / RANKS for name, g in gradients(rank, step).items()}
@@ -265,8 +270,9 @@ def test_bytes_of_dgc(results: dict[str, list[Any]]) -> None:
         for sparsity in OPTIONS["sparsity_strategy"]
     ]
     small = sum(int(np.prod(shape)) for name, shape in SHAPES.items() if name not in COMPRESSED)
-    # A value and its place are 8 bytes; each of the three sparsities holds for two steps.
-    traffic = comm.Traffic(**results["variants"][0]["vanilla"]["state"]["traffic"])
+    # A value and its place are 8 bytes; each of the three sparsities holds for two steps. The first is sent
+    # dense, which are as many bytes: two ranks send each of them half of 4 bytes a weight, twice.
+    traffic = optim.Traffic(**results["variants"][0]["vanilla"]["state"]["traffic"])
     assert traffic.sent == 2 * sum(8 * count for count in kept) + STEPS * small * 4
     report = traffic.take()
     assert report["communication MB per step"] == report["communication MB"] / STEPS
@@ -274,10 +280,27 @@ def test_bytes_of_dgc(results: dict[str, list[Any]]) -> None:
     assert traffic.take()["communication MB"] == 0
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sparse_from"), [(2, 0.75), (4, 0.9375), (8, 0.9375), (64, 0.996), (900, 0.999), (1100, None)]
+)
+def test_dense_until_sparse_is_smaller(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, sparse_from: float | None
+) -> None:
+    """In the paper's warm-up, an epoch is sparse only if that is fewer bytes with this number of ranks."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    compression = dgc.DeepGradientCompression(torch.nn.Linear(640, 1000, bias=False), 100)
+    found = []
+    for epoch in range(5):
+        compression.begin(100 * epoch)
+        found.append(compression.sparsity)
+    wanted = [share if sparse_from and share >= sparse_from else 0.0 for share in dgc.SPARSITY_STRATEGY]
+    assert found == wanted
+
+
 def test_bytes_as_ranks_are_added() -> None:
     sent = []
     for ranks in (2, 8, 500):
-        traffic = comm.Traffic(ranks)
+        traffic = optim.Traffic(ranks)
         traffic.averaged(1_000_000)
         traffic.all_gathered(8 * 1000)
         sent.append(traffic.take()["compression"])

@@ -139,6 +139,31 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({}, "not a checkpoint of train.py's images: KeyError"),
+        ({"classes": ["cat", "dog"]}, r"2 classes \(cat, dog ...\), and there/train has 1 \(cat ...\)"),
+    ],
+)
+def test_another_checkpoint_is_refused_in_words(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    torch.save({"record": {"model": "small", **record}}, tmp_path / "checkpoint.pt")
+    args = infer.parse([str(tmp_path / "checkpoint.pt"), "there"])
+    with pytest.raises(SystemExit, match=message):
+        infer.load(args, ["cat"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=["b", "d", "blur"])
+def test_the_network_is_that_of_the_checkpoint(tmp_path: Path, variant: dict[str, Any]) -> None:
+    record = {"model": "small", "variant": "b", "blur": False, "classes": ["cat", "dog"]} | variant
+    made = MODELS["small"](classes=2, **variant)
+    torch.save({"model": made.state_dict(), "ema": None, "record": record}, tmp_path / "checkpoint.pt")
+    loaded = infer.load(infer.parse([str(tmp_path / "checkpoint.pt"), "there"]), ["cat", "dog"])
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(images), made.eval()(images))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 @pytest.mark.parametrize("pruned", [0.0, pytest.param(0.5, marks=pytest.mark.stress)])
 def test_table_of_a_small_network_keeps_the_accuracy(tmp_path: Path, pruned: float) -> None:
@@ -146,14 +171,15 @@ def test_table_of_a_small_network_keeps_the_accuracy(tmp_path: Path, pruned: flo
     for part, count in (("train", 48), ("val", 25)):
         make_colours(tmp_path / part, count)
     arguments = [str(tmp_path / "checkpoint.pt"), str(tmp_path), "--json", str(tmp_path / "table.json")]
-    arguments += ["--model", "small", "--size", "32", "--batch-size", "32", "--num-workers", "1"]
+    arguments += ["--size", "32", "--batch-size", "32", "--num-workers", "1"]
     arguments += ["--prune", str(pruned), "--finetune", "10", "--calibrate", "4"]
 
     torch.manual_seed(0)
     made = MODELS["small"](classes=4)
     loader = infer.make_loader(infer.parse(arguments), "train", fastload.RandomResizedCrop(32), shuffle=True)
     infer.finetune(made, loader, 40, 0.05)
-    torch.save({"model": made.state_dict(), "ema": None}, tmp_path / "checkpoint.pt")
+    record = {"model": "small", "variant": "b", "blur": False, "classes": loader.dataset.classes}
+    torch.save({"model": made.state_dict(), "ema": None, "record": record}, tmp_path / "checkpoint.pt")
 
     done = subprocess.run(
         [sys.executable, str(RESNET50 / "infer.py"), *arguments],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,8 @@ import tests.resnet50
 from tests.patience import PATIENCE, wait_until
 from tests.resnet50 import BATCH, QUICK, RESNET50, SAMPLES, Ranks, updates_seen
 
+from extras.pictures import make_pictures  # isort: skip
+
 UPDATES = SAMPLES // BATCH  # of an epoch
 
 
@@ -27,7 +31,9 @@ class Finished:
 
     def __init__(self, directory: Path, size: int) -> None:
         arguments = [str(directory), "--out", str(directory / "out"), *QUICK]
+        arguments += ["--mllog", str(directory / "mllog.txt"), "--target", "2"]
         assert Ranks(size, directory, arguments).wait() == [0] * size
+        self.log = (directory / "mllog.txt").read_text().splitlines()
         self.updates = updates_seen(directory, size, BATCH // size // 6)
         self.state = torch.load(directory / "out" / "checkpoint.pt", weights_only=True)
         self.epochs = epochs_of(directory)
@@ -53,17 +59,96 @@ def test_every_sample_once_an_epoch(unbroken: Finished) -> None:
 def test_the_report_of_each_epoch(unbroken: Finished) -> None:
     assert [line["epoch"] for line in unbroken.epochs] == [1, 2, 3]
     for line in unbroken.epochs:
-        columns = {"node", "GPUs", "batch/s", "batch size", "FPS", "speedup", "dist_speedup", "utilisation"}
-        assert columns <= set(line)
+        assert {"node", "GPUs", "batch/s", "batch size", "FPS", "utilisation", "limit"} <= set(line)
         assert (line["node"], line["GPUs"], line["batch size"]) == (1, 2, BATCH)
         assert line["FPS"] == pytest.approx(line["batch/s"] * BATCH, rel=0.01)
-        assert line["dist_speedup"] == pytest.approx(line["speedup"] / 2, abs=0.001)
         assert 0 < line["utilisation"] <= 1
         assert line["communication"]["alone ms"] > 0
         assert 0 <= line["accuracy"] <= 1 and line["accuracy"] * 37 == pytest.approx(
             round(line["accuracy"] * 37)
         )
     assert unbroken.epochs[2]["loss"] < unbroken.epochs[0]["loss"]
+
+
+def test_mlperfs_log_has_the_moments_of_the_run(unbroken: Finished) -> None:
+    events = [json.loads(line.removeprefix(":::MLLOG ")) for line in unbroken.log]
+    assert {frozenset(event) for event in events} == {
+        frozenset(["namespace", "time_ms", "event_type", "key", "value", "metadata"])
+    }
+    times = [event["time_ms"] for event in events]
+    assert times == sorted(times)
+    values = {event["key"]: event["value"] for event in events}
+    assert (values["submission_benchmark"], values["opt_name"]) == ("resnet", "sgd")
+    assert (values["global_batch_size"], values["train_samples"], values["eval_samples"]) == (
+        BATCH,
+        SAMPLES,
+        37,
+    )
+    assert values["sgd_opt_base_learning_rate"] == pytest.approx(2 * BATCH / 256)
+    assert values["eval_accuracy"] == unbroken.epochs[-1]["accuracy"]
+    intervals = [
+        (event["key"], event["event_type"], event["metadata"].get("epoch_num"))
+        for event in events
+        if event["event_type"] != "POINT_IN_TIME"
+    ]
+    epochs = [
+        [(f"{kind}_start", "INTERVAL_START", epoch), (f"{kind}_stop", "INTERVAL_END", epoch)]
+        for epoch in (1, 2, 3)
+        for kind in ("epoch", "eval")
+    ]
+    assert intervals == [
+        ("init_start", "INTERVAL_START", None),
+        ("init_stop", "INTERVAL_END", None),
+        ("run_start", "INTERVAL_START", None),
+        *chain(*epochs),
+        ("run_stop", "INTERVAL_END", None),
+    ]
+    assert events[-1]["metadata"]["status"] == "aborted", "the target is not reached"
+
+
+def test_another_batch_from_an_epoch_on(tmp_path: Path) -> None:
+    """It is killed in the second epoch, whose passes have another size, and goes on."""
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "2", "--batch-size", "12"]
+    arguments += ["--batch-by-epoch", "1:8", "--checkpoint-steps", "3"]
+    assert Ranks(1, tmp_path, arguments, (0, 13)).wait() == [-signal.SIGKILL]
+    before = updates_seen(tmp_path, 1, 1)
+    assert Ranks(1, tmp_path, arguments).wait() == [0]
+    updates = before[:12] + updates_seen(tmp_path, 1, 1)
+    assert [len(update) for update in updates] == [12] * 10 + [8] * 15
+    assert sorted(chain(*updates[:10])) == sorted(chain(*updates[10:])) == list(range(SAMPLES))
+    first, second = epochs_of(tmp_path)
+    assert (first["batch size"], second["batch size"]) == (12, 8)
+    # The warm-up is the first epoch, and the last update of the second has 14/15 of a cosine.
+    assert first["learning rate"] == pytest.approx(2 * 12 / 256)
+    assert second["learning rate"] == pytest.approx(2 * 8 / 256 * (1 + math.cos(math.pi * 14 / 15)) / 2)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", pytest.param("horovodrun", marks=pytest.mark.stress)])
+def test_ranks_of_other_launchers_join_as_those_of_torchrun(tmp_path: Path, launcher: str) -> None:
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
+    assert Ranks(2, tmp_path, arguments, launcher=launcher).wait() == [0, 0]
+    assert [(line["node"], line["GPUs"]) for line in epochs_of(tmp_path)] == [(1, 2)]
+    updates = updates_seen(tmp_path, 2, 1)
+    assert sorted(chain(*updates)) == list(range(SAMPLES))
+
+
+def test_statistics_of_a_checkpoint_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Without evaluation too: the mean of what each rank has averaged over its own batches."""
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--epochs", "1", "--no-eval"]
+    arguments += ["--base-lr", "0"]  # so that the first layer stays what it is
+    assert Ranks(2, tmp_path, arguments).wait() == [0, 0]
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["model"]
+    points = tests.resnet50.Points(SAMPLES)
+    means = []
+    for path in sorted(tmp_path.glob("*.jsonl")):
+        running = torch.zeros(16)
+        for line in path.read_text().splitlines():
+            inputs = torch.stack([points[index][0] for index in json.loads(line)])
+            outputs = torch.nn.functional.linear(inputs, state["0.weight"], state["0.bias"])
+            running = 0.9 * running + 0.1 * outputs.mean(0)
+        means.append(running)
+    assert len(means) == 2 and not torch.allclose(means[0], means[1], atol=1e-3)
+    torch.testing.assert_close(state["1.running_mean"], (means[0] + means[1]) / 2, rtol=1e-4, atol=1e-5)
 
 
 def resume(directory: Path, size: int) -> list[dict[str, Any]]:
@@ -237,8 +322,54 @@ def test_your_own_network_and_data(tmp_path: Path) -> None:
         "--cache",
         str(tmp_path / "cache"),
     ]
-    command += ["--epochs", "4", "--batch-size", "20", "--base-lr", "1", "--num-workers", "1"]
+    command += ["--epochs", "4", "--batch-size", "20", "--warmup", "1", "--num-workers", "1"]
     command += ["--out", str(tmp_path / "out"), "--target", "0.9"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
     last = epochs_of(tmp_path)[-1]
-    assert last["accuracy"] >= 0.9 and last["time to accuracy"] > 0
+    assert last["accuracy"] >= 0.9 and last["time to target"] > 0
+    assert last["accuracy"] <= last["top-5"] <= 1 and 0.1 < last["confidence"] < 1
+
+
+FILES = ["train.py", "step.py", "model.py", "optim.py", "ranks.py", "options.py"]
+
+
+def test_six_files_are_a_trainer(tmp_path: Path) -> None:
+    """Copied without extras/, they train; and then begin with these weights, for fewer classes."""
+    for name in FILES:
+        shutil.copy(RESNET50 / name, tmp_path / name)
+    make_pictures(tmp_path / "all" / "train", 64, 0)
+    make_pictures(tmp_path / "all" / "val", 16, 64)
+    for shape in ("disc", "ring", "square"):
+        for part in ("train", "val"):
+            shutil.copytree(tmp_path / "all" / part / shape, tmp_path / "some" / part / shape)
+    options = ["--model", "small", "--resolution", "32", "--batch-size", "8", "--epochs", "1"]
+    options += ["--num-workers", "1"]
+
+    def train(url: str, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / url), *options, *more]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+    done = train("all", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    [line] = epochs_of(tmp_path)
+    assert line["FPS"] > 0 and 0 <= line["accuracy"] <= line["top-5"] <= 1 and "utilisation" not in line
+    done = train("some", "--init-from", str(tmp_path / "out" / "checkpoint.pt"))
+    assert done.returncode == 0, done.stderr
+    assert "new: classifier.weight (3, 64), classifier.bias (3,)" in done.stdout
+    done = train("all", "--simulate-gpu-rate", "100")
+    assert done.returncode == 2
+    assert "--simulate-gpu-rate needs the folder extras/ beside train.py" in done.stderr
+
+
+def test_the_page_to_start_from(tmp_path: Path) -> None:
+    """examples/train.py trains alone, and refuses to be one of several ranks that have not joined."""
+    make_pictures(tmp_path / "train", 64, 0)
+    command = [sys.executable, str(RESNET50.parent / "train.py"), str(tmp_path / "train"), "--epochs", "1"]
+    command += ["--batch-size", "16", "--num-workers", "1", "--checkpoint", str(tmp_path / "run.pt")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RESNET50.parents[1])}
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE)
+    assert torch.load(tmp_path / "run.pt", weights_only=True)["epoch"] == 1
+    environment |= {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert "one of several ranks: start them with torchrun" in done.stderr

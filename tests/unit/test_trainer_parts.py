@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests import resnet50  # noqa: F401  (it puts examples/resnet50 on sys.path)
+from tests import resnet50  # it puts examples/resnet50 on sys.path
 
-import batch_norm  # isort: skip
-import checkpoint  # isort: skip
 import model  # isort: skip
 import optim  # isort: skip
-import report  # isort: skip
-import schedule  # isort: skip
-import simulate  # isort: skip
 import step  # isort: skip
 import options  # isort: skip
+import ranks  # isort: skip
+import train  # isort: skip
+from extras import ceiling, simulate  # isort: skip
 from ranks import Ranks, StopVote, check_identical  # isort: skip
 
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
@@ -136,10 +134,10 @@ def test_ema_averages_and_exchanges_weights() -> None:
 
 def test_warm_up_and_decays() -> None:
     def rates(decay: str) -> list[float]:
-        rate = schedule.LearningRate(peak=8, warmup=4, total=14, decay=decay, power=2)
+        rate = optim.LearningRate(peak=8, warmup=4, total=14, decay=decay, power=2)
         return [rate.at(i) for i in range(15)]
 
-    for decay in schedule.DECAYS:
+    for decay in optim.DECAYS:
         assert rates(decay)[:4] == [2, 4, 6, 8]
         assert all(a >= b for a, b in zip(rates(decay)[4:], rates(decay)[5:], strict=False))
     assert rates("polynomial")[4] == 8
@@ -155,21 +153,41 @@ def test_warm_up_and_decays() -> None:
 def test_global_batch_is_split_evenly(of_all: int, ranks: int, limit: int) -> None:
     if of_all % ranks:
         with pytest.raises(SystemExit, match="evenly"):
-            schedule.Batches.split(of_all, ranks, limit)
+            optim.Batches.split(of_all, ranks, limit)
         return
-    batches = schedule.Batches.split(of_all, ranks, limit)
+    batches = optim.Batches.split(of_all, ranks, limit)
     assert batches.micro <= limit
     assert batches.micro * batches.passes * batches.ranks == of_all
     smaller = [n for n in range(1, batches.passes) if batches.per_rank % n == 0]
     assert all(batches.per_rank // n > limit for n in smaller)
 
 
-def test_resolutions() -> None:
-    assert schedule.resolutions("224") == {0: 224}
-    assert schedule.resolutions("0:128,18:224") == {0: 128, 18: 224}
-    for wrong in ("", "1:128", "0:128,x", "0:1,-2:3"):
+@pytest.mark.parametrize(
+    ("of_all", "ranks", "limit", "refused"),
+    [(12302, 2, 256, "of 12,288 or 12,800"), (7, 1, 6, "of 6 or 12"), (12302, 2, 6151, ""), (14, 1, 10, "")],
+)
+def test_passes_less_than_half_full_are_refused(of_all: int, ranks: int, limit: int, refused: str) -> None:
+    if refused:
+        with pytest.raises(SystemExit, match=refused):
+            optim.Batches.split(of_all, ranks, limit)
+    else:
+        assert optim.Batches.split(of_all, ranks, limit).micro * 2 >= limit
+
+
+def test_values_by_epoch() -> None:
+    assert optim.by_epoch("224") == {0: 224}
+    sizes = optim.by_epoch("0:128,18:224")
+    assert sizes == {0: 128, 18: 224}
+    assert [optim.value_at(sizes, epoch) for epoch in (0, 17, 18, 90)] == [128, 128, 224, 224]
+    for wrong in ("", "0:128,x", "0:1,-2:3", "0:0"):
         with pytest.raises(ValueError):
-            schedule.resolutions(wrong)
+            optim.by_epoch(wrong)
+
+
+def test_resolutions_begin_with_the_first_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", "--resolution", "1:128"], add_options=model.options)
+    assert "resolutions must begin with epoch 0, found '1:128'" in capsys.readouterr().err
 
 
 # --- one update
@@ -226,8 +244,8 @@ def test_measuring_the_ceiling_leaves_the_state_unchanged(options: list[str]) ->
             stepped.add(x, y, 1.0, last=True)
             stepped.update()
             if stepped is measured:
-                ceiling = stepped.measure(x, y, passes=2, updates=2)
-                assert ceiling.rate > 0 and ceiling.alone == ceiling.rate and ceiling.overlap is None
+                measured_rates = ceiling.measure(stepped, x, y, passes=2, updates=2)
+                assert measured_rates.rate > 0 and measured_rates.overlap is None
     assert measured.loss_sum == undisturbed.loss_sum
     for name, value in undisturbed.module.state_dict().items():
         assert torch.equal(value, measured.module.state_dict()[name])
@@ -239,13 +257,201 @@ def test_batch_norm_is_recomputed() -> None:
     batches = [torch.randn(8, 3) * k + k for k in (1, 2, 3)]
     for _ in range(5):
         norm(torch.randn(8, 3) * 100)
-    batch_norm.recompute(norm, batches, norm, ALONE)
+    step.prepare_norms(norm, batches, norm, ALONE)
     torch.testing.assert_close(norm.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
     assert norm.momentum == 0.3
     kept = norm.running_mean.clone()
-    batch_norm.recompute(norm, [], norm, ALONE)
+    step.prepare_norms(norm, [], norm, ALONE)
     assert torch.equal(norm.running_mean, kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "largest", "ranks", "batches"),
+    [
+        ([], 4095, 8, 0),
+        ([], 4096, 1, 8),
+        ([], 256, 9, 8),
+        (["--ema", "0.9"], 256, 1, 8),
+        (["--ema", "0.9", "--bn-batches", "0"], 8192, 64, 0),
+        (["--bn-batches", "3"], 256, 1, 3),
+    ],
+)
+def test_batch_norm_is_recomputed_where_running_averages_lag(
+    options: list[str], largest: int, ranks: int, batches: int
+) -> None:
+    assert train.norm_batches(arguments(*options), largest, ranks) == batches
+
+
+class Silent:
+    """A communication that exchanges nothing, and writes down how it is called."""
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []
+        self.buckets: list[Any] = []
+
+    def begin(self, samples: int) -> None:
+        self.positions.append(samples)
+
+    def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        self.buckets.append((bucket.buffer().clone(), len(bucket.gradients()), len(bucket.parameters())))
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer().zero_())
+        return future
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_the_ceiling_has_the_sparsity_of_the_epoch_and_its_own_exchange() -> None:
+    """Every measured update is at the position of the last real one, the bare exchange is the hook's."""
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    stepped = step.Step(tiny(), arguments(), ALONE, 10)
+    stepped.communication = Silent()
+    stepped.begin(7, 12345, 0.1)
+    stepped.add(x, y, 1.0, last=True)
+    stepped.update()
+    rates = ceiling.measure(stepped, x, y, passes=1, updates=2)
+    assert set(stepped.communication.positions) == {12345}
+    assert len(stepped.communication.buckets) == 3
+    for buffer, gradients, weights in stepped.communication.buckets:
+        assert buffer.abs().min() > 0 and (gradients, weights) == (4, 4), "again random in every exchange"
+    assert rates.bare > 0 and rates.exposed == 0 and rates.overlap == 1
+
+
+def test_top5() -> None:
+    outputs = torch.arange(10.0).repeat(3, 1)
+    assert step.top5(outputs, torch.tensor([9, 5, 4])) == 2
+    assert step.top5(outputs[:, :3], torch.tensor([0, 1, 2])) == 3, "fewer classes than five"
+
+
+# --- options
+
+
+@pytest.mark.parametrize("option", ["--resolution=64", "--model=small", "--label-smoothing=0.2"])
+def test_options_of_images_are_refused_without_images(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", option])
+    assert f"unrecognized arguments: {option}" in capsys.readouterr().err
+    options.parse(["nowhere", option], add_options=model.options)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--momentum=0.5", "unrecognized arguments: --momentum=0.5"),
+        ("--base-lr=1", "unrecognized arguments: --base-lr=1"),
+        ("--communication=dgc", "--communication dgc has its own optimizer"),
+    ],
+)
+def test_options_of_the_optimizer_are_refused_with_another_one(
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", option], own_optimizer=True)
+    assert message in capsys.readouterr().err
+
+
+def test_the_schedule_is_a_factor_of_the_rates_of_an_own_optimizer() -> None:
+    def two_rates(module: nn.Module, args: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [{"params": [p], "lr": 0.1 * 2**i} for i, p in enumerate(module.parameters())]
+        )
+
+    stepped = step.Step(tiny(), options.parse(["nowhere"], own_optimizer=True), ALONE, 10, two_rates)
+    for factor in (0.5, 1.0, 0.25):
+        stepped.begin(0, 0, factor)
+        rates = [group["lr"] for group in stepped.optimizer.param_groups]
+        assert rates == pytest.approx([0.1 * factor, 0.2 * factor, 0.4 * factor, 0.8 * factor])
+
+
+# --- pretrained weights
+
+
+def as_torchvision(network: model.ResNet) -> dict[str, torch.Tensor]:
+    """Its weights under the names of torchvision's ResNets."""
+    counts, names, number = [3, 4, 6, 3], {}, 0
+    for layer, count in enumerate(counts, start=1):
+        for block in range(count):
+            for kind, index in (("conv", 0), ("bn", 1)):
+                for k in (1, 2, 3):
+                    names[f"layer{layer}.{block}.{kind}{k}"] = f"stages.{number}.branch.{3 * (k - 1) + index}"
+                names[f"layer{layer}.{block}.downsample.{index}"] = f"stages.{number}.shortcut.{index}"
+            number += 1
+    ours = {ours: theirs for theirs, ours in names.items()}
+    ours |= {"stem.0": "conv1", "stem.1": "bn1", "classifier": "fc"}
+    state = {}
+    for name, value in network.state_dict().items():
+        layer_name, _, last = name.rpartition(".")
+        state[f"{ours[layer_name]}.{last}"] = value
+    return state
+
+
+@pytest.mark.parametrize("kind", ["own", "own with averages", "torchvision"])
+@pytest.mark.parametrize("classes", [7, 10])
+def test_pretrained_weights_are_loaded_but_for_a_head_of_other_classes(kind: str, classes: int) -> None:
+    torch.manual_seed(1)
+    name = "resnet50" if kind == "torchvision" else "small"
+    trained, network = model.MODELS[name](classes=10), model.MODELS[name](classes=classes)
+    saved: dict[str, Any] = {"model": trained.state_dict(), "ema": None}
+    if kind == "own with averages":
+        saved["ema"] = {"average": [weight + 1 for weight in trained.parameters()]}
+    if kind == "torchvision":
+        saved = as_torchvision(trained)
+    new = network.state_dict()
+    said = model.load_pretrained(network, saved, "FILE")
+    shift = 1 if kind == "own with averages" else 0
+    for name, weight in network.named_parameters():
+        head = name.startswith("classifier") and classes == 7
+        wanted = new[name] if head else trained.state_dict()[name] + shift
+        assert torch.equal(weight.detach(), wanted)
+    total = len(new)
+    if classes == 7:
+        width = new["classifier.weight"].shape[1]
+        assert said == (
+            f"loaded {total - 2} of {total} weights of FILE; new: "
+            f"classifier.weight (7, {width}), classifier.bias (7,)"
+        )
+    else:
+        assert said == f"loaded {total} of {total} weights of FILE; new: none"
+
+
+def test_pretrained_weights_of_another_network_are_refused() -> None:
+    saved = {"model": model.MODELS["small"](classes=4, blur=True, variant="d").state_dict(), "ema": None}
+    with pytest.raises(SystemExit, match=r"FILE is of another network: \d+ of \d+ weights do not fit"):
+        model.load_pretrained(model.MODELS["resnet18"](classes=4), saved, "FILE")
+
+
+# --- ranks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[07-09,12],login", "gpu07"),
+        ("gpu3", "gpu3"),
+        ("a-1,a-2", "a-1"),
+        ("rack[1-2]node[10,11]-ib", "rack1node10-ib"),
+        ("", ""),
+    ],
+)
+def test_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert ranks.first_host(nodes) == first
+
+
+def test_ranks_on_two_nodes_of_mpirun_ask_for_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in resnet50.variables("mpirun", 1, 4, 1234).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    with pytest.raises(
+        SystemExit, match=r"rank 1 of 4 on 2 nodes.*set MASTER_ADDR to its host and MASTER_PORT"
+    ):
+        Ranks.join("cpu")
 
 
 # --- models
@@ -289,8 +495,8 @@ def test_blur_pool_is_a_low_pass_filter() -> None:
 
 def test_checkpoint_is_whole_or_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint.pt"
-    assert checkpoint.load(path, ALONE) is None
-    checkpoint.save(path, {"a": torch.arange(3), "b": [1, "x", None]})
+    assert ranks.load(path, ALONE) is None
+    ranks.save(path, {"a": torch.arange(3), "b": [1, "x", None]})
     (tmp_path / "checkpoint.pt.123.tmp").write_bytes(b"of a run that was killed")
 
     def full(fd: int) -> None:
@@ -298,22 +504,22 @@ def test_checkpoint_is_whole_or_the_previous_one(tmp_path: Path, monkeypatch: py
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
         patched.setattr(os, "fsync", full)
-        checkpoint.save(path, {"a": torch.arange(4)})
-    state = checkpoint.load(path, ALONE)
+        ranks.save(path, {"a": torch.arange(4)})
+    state = ranks.load(path, ALONE)
     assert state is not None
     assert state["a"].tolist() == [0, 1, 2] and state["b"] == [1, "x", None]
-    checkpoint.save(path, {"a": 1})
+    ranks.save(path, {"a": 1})
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 
 def test_checkpoint_is_not_unpickled(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     torch.save({"harm": Path("/")}, path)  # not of weights_only's kinds
-    with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
-        checkpoint.load(path, ALONE)
+    with pytest.raises(SystemExit, match="is not a checkpoint"):
+        ranks.load(path, ALONE)
     path.write_bytes(b"PK\x03\x04 cut off")
-    with pytest.raises(RuntimeError, match="not a checkpoint of this trainer"):
-        checkpoint.load(path, ALONE)
+    with pytest.raises(SystemExit, match="is not a checkpoint"):
+        ranks.load(path, ALONE)
 
 
 def test_stop_vote_alone() -> None:
@@ -382,28 +588,35 @@ def test_simulated_device_is_idle_without_data() -> None:
 def test_utilisation_equals_mlperf_storages() -> None:
     # Its example: 5 epochs' steps of 400 samples on an H100 (0.224 s), in a run of 1.02 times that.
     steps = 3202
-    assert report.utilisation(steps * 400, 400 / 0.224, steps * 0.224 * 1.02) == pytest.approx(1 / 1.02)
-    assert report.utilisation(100, 10, 0) == 0
-    assert report.utilisation(100, 10, 9.99) == 1
+    assert ceiling.utilisation(steps * 400, 400 / 0.224, steps * 0.224 * 1.02) == pytest.approx(1 / 1.02)
+    assert ceiling.utilisation(100, 10, 0) == 0
+    assert ceiling.utilisation(100, 10, 9.99) == 1
 
 
 def test_limit_is_the_device_the_loader_or_this_process() -> None:
     stats = {"verdict": "the slowest stage is decode"}
-    assert report.limit(0.991, 0.009, stats) == "the device"
-    assert report.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
-    assert report.limit(0.6, 0.01, stats).startswith(
-        "this process and its cores: it waited for data in only 1.0%"
-    )
+    assert ceiling.limit(0.991, 0.009, stats) == "the device"
+    assert ceiling.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
+    process = "this process and its cores: it waited for data in only"
+    assert ceiling.limit(0.6, 0.01, stats).startswith(f"{process} 1.0%")
+    # A loader that says that it waited for the consumer is not the limit.
+    consumer = {"verdict": "the consumer is the bottleneck", "limit": "consumer"}
+    assert ceiling.limit(0.97, 0.02, consumer) == f"{process} 2.0% of the time"
 
 
 def test_clock_counts_downtime_until_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([100.0, 160.0])
-    monkeypatch.setattr(report.time, "time", lambda: next(times))
-    clock = report.Clock(0.75)
-    clock.start()
-    assert not clock.evaluated(0.74) and clock.time_to_accuracy is None
-    resumed = report.Clock(0.75)
-    resumed.load_state_dict(clock.state_dict())
-    resumed.start()  # continues, and does not restart
-    assert resumed.evaluated(0.75) and resumed.time_to_accuracy == 60
-    assert resumed.evaluated(0.8) and resumed.time_to_accuracy == 60
+    times = iter([160.0])
+    monkeypatch.setattr(ranks.time, "time", lambda: next(times))
+    targets = {"accuracy": 0.75, "top-5": 0.93}
+    clock = ranks.Clock(100.0, targets)
+    assert not clock.evaluated({"accuracy": 0.76, "top-5": 0.92}) and clock.time_to_target is None
+    resumed = ranks.Clock(150.0, targets)
+    resumed.load_state_dict(clock.state_dict())  # it continues, and does not restart
+    assert resumed.evaluated({"accuracy": 0.75, "top-5": 0.93}) and resumed.time_to_target == 60
+    assert resumed.evaluated({"accuracy": 0.8, "top-5": 0.95}) and resumed.time_to_target == 60
+
+
+def test_without_a_target_none_is_reached() -> None:
+    assert not ranks.Clock(0.0, {}).evaluated({"accuracy": 1.0})
+    with pytest.raises(SystemExit, match="a target for accuracy, and the task has no such metric"):
+        ranks.Clock.of_run(arguments("--target", "0.5"), ["error"], 0.0)

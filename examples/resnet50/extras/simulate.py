@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from step import Ceiling
-
 __all__ = ["SimulatedDevice", "SimulatedStep", "SyntheticLoader"]
 
 
@@ -71,13 +69,14 @@ class SimulatedDevice:
 class SimulatedStep:
     """A Step that computes nothing: each rank has one simulated device."""
 
+    rate = 0.0  # of learning
+
     def __init__(self, rate: float) -> None:
-        self.rate = rate
         self.device = SimulatedDevice(rate)
         self.loss_sum = torch.zeros((), dtype=torch.float64)
         self.checksum = ""
 
-    def begin(self, number: int, samples: int, rate: float) -> None:
+    def begin(self, number: int, samples: int, factor: float) -> None:
         pass
 
     def add(self, inputs: Any, targets: Any, share: float, last: bool) -> None:
@@ -98,8 +97,8 @@ class SimulatedStep:
     def load_communication(self, states: list[Any]) -> None:
         pass
 
-    def measure(self, inputs: Any, targets: Any, passes: int, updates: int) -> Ceiling:
-        return Ceiling(self.rate, self.rate)
+    def prepare_norms(self, recent: list[Any]) -> None:
+        pass
 
     def state_dict(self) -> dict[str, Any]:
         return {}

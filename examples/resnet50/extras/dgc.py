@@ -14,6 +14,10 @@ The result is the sum over the ranks. It is a velocity already, so the optimizer
 `DgcSgd` does the rest of SGD's work. Biases, norms and small layers are all-reduced uncompressed, with
 ordinary momentum. Sparsity grows from 75 % to 99.9 % over the first epochs, counted in samples.
 
+While a sparse exchange would send more bytes than a dense one, every v is all-reduced as a whole, without
+masking: that is momentum SGD. A value with its index has 8 bytes and every rank receives those of all
+others, so with N ranks this is so until less than 1/N of the values are sent.
+
 It does not work with a loss scaler (fp16): a skipped step would lose the values sent in it. A NaN counts as
 the largest gradient, so it is sent at once, as in a dense exchange.
 """
@@ -29,8 +33,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
-from comm import Traffic
-from optim import ForeachOptimizer
+from optim import ForeachOptimizer, Traffic, parameter_groups
+from ranks import Ranks
 
 __all__ = ["SPARSITY_STRATEGY", "DeepGradientCompression", "DgcSgd", "largest"]
 
@@ -50,7 +54,7 @@ class _Bucket(NamedTuple):
 
 
 class DeepGradientCompression:
-    """The hook: `register(network, DeepGradientCompression(module, ...))`.
+    """The hook: `optim.register(network, DeepGradientCompression(module, ...))`.
 
     Args:
         module: its gradients are exchanged; float32.
@@ -65,7 +69,7 @@ class DeepGradientCompression:
         dense_below: layers with fewer weights are not compressed.
 
     Attributes:
-        traffic: bytes sent, see comm.Traffic.
+        traffic: bytes sent, see optim.Traffic.
         velocity, residual: u and v by the parameter's name, in its shape. Small layers have a velocity only,
             equal on all ranks.
     """
@@ -83,6 +87,7 @@ class DeepGradientCompression:
         dense_below: int = 1024,
     ) -> None:
         _check(total_samples, sparsity_strategy, momentum, momentum_type, clip_norm)
+        self._module = module
         self.ranks = dist.get_world_size()
         self.traffic = Traffic(self.ranks)
         self.total_samples = total_samples
@@ -105,12 +110,45 @@ class DeepGradientCompression:
         self._samples = self._number = 0
         self._waiting: list[tuple[_Bucket, Future[torch.Tensor]]] = []
 
+    @classmethod
+    def of_run(cls, module: nn.Module, args: Any, ranks: Ranks, samples: int) -> DeepGradientCompression:
+        """That of the options of a run, with epochs of `samples` samples."""
+        if ranks.size == 1 or args.amp == "fp16" or args.optimizer != "sgd":
+            raise SystemExit(
+                "--communication dgc needs several ranks, --optimizer sgd, and --amp off or bf16"
+            )
+        return cls(
+            module,
+            args.dgc_total_samples or samples,
+            sparsity_strategy=args.dgc_sparsity_strategy,
+            momentum_factor_masking=args.dgc_momentum_factor_masking,
+            momentum=args.momentum,
+            momentum_type="nesterov" if args.nesterov else "vanilla",
+            clip_norm=args.clip_norm or None,
+        )
+
+    def make_sgd(self, args: Any) -> DgcSgd:
+        """The optimizer for the results, with a rate of 1."""
+        groups = [
+            {"params": group["params"], "weight_decay": group["weight_decay"]}
+            for group in parameter_groups(self._module, args.weight_decay)
+        ]
+        return DgcSgd(groups, 1.0, self.momentum, nesterov=self.nesterov)
+
     @property
     def sparsity(self) -> float:
-        """The share of a layer's gradients that this update does not send."""
-        return self.sparsity_strategy[
-            min(self._samples // self.total_samples, len(self.sparsity_strategy) - 1)
-        ]
+        """The share of a layer's gradients that this update does not send; 0 where it is dense."""
+        epoch = min(self._samples // self.total_samples, len(self.sparsity_strategy) - 1)
+        planned = self.sparsity_strategy[epoch]
+        return planned if self._is_smaller(planned) else 0.0
+
+    def _is_smaller(self, sparsity: float) -> bool:
+        """Whether the sparse exchange of the large layers sends fewer bytes than the dense one."""
+        sizes = [residual.numel() for residual in self.residual.values()]
+        sparse, dense = Traffic(self.ranks), Traffic(self.ranks)
+        sparse.all_gathered(8 * sum(_kept(size, sparsity) for size in sizes))
+        dense.all_reduced(4 * sum(sizes))
+        return sparse.sent < dense.sent
 
     def begin(self, samples: int) -> None:
         """An update begins, after `samples` samples of all ranks since the start of training."""
@@ -150,21 +188,23 @@ class DeepGradientCompression:
 
     def _exchange(self, own: _Bucket) -> Future[torch.Tensor]:
         """Send the largest values of large layers, and all of small ones; a future of the sums."""
-        buffer = own.buffer
-        values, indices, small = [], [], []
+        buffer, sparsity = own.buffer, self.sparsity
+        values, indices, whole = [], [], []
         for weight, gradient in zip(own.parameters, own.gradients, strict=True):
             name = self._names[weight]
             begin = gradient.storage_offset() - buffer.storage_offset()
             part = buffer[begin : begin + gradient.numel()]
-            if name in self.residual:
-                found, places = self._select(name, part)
+            if name in self.residual and sparsity:
+                found, places = self._select(name, part, sparsity)
                 values.append(found)
                 indices.append((places + begin).int())
-            else:
-                small.append((name, part))
+                continue
+            if name in self.residual:
+                self._select_all(name, part)
+            whole.append((name, part))
         works, messages = [], []
-        if small:
-            dense = torch.cat([part for _, part in small])
+        if whole:
+            dense = torch.cat([part for _, part in whole])
             works.append(dist.all_reduce(dense, async_op=True))
             self.traffic.all_reduced(dense.nbytes)
         if values:
@@ -180,26 +220,36 @@ class DeepGradientCompression:
             for message in messages:  # all ranks add in the same order, to the same bits
                 found, places = message.chunk(2)
                 buffer.index_add_(0, places, found.view(torch.float32))
-            if small:
-                parts = dense.split([part.numel() for _, part in small])
-                for (name, part), gradient in zip(small, parts, strict=True):
+            if whole:
+                parts = dense.split([part.numel() for _, part in whole])
+                for (name, part), gradient in zip(whole, parts, strict=True):
                     part.copy_(gradient)
-                    self._accelerate(name, part)
+                    if name not in self.residual:
+                        self._accelerate(name, part)
             return buffer
 
         return torch.futures.collect_all([work.get_future() for work in works]).then(finish)
 
-    def _select(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select(
+        self, name: str, gradient: torch.Tensor, sparsity: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a gradient to the residual, and remove the values to send; returns values and indices."""
         velocity, residual = _flat(self.velocity[name]), _flat(self.residual[name])
         self._accelerate(name, gradient)
         residual.add_(gradient)
-        places = largest(residual.abs(), _kept(residual.numel(), self.sparsity), self._number)
+        places = largest(residual.abs(), _kept(residual.numel(), sparsity), self._number)
         values = residual[places]
         residual[places] = 0
         if self.momentum_factor_masking:
             velocity[places] = 0
         return values, places
+
+    def _select_all(self, name: str, gradient: torch.Tensor) -> None:
+        """Turn a gradient into all that this rank has not sent, in its place."""
+        residual = _flat(self.residual[name])
+        self._accelerate(name, gradient)
+        gradient.add_(residual)
+        residual.zero_()
 
     def _accelerate(self, name: str, gradient: torch.Tensor) -> None:
         """Turn a gradient (flat) into a velocity, in its place."""

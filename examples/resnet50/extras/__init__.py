@@ -1,0 +1,1 @@
+"""What the trainer does without: each module is imported only if an option asks for it."""
