@@ -58,7 +58,8 @@ def caption(document: Document) -> str:
     ranks = ",".join(str(row["GPUs"]) for row in document["rows"])
     load = f"load {document['load_before'][0]:.1f} before, {document['load_after'][0]:.1f} after"
     return (
-        f"`python -m bench scaling --ranks {ranks} --node {document['node']}`, {document['date'][:10]}: "
+        f"`python -m bench scaling --ranks {ranks} --node {document['node']} "
+        f"--rate {document['device_rate'] or 0:g}`, {document['date'][:10]}: "
         f"{_work(document)}, {machine['cores']} cores of {machine['cpu']}; {load}."
     )
 

@@ -1,0 +1,82 @@
+"""`python -m bench dgc_link`: the limited link, what it needs, and its end by signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.measure import dgc_link, link
+from tests.patience import PATIENCE, runs, wait_until
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "bench", "dgc_link", "--model", "small", "--rate", "100"]
+root_only = pytest.mark.skipif(bool(link.missing()), reason=f"a limited link needs {link.missing()}")
+
+
+def test_a_missing_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
+    assert link.missing() == "tc: install iproute2"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert link.missing().startswith("root:")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "Linux" in link.missing()
+
+
+@root_only
+def test_the_link_has_its_rate_and_counts_bytes() -> None:
+    with link.Link(50e6) as limited:
+        assert limited.measure(1) <= 60e6  # the bucket is full at first
+        assert 1e6 < limited.sent(0) < 1.2e6
+
+
+def test_rows_hold_the_bytes_the_rate_and_the_link_s_time() -> None:
+    line = {"batch size": 16, "FPS after the first step": 32.0, "loss": 2.0}
+    line |= {"communication MB": 200.0, "communication MB per step": 100.0}
+    first, second = dgc_link.rows(
+        [line | {"epoch": 1, "sent": 900e6}, line | {"epoch": 2, "sent": 1102e6}], "DGC", 1e9
+    )
+    assert (first["sparsity"], first["on the wire"]) == (0.75, None)
+    assert (second["sparsity"], second["on the wire"]) == (0.9375, 101.0)
+    assert (second["link's time, s"], second["step, s"]) == (0.8, 0.5)
+
+
+@root_only
+def test_a_tiny_run_compares_both_exchanges(tmp_path: Path) -> None:
+    tiny = ["--images", "32", "--epochs", "2", "--results", str(tmp_path)]
+    done = subprocess.run([*COMMAND, *tiny], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    dense, compressed = document["runs"]["dense"][1], document["runs"]["DGC"][1]
+    assert dense["on the wire"] == pytest.approx(dense["MB a step"], rel=0.1)
+    assert compressed["on the wire"] < dense["on the wire"] / 2
+    assert document["bare rate"] <= 120e6
+    assert (tmp_path / f"dgc_link-{document['date'][:10]}.json").exists()
+
+
+@root_only
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    with subprocess.Popen([*COMMAND, "--results", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as bench:
+        assert bench.stdout is not None and bench.stdout.readline() == b"dense ...\n"
+        wait_until(lambda: len(_ranks(bench.pid)) == 2, "two ranks train")
+        started = psutil.Process(bench.pid).children(recursive=True)
+        bench.send_signal(number)
+        bench.wait(PATIENCE)
+    wait_until(lambda: not any(map(runs, started)), f"all of {started} have ended")
+
+
+def _ranks(parent: int) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process(parent).children(recursive=True)
+        if any(word.endswith("train.py") for word in process.cmdline())
+    ]
