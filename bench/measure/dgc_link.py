@@ -6,9 +6,9 @@ with DGC and its warm-up from 75 to 99.9 % sparsity, an epoch each. The network 
 32 pixels, so that a step's gradients (94 MB) are large beside its computation.
 
 By epoch: MB that a rank sends in a step, as the trainer counts them and as the network device does; the
-time that they need at the link's rate; the step's time; images/s; loss.
+time that they need at the link's rate; a rank's CPU time; the step's time; images/s; loss.
 
-Prints the table and writes dgc_link-DATE.json into bench/results. Namespaces and ranks end with this
+Prints the table and writes dgc_link-DATE-1000mbit.json into bench/results. Namespaces and ranks end with this
 command.
 """
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import simplejpeg
 
 from bench.data import RESULTS, WORKPLACE, write_result
@@ -38,7 +39,17 @@ EXCHANGES = {"dense": "fp32", "DGC": "dgc"}
 SPARSITY = (0.75, 0.9375, 0.984375, 0.996, 0.999)  # of the epochs; the last holds from then on
 CLASSES, SIDE = 8, 48
 LOOK_EVERY = 0.02  # seconds between two looks at a run
-HEADINGS = ("epoch", "sparsity", "MB a step", "on the wire", "link's time, s", "step, s", "images/s", "loss")
+HEADINGS = (
+    "epoch",
+    "sparsity",
+    "MB a step",
+    "on the wire",
+    "link, s",
+    "CPU, s",
+    "step, s",
+    "images/s",
+    "loss",
+)
 
 
 def make_gratings(folder: Path, count: int) -> None:
@@ -61,12 +72,12 @@ class Runs:
         self._link, self._directory, self._epochs = link, directory, given.epochs
         self._options = ["--model", given.model, "--resolution", "32", "--min-area", "0.8", "--no-eval"]
         self._options += ["--batch-size", str(given.batch_size), "--epochs", str(given.epochs)]
-        self._options += ["--num-workers", "1", "--ceiling-steps", "1", "--base-lr", "0.4", "--warmup", "1"]
+        self._options += ["--num-workers", "1", "--ceiling-steps", "1", "--base-lr", "0.1", "--warmup", "1"]
         self._options += ["--checkpoint-steps", "1000000", "--device", "cpu", "--on-error", "raise"]
         make_gratings(directory / "pictures", given.images)
 
     def __call__(self, exchange: str) -> list[dict[str, Any]]:
-        """The trainer's report of each epoch; its "sent": bytes of rank 0's network device until then."""
+        """The trainer's report of each epoch, with what rank 0 had spent by then: bytes sent, CPU seconds."""
         out = self._directory / exchange
         command = [sys.executable, str(TRAIN), str(self._directory / "pictures"), *self._options]
         command += ["--communication", EXCHANGES[exchange], "--out", str(out)]
@@ -76,16 +87,25 @@ class Runs:
             )
             for side in range(len(ADDRESSES))
         ]
-        sent = []
-        while None in (codes := [rank.poll() for rank in ranks]) or len(sent) < self._epochs:
+        spent: list[dict[str, float]] = []
+        while None in (codes := [rank.poll() for rank in ranks]) or len(spent) < self._epochs:
             if any(codes):
                 failed = ranks[[code not in (None, 0) for code in codes].index(True)]
                 assert failed.stderr is not None
                 raise SystemExit(f"{exchange}: a rank failed\n{failed.stderr.read().decode()[-2000:]}")
-            lines = len(epochs_of(out)) if (out / "epochs.jsonl").exists() else 0
-            sent += [self._link.sent(0)] * (lines - len(sent))
+            if (out / "epochs.jsonl").exists() and len(epochs_of(out)) > len(spent):
+                spent.append({"sent": self._link.sent(0), "CPU": _cpu_seconds(ranks[0].pid, spent)})
             time.sleep(LOOK_EVERY)
-        return [line | {"sent": count} for line, count in zip(epochs_of(out), sent, strict=True)]
+        return [line | then for line, then in zip(epochs_of(out), spent, strict=True)]
+
+
+def _cpu_seconds(pid: int, spent: list[dict[str, float]]) -> float:
+    """Of a process, without its children; those of the last look if it has ended."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return spent[-1]["CPU"]
+    return times.user + times.system
 
 
 def _environment(side: int) -> dict[str, str]:
@@ -98,22 +118,26 @@ def _environment(side: int) -> dict[str, str]:
 def rows(epochs: list[dict[str, Any]], exchange: str, rate: float) -> list[dict[str, Any]]:
     """A row for each epoch of a run over a link of `rate` bits a second.
 
-    The first epoch has no bytes on the wire: the measurement of the ceiling, which is outside of the epoch,
-    has sent some of them.
+    The first epoch of a sparsity has no bytes on the wire and no CPU seconds: after it the trainer measures
+    its ceiling, which costs some too.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for i, line in enumerate(epochs):
-        step = line["batch size"] / line["FPS after the first step"]
-        updates = round(line["communication MB"] / line["communication MB per step"])
-        wire = (line["sent"] - epochs[i - 1]["sent"]) / updates / 1e6 if i else None
+        sparsity = SPARSITY[min(i, len(SPARSITY) - 1)] if exchange == "DGC" else 0.0
+        megabytes = line["communication MB per step"]
+        updates = round(line["communication MB"] / megabytes)
+        sent = seconds = None
+        if found and found[-1]["sparsity"] == sparsity:
+            sent, seconds = (line[name] - epochs[i - 1][name] for name in ("sent", "CPU"))
         found.append(
             {
                 "epoch": line["epoch"],
-                "sparsity": SPARSITY[min(i, len(SPARSITY) - 1)] if exchange == "DGC" else None,
-                "MB a step": round(line["communication MB per step"], 3),
-                "on the wire": None if wire is None else round(wire, 3),
-                "link's time, s": round(line["communication MB per step"] * 8e6 / rate, 4),
-                "step, s": round(step, 3),
+                "sparsity": sparsity,
+                "MB a step": round(megabytes, 3),
+                "on the wire": None if sent is None else round(sent / updates / 1e6, 3),
+                "link, s": round(megabytes * 8e6 / rate, 4),
+                "CPU, s": None if seconds is None else round(seconds / updates, 3),
+                "step, s": round(line["batch size"] / line["FPS after the first step"], 3),
                 "images/s": line["FPS after the first step"],
                 "loss": round(line["loss"], 3),
             }
@@ -128,7 +152,8 @@ def markdown(document: dict[str, Any]) -> str:
         parts.append(f"{exchange}:\n\n{table(HEADINGS, cells, texts=0)}")
     machine, load = document["machine"], (document["load_before"][0], document["load_after"][0])
     parts.append(
-        f"`python -m bench dgc_link`, {document['date'][:10]}: {document['model']}, 2 ranks of batch "
+        f"`python -m bench dgc_link --rate {document['rate'] / 1e6:g}`, {document['date'][:10]}: "
+        f"{document['model']}, 2 ranks of batch "
         f"{document['batch size']}, 32 pixels, {machine['cores']} cores of {machine['cpu']}; link "
         f"{document['rate'] / 1e6:,.0f} Mbit/s, of which one bare connection gets "
         f"{document['bare rate'] / 1e6:,.0f}; load {load[0]:.1f} before, {load[1]:.1f} after."
@@ -170,7 +195,7 @@ def main() -> None:
             document["runs"][exchange] = rows(run(exchange), exchange, given.rate * 1e6)
     document["load_after"] = os.getloadavg()
     print(markdown(document))
-    print(f"written: {write_result(document, folder=given.results)}")
+    print(f"written: {write_result(document, f'-{given.rate:g}mbit', given.results)}")
     print(json.dumps(document))
 
 
