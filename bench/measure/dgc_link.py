@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -69,7 +68,7 @@ class Runs:
     """Runs of two ranks over the link, on pictures in one directory."""
 
     def __init__(self, link: Link, directory: Path, given: argparse.Namespace) -> None:
-        self._link, self._directory, self._epochs = link, directory, given.epochs
+        self._link, self._directory = link, directory
         self._options = ["--model", given.model, "--resolution", "32", "--min-area", "0.8", "--no-eval"]
         self._options += ["--batch-size", str(given.batch_size), "--epochs", str(given.epochs)]
         self._options += ["--num-workers", "1", "--ceiling-steps", "1", "--base-lr", "0.1", "--warmup", "1"]
@@ -81,22 +80,22 @@ class Runs:
         out = self._directory / exchange
         command = [sys.executable, str(TRAIN), str(self._directory / "pictures"), *self._options]
         command += ["--communication", EXCHANGES[exchange], "--out", str(out)]
-        ranks = [
-            self._link.start(
-                side, command, env=_environment(side), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            for side in range(len(ADDRESSES))
-        ]
+        ranks = []
+        for side in range(len(ADDRESSES)):
+            with (self._directory / f"{exchange}-{side}.txt").open("wb") as log:
+                ranks.append(self._link.start(side, command, env=_environment(side), stdout=log, stderr=log))
         spent: list[dict[str, float]] = []
-        while None in (codes := [rank.poll() for rank in ranks]) or len(spent) < self._epochs:
-            if any(codes):
-                failed = ranks[[code not in (None, 0) for code in codes].index(True)]
-                assert failed.stderr is not None
-                raise SystemExit(f"{exchange}: a rank failed\n{failed.stderr.read().decode()[-2000:]}")
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            for side, code in enumerate(codes):
+                if code:
+                    said = (self._directory / f"{exchange}-{side}.txt").read_text(errors="replace")
+                    raise SystemExit(f"{exchange}: rank {side} failed\n{said[-2000:]}")
             if (out / "epochs.jsonl").exists() and len(epochs_of(out)) > len(spent):
                 spent.append({"sent": self._link.sent(0), "CPU": _cpu_seconds(ranks[0].pid, spent)})
+            elif None not in codes:
+                return [line | then for line, then in zip(epochs_of(out), spent, strict=True)]
             time.sleep(LOOK_EVERY)
-        return [line | then for line, then in zip(epochs_of(out), spent, strict=True)]
 
 
 def _cpu_seconds(pid: int, spent: list[dict[str, float]]) -> float:
@@ -104,7 +103,7 @@ def _cpu_seconds(pid: int, spent: list[dict[str, float]]) -> float:
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.NoSuchProcess:
-        return spent[-1]["CPU"]
+        return spent[-1]["CPU"] if spent else 0.0
     return times.user + times.system
 
 
@@ -153,7 +152,7 @@ def markdown(document: dict[str, Any]) -> str:
     machine, load = document["machine"], (document["load_before"][0], document["load_after"][0])
     parts.append(
         f"`python -m bench dgc_link --rate {document['rate'] / 1e6:g}`, {document['date'][:10]}: "
-        f"{document['model']}, 2 ranks of batch "
+        f"{document['model']}, {document['images']} images an epoch, 2 ranks of batch "
         f"{document['batch size']}, 32 pixels, {machine['cores']} cores of {machine['cpu']}; link "
         f"{document['rate'] / 1e6:,.0f} Mbit/s, of which one bare connection gets "
         f"{document['bare rate'] / 1e6:,.0f}; load {load[0]:.1f} before, {load[1]:.1f} after."
@@ -184,7 +183,8 @@ def main() -> None:
         raise SystemExit(f"this measurement needs {lack}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     document: dict[str, Any] = {"bench": "dgc_link", **describe_machine(), "rate": given.rate * 1e6}
-    document |= {"model": given.model, "batch size": given.batch_size, "load_before": os.getloadavg()}
+    document |= {"model": given.model, "images": given.images, "batch size": given.batch_size}
+    document["load_before"] = os.getloadavg()
     WORKPLACE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORKPLACE) as directory, Link(given.rate * 1e6) as link:
         document["bare rate"] = round(link.measure(given.rate / 8))
