@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import simplejpeg
 
-from bench.data import RESULTS, WORKPLACE, write_result
+from bench.data import RESULTS, write_result
 from bench.measure.link import ADDRESSES, DEVICE, Link, missing
 from bench.measure.trainer import TRAIN, epochs_of
 from bench.show.figures import number, table
@@ -185,8 +185,7 @@ def main() -> None:
     document: dict[str, Any] = {"bench": "dgc_link", **describe_machine(), "rate": given.rate * 1e6}
     document |= {"model": given.model, "images": given.images, "batch size": given.batch_size}
     document["load_before"] = os.getloadavg()
-    WORKPLACE.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=WORKPLACE) as directory, Link(given.rate * 1e6) as link:
+    with tempfile.TemporaryDirectory() as directory, Link(given.rate * 1e6) as link:
         document["bare rate"] = round(link.measure(given.rate / 8))
         run = Runs(link, Path(directory), given)
         document["runs"] = {}

@@ -70,13 +70,15 @@ def test_a_tiny_run_compares_both_exchanges(tmp_path: Path) -> None:
 @root_only
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals) -> None:
-    with subprocess.Popen([*COMMAND, "--results", str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as bench:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(COMMAND, cwd=ROOT, stdout=subprocess.PIPE, env=environment) as bench:
         assert bench.stdout is not None and bench.stdout.readline() == b"dense ...\n"
         wait_until(lambda: len(_ranks(bench.pid)) == 2, "two ranks train")
         started = psutil.Process(bench.pid).children(recursive=True)
         bench.send_signal(number)
         bench.wait(PATIENCE)
     wait_until(lambda: not any(map(runs, started)), f"all of {started} have ended")
+    assert number == signal.SIGKILL or not list(tmp_path.iterdir())
 
 
 def _ranks(parent: int) -> list[psutil.Process]:
