@@ -65,9 +65,9 @@ def make_shards(photos: Path, count: int, form: str) -> Path:
     return folder
 
 
-def write_result(document: dict[str, Any], suffix: str = "") -> Path:
-    """Write bench/results/BENCH-DATE.json, by the document's own "bench" and "date"; its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{document['bench']}-{document['date'][:10]}{suffix}.json"
+def write_result(document: dict[str, Any], suffix: str = "", folder: Path = RESULTS) -> Path:
+    """Write BENCH-DATE.json into the folder, by the document's own "bench" and "date"; its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{document['bench']}-{document['date'][:10]}{suffix}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path

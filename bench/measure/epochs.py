@@ -68,9 +68,11 @@ def filling_and_cached(make: Make) -> tuple[Callable[[], Run], Callable[[], Run]
     return fill, cached
 
 
-def over_a_full_cache(make: Make, folder: Path, images: int, mode: str = "raw", **options: Any) -> Any:
+def over_a_full_cache(
+    make: Make, folder: Path, images: int, mode: str = "raw", short_side: int = 300, **options: Any
+) -> Any:
     """A loader with running workers, over a cache in `folder` that holds all `images`."""
-    cache = Cache(folder, mode, short_side=300)
+    cache = Cache(folder, mode, short_side=short_side)
     loader = shuffled(make(cache), persistent_workers=True, **options)
     while cache.info()["entries"] < images:  # an epoch may leave gaps: filling never waits for the disk
         epoch(loader)

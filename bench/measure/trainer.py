@@ -33,7 +33,7 @@ WANTED, WANTED_FIRST = 0.99, 0.97
 
 def simulated(directory: Path, images: int, epochs: int, workers: int) -> dict[str, Any]:
     """Utilisation of simulated devices; `directory` gets the photos, the caches and the runs."""
-    photos = _photos(directory, images)
+    photos = photo_tree(directory, images)
     options = ["--num-workers", str(workers), "--batch-size", "64", "--epochs", str(epochs)]
     options += ["--cache-mode", "raw"]
     run = _Runs(directory, photos, options)
@@ -72,7 +72,7 @@ def gpu(directory: Path, images: int, epochs: int, workers: int | None, quick: b
         quick: a small network on the CPU, to see that every step runs.
     """
     workers = workers or max(1, len(os.sched_getaffinity(0)) - 1)
-    photos = _photos(directory, images)
+    photos = photo_tree(directory, images)
     options = ["--num-workers", str(workers), "--epochs", str(epochs), "--amp", "bf16", "--channels-last"]
     if quick:
         options += ["--device", "cpu", "--model", "small", "--resolution", "32", "--batch-size", "16"]
@@ -109,10 +109,15 @@ class _Runs:
             command = [sys.executable, str(TRAIN), str(self._photos), "--out", str(out), "--no-eval"]
             command += ["--cache", str(cached or fresh), "--on-error", "raise", *self._options, *more]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return [json.loads(line) for line in (out / "epochs.jsonl").read_text().splitlines()]
+        return epochs_of(out)
 
 
-def _photos(directory: Path, images: int) -> Path:
+def epochs_of(out: Path) -> list[dict[str, Any]]:
+    """The report of each epoch of a run of train.py."""
+    return [json.loads(line) for line in (out / "epochs.jsonl").read_text().splitlines()]
+
+
+def photo_tree(directory: Path, images: int) -> Path:
     """`images` photos of 138 KB in the layout of train.py: train/CLASS/NUMBER.jpg."""
     root = directory / f"photos-{images}"
     root.mkdir(exist_ok=True)

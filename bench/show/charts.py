@@ -5,12 +5,23 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.show.figures import MAIN, best_other, cases, is_ours, limits_of, median, number, rows_of
 
-__all__ = ["CHARTS", "draw", "file_name"]
+__all__ = [
+    "CHARTS",
+    "Colours",
+    "Specification",
+    "draw",
+    "file_name",
+    "headline",
+    "limit_line",
+    "panel",
+    "write_both",
+]
 
 Document = dict[str, Any]
 Specification = dict[str, Any]
@@ -58,16 +69,26 @@ def file_name(name: str, theme: str) -> str:
 
 def draw(document: Document, folder: Path) -> list[Path]:
     """Write the charts whose figures the document has; their paths."""
+    return [
+        path
+        for name, chart in CHARTS.items()
+        if chart.has_data(document)
+        for path in write_both(
+            partial(chart.specification, document), folder / file_name(name, "light")
+        )
+    ]
+
+
+def write_both(specification: Callable[[Colours], Specification], light: Path) -> list[Path]:
+    """Write a chart for light pages, and beside it, with -dark in its name, for dark ones; both paths."""
     import vl_convert
 
-    written = []
-    for name, chart in CHARTS.items():
-        for theme, colours in THEMES.items() if chart.has_data(document) else ():
-            path = folder / file_name(name, theme)
-            specification = {**chart.specification(document, colours), **_page(colours)}
-            path.write_bytes(_smaller(vl_convert.vegalite_to_png(specification, scale=2)))
-            written.append(path)
-    return written
+    paths = {"light": light, "dark": light.with_stem(f"{light.stem}-dark")}
+    for theme, path in paths.items():
+        colours = THEMES[theme]
+        png = vl_convert.vegalite_to_png({**specification(colours), **_page(colours)}, scale=2)
+        path.write_bytes(_smaller(png))
+    return list(paths.values())
 
 
 def _smaller(png: bytes) -> bytes:
@@ -109,9 +130,14 @@ def _title(document: Document, colours: Colours, text: str, more: str) -> Specif
         f"{settings['images']:,} photos of {number(settings['image_bytes'] / 1000)} KB, decoded, cropped to "
     )
     cores = f"{settings['size']}, in batches; {machine['cores']} cores of {machine['cpu']}"
+    return headline(text, [f"{work}{cores}, {document['date'][:10]}", more], colours)
+
+
+def headline(text: str, lines: list[str], colours: Colours) -> Specification:
+    """The title of a chart, with `lines` of smaller text below it."""
     return {
         "text": text,
-        "subtitle": [f"{work}{cores}, {document['date'][:10]}", more],
+        "subtitle": lines,
         "anchor": "start",
         "frame": "bounds",
         "color": colours.ink,
@@ -144,7 +170,7 @@ def _bars(
     ]
 
 
-def _panel(
+def panel(
     bars: list[Document], heading: str, colours: Colours, width: int, top: float, named: bool
 ) -> Specification:
     """Bars with their figures under a heading, on a scale that ends at `top`; with or without their names."""
@@ -203,18 +229,18 @@ def _rate_panel(
     highest = max(median(row["rates"]) for row in rows)
     top = max([1.16 * highest, *(1.02 * median(limit["rates"]) for limit in limits)])
     bars = _bars(rows, lambda row: median(row["rates"]), colours)
-    panel = _panel(bars, heading, colours, width, top, named=True)
+    drawn = panel(bars, heading, colours, width, top, named=True)
     for i, limit in enumerate(sorted(limits, key=lambda limit: -median(limit["rates"]))):
-        panel["layer"] += _limit_line(limit, colours, top, 8 + 17 * i)
-    return panel
+        name = limit["name"].removesuffix(f", {limit['case']}")
+        rate = median(limit["rates"])
+        drawn["layer"] += limit_line(f"{name}: {number(rate)}", rate, colours, top, 8 + 17 * i)
+    return drawn
 
 
-def _limit_line(limit: Document, colours: Colours, top: float, above: int) -> list[Specification]:
-    """A dashed line with its name `above` the bars, on the side of it where there is more room."""
-    rate = median(limit["rates"])
-    name = limit["name"].removesuffix(f", {limit['case']}")
-    data = {"values": [{"value": rate, "label": f"{name}: {number(rate)}"}]}
-    at = {"x": {"field": "value", "type": "quantitative"}}
+def limit_line(label: str, rate: float, colours: Colours, top: float, above: int) -> list[Specification]:
+    """A dashed line with its label `above` the bars, on the side of it where there is more room."""
+    data = {"values": [{"value": rate, "label": label}]}
+    at = {"x": {"field": "value", "type": "quantitative", "axis": None}}
     line = {"type": "rule", "strokeDash": [5, 4], "color": colours.limit, "strokeWidth": 1.4}
     side = {"align": "right", "dx": 4} if rate > top / 2 else {"align": "left", "dx": -4}
     text = {"type": "text", "color": colours.limit, "fontSize": 12, "baseline": "bottom", **side}
@@ -235,7 +261,7 @@ def _first_epoch(document: Document, colours: Colours) -> Specification:
     for heading, value in costs.items():
         bars = _bars(rows, value, colours)
         top = 1.5 * max([bar["value"] for bar in bars] + [1e-9])
-        panels.append(_panel(bars, heading, colours, 105, top, named=False))
+        panels.append(panel(bars, heading, colours, 105, top, named=False))
     more = (
         "Images per second: more is better. CPU and memory: less is better. Dashed: the limit of this machine"
     )
