@@ -73,9 +73,7 @@ def draw(document: Document, folder: Path) -> list[Path]:
         path
         for name, chart in CHARTS.items()
         if chart.has_data(document)
-        for path in write_both(
-            partial(chart.specification, document), folder / file_name(name, "light")
-        )
+        for path in write_both(partial(chart.specification, document), folder / file_name(name, "light"))
     ]
 
 
