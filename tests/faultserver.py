@@ -146,13 +146,18 @@ class FaultServer:
         self._ready.set()
         self._loop.run_forever()
         server.close()
-        self._loop.run_until_complete(asyncio.sleep(0))  # one that never began leaves its transport open
-        for task in self._tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._end_connections())
         self._loop.run_until_complete(asyncio.sleep(0))  # transports let go of their sockets
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
+
+    async def _end_connections(self) -> None:
+        """A connection that was just accepted becomes a task a little later: wait until none is left."""
+        await asyncio.sleep(0)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(others, timeout=0.05)
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -87,6 +87,14 @@ def gone(pid: int) -> bool:
         return True
 
 
+def stopped(pid: int) -> bool:
+    """Whether all its threads are: a signal to stop reaches them one after the other."""
+    states = [
+        stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
+    return set(states) == {"T"}
+
+
 # --- What it answers ----------------------------------------------------------------------------------------
 
 
@@ -249,6 +257,7 @@ def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.
     process, target = ClientProcess(), Target()
     pid = process.call(target, "pid")
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: stopped(pid))
     try:
         with pytest.raises(StoreTimeoutError, match="has not answered for"):
             process.call(target, "echo", 1)

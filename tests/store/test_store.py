@@ -538,13 +538,13 @@ def test_http_without_a_listing_says_what_to_open(url: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("bucket/train", r"does not exist; check the url \(is it s3://bucket/train\?\)$"),
-        (Path("s3://bucket/train"), r"\(is it s3://bucket/train\?\)$"),
-        ("gs:bucket", r"\(is it gs://bucket\?\)$"),
-        ("train", "check the url$"),
-        ("/data/train", "check the url$"),
-        ("./data/train", "check the url$"),
-        ("~/no-such-data/train", "check the url$"),
+        ("bucket/train", r"(?m)does not exist; check the url \(is it s3://bucket/train\?\)$"),
+        (Path("s3://bucket/train"), r"(?m)\(is it s3://bucket/train\?\)$"),
+        ("gs:bucket", r"(?m)\(is it gs://bucket\?\)$"),
+        ("train", "(?m)check the url$"),
+        ("/data/train", "(?m)check the url$"),
+        ("./data/train", "(?m)check the url$"),
+        ("~/no-such-data/train", "(?m)check the url$"),
     ],
 )
 def test_a_directory_that_is_not_there_may_be_meant_as_a_bucket(
