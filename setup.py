@@ -28,7 +28,9 @@ libjpeg-turbo's headers:
 
 To install without the kernel (JPEGs are decoded more slowly):
 
-    FASTLOAD_KERNEL=0 pip install ...
+    FASTLOAD_KERNEL=0 pip install --no-cache-dir ...
+
+Without --no-cache-dir, pip keeps what it built, and installs it again later without asking.
 """
 ON_LINUX = sys.platform == "linux"
 # Free-threaded builds of Python 3.13 and 3.14 have no stable ABI.

@@ -63,7 +63,7 @@ class Chart:
 
 
 def file_name(name: str, theme: str) -> str:
-    """The name of the PNG: the same for each result, because the project's pages on PyPI link to it."""
+    """The name of the PNG: the same for each result, because the project's pages link to it."""
     return f"compare-{name}{'-dark' * (theme == 'dark')}.png"
 
 

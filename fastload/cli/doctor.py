@@ -100,7 +100,8 @@ def check_jpegs() -> Check:
         "warn",
         f"slower Python path over simplejpeg {_version('simplejpeg')}: the compiled kernel is missing "
         f"({_why_no_kernel()})",
-        "pip install --force-reinstall --no-deps torch-fastload. The wheels for Linux contain the kernel. "
+        "pip install --force-reinstall --no-deps --no-cache-dir torch-fastload. The wheels for Linux contain "
+        "the kernel. "
         "Without a wheel, and in a checkout, it is built: first install a C compiler and libjpeg-turbo's "
         "headers (Debian, Ubuntu: apt install gcc libjpeg-dev; Fedora: dnf install gcc libjpeg-turbo-devel; "
         "conda: conda install -c conda-forge c-compiler libjpeg-turbo)",

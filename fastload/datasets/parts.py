@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+import fastload
+
 __all__ = [
     "content_of",
     "digest_of_code",
@@ -140,8 +142,8 @@ def library(module: str) -> str | None:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return sys.implementation.cache_tag or ""
-    if top == "fastload":
-        return _version(top)
+    if top == "fastload":  # not by metadata: on PyPI, the distribution "fastload" is another project's
+        return fastload.__version__
     file = getattr(sys.modules.get(module) or sys.modules.get(top), "__file__", None)
     if file is None:
         places = [] if top in sys.modules else _roots(top)

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed
-from torch.distributed.distributed_c10d import PrefixStore
 
 from fastload.errors import ArgumentError, WorkerError
 from fastload.metrics.torch_private import default_store
@@ -39,6 +38,12 @@ _numbers = itertools.count()  # of the loaders of this process; one loader has o
 def can_agree() -> bool:
     """Whether the ranks of this job have a store in common: torch.distributed is initialized."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _prefixed(prefix: str, store: Any) -> Any:
+    from torch.distributed.distributed_c10d import PrefixStore  # some builds of torch have no such module
+
+    return PrefixStore(prefix, store)
 
 
 class Ranks:
@@ -77,11 +82,11 @@ class Ranks:
         root = _default_store() if self._root is None else self._root
         if not self._namespace:
             number = next(_numbers) if self._number is None else self._number
-            store = PrefixStore(f"fastload/{number}", root)
+            store = _prefixed(f"fastload/{number}", root)
             self._namespace = agree_on_namespace(store, self.rank, self.ranks)
         before, posted, self._posted = self._store, self._posted, []
         self._epochs += 1
-        self._store = PrefixStore(f"fastload/{self._namespace}/{self._epochs}", root)
+        self._store = _prefixed(f"fastload/{self._namespace}/{self._epochs}", root)
         self._published, self._seen = 0, dict.fromkeys(self._others, (0, False))
         self._set(f"at/{self.rank}", b"0 0")
         self._post(f"summary/{self.rank}", json.dumps(summary).encode())

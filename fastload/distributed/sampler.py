@@ -104,7 +104,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
             raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
         if mode == "eval" and drop_last:
             raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
-        self._found = num_replicas is None and rank is None
+        # What was found and not given: the rank, the number of ranks. Later it is compared.
+        self._found = (rank is None, num_replicas is None)
         if num_replicas is None or rank is None:
             found_rank, found_replicas = find_rank()
             num_replicas = found_replicas if num_replicas is None else num_replicas
@@ -240,10 +241,13 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def _check_found(self) -> None:
         """A launcher may tell its ranks by torch.distributed only. Without this each would read all."""
-        if not self._found or not can_agree():
+        if not any(self._found) or not can_agree():
             return
         rank, replicas = find_rank()
-        if (rank, replicas) != (self.rank, self.num_replicas):
+        if replicas == 1:  # a group of one says nothing about the other ranks, which a launcher named
+            return
+        rank_was_found, replicas_were_found = self._found
+        if (rank_was_found and rank != self.rank) or (replicas_were_found and replicas != self.num_replicas):
             raise ArgumentError(
                 f"the sampler was made for rank {self.rank} of {self.num_replicas}, and this process is rank "
                 f"{rank} of {replicas}: make the sampler and its loader after init_process_group() (with "

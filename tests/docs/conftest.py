@@ -7,9 +7,12 @@ and spectra/*.bin, 32 float32 numbers each.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
+import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -80,11 +83,15 @@ def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
                 target=run_page, args=(page, folder, environment, output)
             )
             process.start()
-            process.join(SECONDS)
-            if process.is_alive():
-                process.terminate()
+            assert process.pid is not None
+            try:
+                process.join(SECONDS)
+                ended = not process.is_alive()
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # what it started may outlive it
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.join()
-                pytest.fail(f"{page} did not end in {SECONDS:.0f} s:\n{output.read_text()}")
+            assert ended, f"{page} did not end in {SECONDS:.0f} s:\n{output.read_text()}"
             assert process.exitcode == 0, output.read_text()
 
         yield run_in_process

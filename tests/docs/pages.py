@@ -56,6 +56,7 @@ def blocks(page: Path) -> list[Block]:
         if directives and lines[at].strip() == directives[-1]:
             directives.pop()
         elif directive := DIRECTIVE.match(lines[at]):
+            assert not directive["name"].startswith("code"), f"{page}:{at + 1}: write a plain fence"
             directives.append(directive["fence"])
         elif RUN_FIRST.match(lines[at]):
             end = next(i for i in range(at, len(lines)) if lines[i].strip() == "-->")
@@ -88,6 +89,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    os.setsid()  # what a page starts and leaves ends with this group
     multiprocessing.set_start_method("fork", force=True)  # as in a script: this process has the fork server's
     os.environ.update(environment)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -102,7 +104,10 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
             Path(block.file).write_text(code + "\n")
         elif block.language == "python":
             tree = ast.increment_lineno(ast.parse(code), block.line - 1)
-            exec(compile(tree, str(page), "exec"), namespace)
+            try:
+                exec(compile(tree, str(page), "exec"), namespace)
+            except SystemExit as error:
+                raise RuntimeError(f"line {block.line}: the block ends the page before its end") from error
         else:
             _shell(block, code)
 
@@ -110,4 +115,8 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
 def _shell(block: Block, code: str) -> None:
     if block.language == "console":
         code = "\n".join(line[2:] for line in code.splitlines() if line.startswith("$ "))
+        assert code, f"line {block.line}: no line begins with '$ '"
+        assert not re.search(r"\\$", code, re.MULTILINE), (
+            f"line {block.line}: a command goes on in the next line"
+        )
     subprocess.run(["bash", "-xeuo", "pipefail", "-c", code], check=True)

@@ -64,6 +64,25 @@ def test_rank_that_torch_distributed_tells_later(monkeypatch: pytest.MonkeyPatch
     assert len(list(given)) == 10 and len(list(DistributedSampler(range(10)))) == 5
 
 
+def test_rank_told_later_beside_a_given_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DistributedSampler(range(10), num_replicas=2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ArgumentError, match="this process is rank 1 of 2"):
+        list(before)
+
+
+def test_group_of_one_beside_a_launcher_of_many_keeps_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    before = DistributedSampler(range(80), shuffle=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert list(before) == list(range(3, 80, 8))
+
+
 # --- as torch's
 
 
