@@ -75,10 +75,14 @@ class FastloadError(Exception):
         self.message = message
         self.stage = stage if stage is not None else type(self).stage
         self.key = key
-        public = next(cls for cls in type(self).__mro__ if cls.__name__ in __all__)
-        self.help = address(public.__name__.lower())  # of the causes and remedies in the documentation
         # Not by `add_note`: a copy in another process has the notes of the original, and no second one.
         self.__notes__ = [f"see {self.help}"]
+
+    @property
+    def help(self) -> str:
+        """The address of the causes and remedies in the documentation."""
+        public = next(cls for cls in type(self).__mro__ if cls.__name__ in __all__)
+        return address(public.__name__.lower())
 
     def __str__(self) -> str:
         where = self.stage
