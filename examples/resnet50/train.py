@@ -18,6 +18,7 @@ option asks for it. your_own.py trains another network on other data.
 from __future__ import annotations
 
 import argparse
+import copy
 import signal
 import time
 from collections import deque
@@ -157,8 +158,9 @@ class Run:
             1.0, round(args.warmup * updates), args.epochs * updates, args.decay, args.power
         )
         self.progress = Progress()
-        # The last inputs, for the statistics of batch norms.
-        self.recent: deque[Any] = deque(maxlen=norm_batches(args, max(sizes.values()), ranks.size))
+        # The last inputs of the epoch, for the statistics of batch norms.
+        norms = 0 if args.simulate_gpu_rate else norm_batches(args, max(sizes.values()), ranks.size)
+        self.recent: deque[Any] = deque(maxlen=norms)
         self.full: Any = None  # (inputs, targets): the last batch of full size of an epoch
         self.loader: Any = None
         self.stopped = False
@@ -193,8 +195,11 @@ class Run:
     def train_epoch(self) -> Meter:
         """Train on the rest of the epoch, or until all ranks have agreed to stop."""
         self.mark("epoch_start", epoch_num=self.progress.epoch + 1)
-        meter = Meter(self.step.synchronize)
         self.full = None
+        self.recent.clear()
+        if self.progress.consumed:
+            self._read_again()
+        meter = Meter(self.step.synchronize)
         self._prepare_loader()
         iterator = iter(self.loader)
         # Samples of this rank; the sampler pads, so all ranks have equally many.
@@ -314,8 +319,21 @@ class Run:
             if self._loader_state:
                 self.loader.load_state_dict(self._loader_state)
 
+    def _read_again(self) -> None:
+        """After a resume: the batches before the position, for batch norms. A checkpoint has no inputs."""
+        samples = self.batch.micro * self.ranks.size  # of one pass of all ranks
+        count = min(self.recent.maxlen or 0, self.progress.consumed // samples)
+        if count:
+            state = copy.deepcopy(self._loader_state)
+            state["sampler"]["state"]["consumed"] -= count * samples
+            loader = make_loader(self.dataset, self.batch.micro, self.args, self.ranks, self.task)
+            loader.load_state_dict(state)
+            for _, (inputs, targets) in zip(range(count), loader, strict=False):
+                self._keep(inputs, targets)
+
     def _keep(self, inputs: Any, targets: Any) -> None:
-        if self.recent.maxlen:
+        # A smaller batch, at the end of an epoch, would count as much as the others.
+        if self.recent.maxlen and (len(targets) >= self.batch.micro or not self.recent):
             self.recent.append(inputs)
         if self.full is None or len(targets) >= len(self.full[1]):
             self.full = (inputs, targets)

@@ -189,6 +189,24 @@ def test_killed_and_resumed(
         assert_same(state["optimizer"], unbroken.state["optimizer"])
 
 
+def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Path) -> None:
+    """Killed with fewer batches left in the epoch than batch norm's statistics take."""
+    states = []
+    for name, killed in (("whole", None), ("killed", (0, 2 * UPDATES + 17))):
+        directory = tmp_path / name
+        arguments = [str(directory), "--out", str(directory / "out"), *QUICK, "--epochs", "2"]
+        arguments += ["--ema", "0.9", "--bn-batches", "5", "--checkpoint-steps", "2"]
+        if killed is not None:
+            assert Ranks(1, directory, arguments, killed).wait() == [-signal.SIGKILL]
+            number = torch.load(directory / "out" / "checkpoint.pt", weights_only=True)["number"]
+            assert number == UPDATES + 8
+        assert Ranks(1, directory, arguments).wait() == [0]
+        states.append(torch.load(directory / "out" / "checkpoint.pt", weights_only=True))
+    for key, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][key]), key
+    assert_same(states[0]["ema"], states[1]["ema"])
+
+
 def assert_same(one: Any, other: Any) -> None:
     """Bit by bit, except batch norm's running statistics, which are averaged with every checkpoint."""
     if isinstance(one, dict):
