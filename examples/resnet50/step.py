@@ -198,8 +198,8 @@ class Step:
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
+        if self.ema is not None:  # without a saved average it begins with the weights
+            self.ema.load_state_dict(state["ema"] or {"average": list(self.module.parameters())})
 
     @property
     def rate(self) -> float:

@@ -251,6 +251,16 @@ def test_measuring_the_ceiling_leaves_the_state_unchanged(options: list[str]) ->
         assert torch.equal(value, measured.module.state_dict()[name])
 
 
+def test_an_average_that_a_resumed_run_adds_begins_with_its_weights() -> None:
+    saved = step.Step(tiny(), arguments(), ALONE, 10).state_dict()
+    saved["model"] = {name: value + 1 for name, value in saved["model"].items()}
+    resumed = step.Step(tiny(), arguments("--ema", "0.9"), ALONE, 10)
+    resumed.load_state_dict(saved)
+    with resumed.averaged([]):
+        for name, value in resumed.module.state_dict().items():
+            assert torch.equal(value, saved["model"][name])
+
+
 def test_batch_norm_is_recomputed() -> None:
     """Its statistics are the plain averages over the batches, whatever they were before."""
     norm = nn.BatchNorm1d(3, momentum=0.3)
