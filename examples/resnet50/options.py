@@ -148,8 +148,8 @@ def _extras(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ceiling-steps",
         type=int,
-        default=20 if _has_extras() else 0,
-        help="updates in the measurement of the ceiling, for the utilisation; 0: none. Default: %(default)s",
+        help="passes in each measurement of the ceiling, for the utilisation; 0: none. Default: 20, but 0 "
+        "with a target and with --mllog, as the measurement takes time",
     )
     group.add_argument("--mllog", type=Path, help="file for MLPerf's log lines")
     group.add_argument("--chart", action="store_true", help="draw chart.png in --out")
@@ -164,12 +164,19 @@ def _has_extras() -> bool:
     return Path(__file__).with_name("extras").is_dir()
 
 
+def _has_target(args: argparse.Namespace) -> bool:
+    return args.target is not None or getattr(args, "target_top5", None) is not None
+
+
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, own_optimizer: bool) -> None:
     for name in ("epochs", "batch_size", "checkpoint_steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, found {getattr(args, name)}")
     if own_optimizer and args.communication == "dgc":
         parser.error("--communication dgc has its own optimizer, and this task has another one")
+    if args.ceiling_steps is None:
+        timed = _has_target(args) or args.mllog is not None
+        args.ceiling_steps = 20 if _has_extras() and not timed else 0
     asked = [
         name
         for name in ("synthetic", "simulate_gpu_rate", "mllog", "chart", "tensorboard")

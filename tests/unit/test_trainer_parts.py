@@ -352,6 +352,43 @@ def test_options_of_images_are_refused_without_images(
 
 
 @pytest.mark.parametrize(
+    ("given", "passes"),
+    [
+        ([], 20),
+        (["--target", "0.7"], 0),
+        (["--target-top5", "0.9"], 0),
+        (["--mllog", "file"], 0),
+        (["--mllog", "file", "--ceiling-steps", "3"], 3),
+    ],
+)
+def test_the_ceiling_is_not_measured_where_the_time_is(given: list[str], passes: int) -> None:
+    assert options.parse(["nowhere", *given], add_options=model.options).ceiling_steps == passes
+
+
+@pytest.mark.parametrize(("passes", "updates"), [(1, 4), (3, 1), (16, 1)])
+def test_a_measurement_of_the_ceiling_has_few_passes(
+    passes: int, updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def measured(step: Any, inputs: Any, targets: Any, *numbers: int) -> ceiling.Ceiling:
+        called.append(numbers)
+        return ceiling.Ceiling(1.0)
+
+    monkeypatch.setattr(ceiling, "measure", measured)
+    run = argparse.Namespace(
+        step=argparse.Namespace(communication=None),
+        full=(torch.zeros(2), torch.zeros(2)),
+        batch=optim.Batches(2 * passes, 1, 2),
+        ranks=ALONE,
+        loader=argparse.Namespace(stats=lambda: {"verdict": "", "limit": ""}),
+    )
+    for _ in range(2):
+        ceiling.Ceilings(4)(run, argparse.Namespace(after_first=(2, 1.0), waited=0.0))
+    assert called == [(passes, updates)]
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--momentum=0.5", "unrecognized arguments: --momentum=0.5"),

@@ -67,14 +67,14 @@ class Ceilings:
     """Adds the utilisation to the line of an epoch.
 
     The ceiling is measured at the end of the first epoch with a new shape of a batch or a new sparsity of the
-    gradients, with its last full batch.
+    gradients, with its last full batch. It takes time, which counts in the "time to target".
 
     Args:
-        updates: in a measurement.
+        passes: forward and backward passes in a measurement, but at least one update.
     """
 
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
+    def __init__(self, passes: int) -> None:
+        self._passes = passes
         self._known: dict[Any, Ceiling] = {}
 
     def __call__(self, run: Any, meter: Meter) -> dict[str, Any]:
@@ -104,7 +104,9 @@ class Ceilings:
         inputs, targets = run.full
         key = run.batch, tuple(targets.shape), getattr(inputs, "shape", None), sparsity(run.step)
         if key not in self._known:
-            self._known[key] = measure(run.step, inputs, targets, run.batch.passes, self._updates)
+            passes = run.batch.passes
+            updates = max(1, self._passes // passes)
+            self._known[key] = measure(run.step, inputs, targets, passes, updates)
         return self._known[key]
 
 
@@ -120,7 +122,7 @@ def measure(step: Step, inputs: Any, targets: Any, passes: int, updates: int) ->
     loss_sum, (number, samples) = step.loss_sum.clone(), step.begun
 
     def seconds(talking: bool) -> float:
-        for update in range(-2, updates):
+        for update in range(-2 if passes == 1 else -1, updates):  # the first ones are not measured
             if update == 0:
                 start = step.synchronize()
             step.begin(number, samples, 0.0)
