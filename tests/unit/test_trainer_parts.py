@@ -383,8 +383,9 @@ def test_a_measurement_of_the_ceiling_has_few_passes(
         ranks=ALONE,
         loader=argparse.Namespace(stats=lambda: {"verdict": "", "limit": ""}),
     )
+    ceilings = ceiling.Ceilings(4)
     for _ in range(2):
-        ceiling.Ceilings(4)(run, argparse.Namespace(after_first=(2, 1.0), waited=0.0))
+        ceilings(run, argparse.Namespace(after_first=(2, 1.0), waited=0.0))
     assert called == [(passes, updates)]
 
 
