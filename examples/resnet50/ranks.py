@@ -90,6 +90,13 @@ class Ranks:
             dist.all_reduce(tensor, operation, group=self.control)
         return tensor.tolist()
 
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank, on every rank. Waits for all ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (bytes, or anything of JSON), on every rank."""
         if self.size == 1:

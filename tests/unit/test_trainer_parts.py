@@ -645,11 +645,28 @@ def test_limit_is_the_device_the_loader_or_this_process() -> None:
     stats = {"verdict": "the slowest stage is decode"}
     assert ceiling.limit(0.991, 0.009, stats) == "the device"
     assert ceiling.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
-    process = "this process and its cores: it waited for data in only"
+    process = "this process and its cores: it waited for data"
     assert ceiling.limit(0.6, 0.01, stats).startswith(f"{process} 1.0%")
     # A loader that says that it waited for the consumer is not the limit.
     consumer = {"verdict": "the consumer is the bottleneck", "limit": "consumer"}
     assert ceiling.limit(0.97, 0.02, consumer) == f"{process} 2.0% of the time"
+
+
+def test_one_slow_loader_of_eight_is_the_limit() -> None:
+    class Eight:
+        size = 8
+
+        def sums(self, *values: float) -> list[float]:
+            return [8 * value for value in values]
+
+        def gather(self, own: Any) -> list[Any]:
+            return [own] * 5 + [(0.4, {"verdict": "the store is slow", "limit": "store"})] + [own] * 2
+
+    device = simulate.SimulatedStep(10)
+    stats = {"verdict": "the consumer is the bottleneck", "limit": "consumer", "bad": []}
+    run = argparse.Namespace(step=device, ranks=Eight(), loader=argparse.Namespace(stats=lambda: stats))
+    line = ceiling.Ceilings(1)(run, argparse.Namespace(after_first=(60, 10.0), waited=0.05))
+    assert line["utilisation"] == 0.6 and line["limit"] == "the loader: the store is slow"
 
 
 def test_clock_counts_downtime_until_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

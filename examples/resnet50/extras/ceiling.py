@@ -32,15 +32,15 @@ def limit(used: float, waited: float, stats: dict[str, Any]) -> str:
 
     Args:
         used: utilisation.
-        waited: the share of time without a batch.
-        stats: of the loader, with its own limit.
+        waited: the share of time that the rank with the longest wait was without a batch; it stalls all.
+        stats: of that rank's loader, with its own limit.
     """
     if used >= ENOUGH:
         return "the device"
     # The loader's own limit is the consumer where only the first batch of an epoch was late.
     if waited >= (1 - used) / 2 and stats.get("limit") != "consumer":
         return f"the loader: {stats['verdict']}"
-    return f"this process and its cores: it waited for data in only {waited:.1%} of the time"
+    return f"this process and its cores: it waited for data {waited:.1%} of the time"
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,13 @@ class Ceilings:
         """The columns for the report of a Run of train.py; all ranks call it."""
         ceiling = self._ceiling(run)
         samples, seconds = meter.after_first
-        used, waited = run.ranks.sums(
-            utilisation(samples, ceiling.rate, seconds), meter.waited / max(seconds, 1e-9)
-        )
-        used, waited = used / run.ranks.size, waited / run.ranks.size
+        [used] = run.ranks.sums(utilisation(samples, ceiling.rate, seconds) / run.ranks.size)
+        stats = {name: run.loader.stats().get(name) for name in ("verdict", "limit")}
+        waits = run.ranks.gather((meter.waited / max(seconds, 1e-9), stats))
         columns = {
             "ceiling per GPU": round(ceiling.rate, 1),
             "utilisation": round(used, 4),
-            "limit": limit(used, waited, run.loader.stats()),
+            "limit": limit(used, *max(waits, key=lambda wait: wait[0])),
         }
         if run.ranks.size > 1:
             columns["communication"] = {
