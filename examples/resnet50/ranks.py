@@ -331,10 +331,12 @@ class Clock:
         return None if self.reached is None else self.reached - self.begun
 
     def state_dict(self) -> dict[str, Any]:
-        return {"begun": self.begun, "reached": self.reached}
+        return {"begun": self.begun, "reached": self.reached, "targets": self.targets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begun, self.reached = state["begun"], state["reached"]
+        self.begun = state["begun"]
+        # Another target is reached at the first evaluation from now on.
+        self.reached = state["reached"] if state["targets"] == self.targets else None
 
 
 # --- checkpoints

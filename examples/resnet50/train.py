@@ -180,12 +180,16 @@ class Run:
             + (f"; resumed in epoch {now.epoch + 1} after {now.consumed:,} samples" if now.number else "")
         )
         self.mark("run_start")
-        while now.epoch < self.args.epochs and not (now.done or self.stopped):
+        while not (self.over or self.stopped):
             meter = self.train_epoch()
             if not self.stopped:
                 self.finish_epoch(meter, evaluation)
         if not self.stopped:  # else it is going to be resumed
             self.mark("run_stop", status="success" if now.done or not self.clock.targets else "aborted")
+
+    @property
+    def over(self) -> bool:
+        return self.progress.done or self.progress.epoch >= self.args.epochs
 
     @property
     def batch(self) -> Batches:
@@ -297,6 +301,7 @@ class Run:
         self.progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
         self.report.epochs = state["epochs"]
         self.clock.load_state_dict(state["clock"])
+        self.progress.done &= self.clock.reached is not None
         self._loader_state = state["loader"]
         self.step.load_state_dict(state)
         self.step.load_communication(state["communication"])

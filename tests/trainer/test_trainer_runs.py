@@ -207,6 +207,21 @@ def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Pat
     assert_same(states[0]["ema"], states[1]["ema"])
 
 
+def test_another_target_continues_a_run(tmp_path: Path) -> None:
+    """The run that reached its target ends at once; with a higher one it goes on. Each has one run_stop."""
+    log = tmp_path / "mllog.txt"
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--mllog", str(log)]
+    for target, epochs, status in (("0", 1, "success"), ("0", 1, "success"), ("2", 3, "aborted")):
+        assert Ranks(1, tmp_path, [*arguments, "--target", target]).wait() == [0]
+        assert len(epochs_of(tmp_path)) == epochs
+        events = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
+        stops = [event["metadata"]["status"] for event in events if event["key"] == "run_stop"]
+        assert stops == [status] and events[-1]["key"] == "run_stop"
+        assert (json.loads((tmp_path / "out" / "summary.json").read_text())["time to target"] is None) == (
+            target == "2"
+        )
+
+
 def assert_same(one: Any, other: Any) -> None:
     """Bit by bit, except batch norm's running statistics, which are averaged with every checkpoint."""
     if isinstance(one, dict):
