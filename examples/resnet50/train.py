@@ -32,7 +32,7 @@ import ranks as distributed
 from fastload import DataLoader, DistributedSampler
 from model import images, load_pretrained, options, resnet
 from optim import Batches, LearningRate, make_optimizer, value_at
-from options import parse
+from options import kept, parse, refuse_changes
 from ranks import Clock, Ranks, Report, StopVote
 from step import Meter, Step, Task
 
@@ -285,6 +285,7 @@ class Run:
             "record": self.task.record,
             "loss_sums": self._loss_sums(),
             "global_batch": self.batches[0].of_all,
+            "kept": kept(self.args, self.task.record),
             "epochs": self.report.epochs,
             "clock": self.clock.state_dict(),
             "loader": self.loader.state_dict(),
@@ -293,6 +294,7 @@ class Run:
         }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
+        refuse_changes(state["kept"], kept(self.args, self.task.record), self.args)
         if state["global_batch"] != self.batches[0].of_all:
             raise SystemExit(
                 f"the checkpoint is of a run with a global batch of {state['global_batch']:,}, "
@@ -351,8 +353,9 @@ class Run:
         first, now = self._updates(0), self.progress
         done = now.trained // self.batch.of_all  # updates of this epoch
         factor = self.schedule.at(first * now.epoch + first * done / self._updates(now.epoch))
-        peak = getattr(self.args, "base_lr", None)
-        return factor if peak is None else factor * peak * self.batch.of_all / 256
+        if "base_lr" not in self.args:  # the task's own rate, for the batch of the first epoch
+            return factor * self.batch.of_all / self.batches[0].of_all
+        return factor * self.args.base_lr * self.batch.of_all / 256
 
 
 def norm_batches(args: argparse.Namespace, largest: int, ranks: int) -> int:

@@ -418,6 +418,75 @@ def test_the_schedule_is_a_factor_of_the_rates_of_an_own_optimizer() -> None:
         assert rates == pytest.approx([0.1 * factor, 0.2 * factor, 0.4 * factor, 0.8 * factor])
 
 
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_the_rate_is_proportional_to_the_batch_of_an_epoch(own_optimizer: bool) -> None:
+    args = options.parse(
+        ["nowhere", "--batch-by-epoch", "1:128", "--decay", "constant", "--warmup", "0"],
+        own_optimizer=own_optimizer,
+    )
+    batches = {0: optim.Batches(512, 1, 64), 1: optim.Batches(128, 1, 64)}
+    rates = []
+    for epoch, batch in batches.items():
+        run = argparse.Namespace(
+            args=args,
+            batches=batches,
+            batch=batch,
+            progress=train.Progress(epoch=epoch),
+            schedule=optim.LearningRate(1.0, 0, 100, "constant"),
+            _updates=lambda epoch: 10,
+        )
+        rates.append(train.Run._rate(run))
+    assert rates == pytest.approx([1, 0.25] if own_optimizer else [0.2, 0.05])
+
+
+def test_warm_up_ends_at_the_peak_with_another_batch() -> None:
+    rate = optim.LearningRate(peak=8, warmup=4, total=14)
+    assert rate.at(3.5) == 8 and rate.at(2.5) == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--batch-by-epoch", "0:8"], "the batch of epoch 0 is --global-batch"),
+        (["--no-eval", "--target", "0.7"], "a target needs an evaluation"),
+        (["--simulate-gpu-rate", "9", "--target-top5", "0.7"], "a target needs an evaluation"),
+        (["--optimizer", "lars", "--nesterov"], "--nesterov is for --optimizer sgd"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", *given], add_options=model.options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--optimizer", "lars"], "with --optimizer sgd, and here it is lars: give the same"),
+        (["--momentum", "0.8"], "with --momentum 0.9, and here it is 0.8"),
+        (["--communication", "dgc"], "with --communication fp32, and here it is dgc"),
+        (["--batch-by-epoch", "2:24,4:48"], "with --batch-by-epoch not given, and here it is 2:24,4:48"),
+        (["--model", "small"], "with --model resnet50, and here it is small"),
+        ([], "with other classes: give another --out"),
+        (["--base-lr", "0.2", "--epochs", "5"], ""),
+    ],
+)
+def test_a_resumed_run_has_the_options_of_its_checkpoint(given: list[str], message: str) -> None:
+    def kept(*more: str, classes: str = "cat") -> tuple[dict[str, Any], argparse.Namespace]:
+        args = options.parse(["nowhere", *more], add_options=model.options)
+        return options.kept(args, {"model": args.model, "classes": [classes]}), args
+
+    before, _ = kept()
+    now, args = kept(*given, classes="dog" if "classes" in message else "cat")
+    if message:
+        with pytest.raises(SystemExit, match=message):
+            options.refuse_changes(before, now, args)
+    else:
+        options.refuse_changes(before, now, args)
+
+
 # --- pretrained weights
 
 
