@@ -59,6 +59,8 @@ class Ranks:
         local, nodes = _place(rank, size)
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         chosen = torch.device("cpu")
+        if cuda and not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch finds no GPU here; omit the option to train on the CPU")
         if cuda:  # SLURM may show each rank a single device
             chosen = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(chosen)
@@ -159,6 +161,8 @@ def _address(rank: int, size: int, nodes: int) -> tuple[str, int]:
             "MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank (mpirun -x "
             "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...; horovodrun passes on its own variables)"
         )
+    if rank == 0 and under_srun:  # a port that was derived may be in use, or closed between the nodes
+        print(f"rank 0 of {size} waits at {address}:{port}", flush=True)
     return address, int(port)
 
 

@@ -544,7 +544,44 @@ def test_pretrained_weights_of_another_network_are_refused() -> None:
         model.load_pretrained(model.MODELS["resnet18"](classes=4), saved, "FILE")
 
 
+def test_averaged_weights_of_another_network_are_refused() -> None:
+    saved = {"model": {}, "ema": {"average": [torch.zeros(2)]}}
+    with pytest.raises(SystemExit, match="FILE is of another network: it has 1 averaged weights, and this"):
+        model.load_pretrained(model.MODELS["small"](classes=4), saved, "FILE")
+
+
+@pytest.mark.parametrize("network", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))])
+def test_pretrained_weights_of_which_none_fit_are_refused(network: nn.Module) -> None:
+    saved = {name: torch.zeros(9) for name in network.state_dict()}
+    with pytest.raises(SystemExit, match="FILE is of another network: 2 of 2 weights do not fit"):
+        model.load_pretrained(network, saved, "FILE")
+
+
+def test_a_checkpoint_of_another_network_is_refused_on_resume() -> None:
+    saved = step.Step(tiny(), arguments(), ALONE, 10).state_dict()
+    other = step.Step(step.Task(nn.Linear(4, 3)), arguments(), ALONE, 10)
+    with pytest.raises(SystemExit, match="the checkpoint is of another network"):
+        other.load_state_dict(saved)
+
+
 # --- ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(SystemExit, match="--device cuda: torch finds no GPU here"):
+        Ranks.join("cuda")
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "rank 0 of 2 waits at localhost:11234\n"), (1, "")])
+def test_rank_0_of_srun_says_where_it_waits(
+    rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in resnet50.variables("srun", rank, 2, 1234).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "11234")
+    assert ranks._address(rank, 2, 1) == ("localhost", 11234)
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(
