@@ -6,7 +6,8 @@ with DGC and its warm-up from 75 to 99.9 % sparsity, an epoch each. The network 
 32 pixels, so that a step's gradients (94 MB) are large beside its computation.
 
 By epoch: MB that a rank sends in a step, as the trainer counts them and as the network device does; the
-time that they need at the link's rate; a rank's CPU time; the step's time; images/s; loss.
+time that they need at the link's rate; a rank's CPU time, without the checkpoints (DGC's are larger); the
+step's time; images/s; loss.
 
 Prints the table and writes dgc_link-DATE-1000mbit.json into bench/results. Namespaces and ranks end with this
 command.
@@ -76,7 +77,11 @@ class Runs:
         make_gratings(directory / "pictures", given.images)
 
     def __call__(self, exchange: str) -> list[dict[str, Any]]:
-        """The trainer's report of each epoch, with what rank 0 had spent by then: bytes sent, CPU seconds."""
+        """The trainer's report of each epoch, with what rank 0 had spent by then: bytes sent, CPU seconds.
+
+        "CPU after": with the checkpoint that follows, so that of the next epoch's beginning; None where the
+        next epoch had ended before a look saw it.
+        """
         out = self._directory / exchange
         command = [sys.executable, str(TRAIN), str(self._directory / "pictures"), *self._options]
         command += ["--communication", EXCHANGES[exchange], "--out", str(out)]
@@ -84,7 +89,9 @@ class Runs:
         for side in range(len(ADDRESSES)):
             with (self._directory / f"{exchange}-{side}.txt").open("wb") as log:
                 ranks.append(self._link.start(side, command, env=_environment(side), stdout=log, stderr=log))
-        spent: list[dict[str, float]] = []
+        spent: list[dict[str, float | None]] = []
+        checkpoint = out / "checkpoint.pt"
+        seen = None  # the last checkpoint that is in "CPU after"
         while True:
             codes = [rank.poll() for rank in ranks]
             for side, code in enumerate(codes):
@@ -92,19 +99,34 @@ class Runs:
                     said = (self._directory / f"{exchange}-{side}.txt").read_text(errors="replace")
                     raise SystemExit(f"{exchange}: rank {side} failed\n{said[-2000:]}")
             if (out / "epochs.jsonl").exists() and len(epochs_of(out)) > len(spent):
-                spent.append({"sent": self._link.sent(0), "CPU": _cpu_seconds(ranks[0].pid, spent)})
+                if spent and spent[-1]["CPU after"] is None:
+                    seen = _written(checkpoint)
+                spent.append(
+                    {"sent": self._link.sent(0), "CPU": _cpu_seconds(ranks[0].pid), "CPU after": None}
+                )
+            elif spent and spent[-1]["CPU after"] is None and _written(checkpoint) != seen:
+                seen = _written(checkpoint)
+                spent[-1]["CPU after"] = _cpu_seconds(ranks[0].pid)
             elif None not in codes:
                 return [line | then for line, then in zip(epochs_of(out), spent, strict=True)]
             time.sleep(LOOK_EVERY)
 
 
-def _cpu_seconds(pid: int, spent: list[dict[str, float]]) -> float:
-    """Of a process, without its children; those of the last look if it has ended."""
+def _cpu_seconds(pid: int) -> float | None:
+    """Of a process, without its children; None if it has ended."""
     try:
         times = psutil.Process(pid).cpu_times()
     except psutil.NoSuchProcess:
-        return spent[-1]["CPU"] if spent else 0.0
+        return None
     return times.user + times.system
+
+
+def _written(path: Path) -> int | None:
+    """The time of the last write of a file, in ns; None if there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _environment(side: int) -> dict[str, str]:
@@ -127,7 +149,9 @@ def rows(epochs: list[dict[str, Any]], exchange: str, rate: float) -> list[dict[
         updates = round(line["communication MB"] / megabytes)
         sent = seconds = None
         if found and found[-1]["sparsity"] == sparsity:
-            sent, seconds = (line[name] - epochs[i - 1][name] for name in ("sent", "CPU"))
+            sent = line["sent"] - epochs[i - 1]["sent"]
+            if line["CPU"] is not None and epochs[i - 1]["CPU after"] is not None:
+                seconds = line["CPU"] - epochs[i - 1]["CPU after"]
         found.append(
             {
                 "epoch": line["epoch"],

@@ -98,6 +98,8 @@ def main() -> None:
     document |= {
         "images": given.images,
         "device_rate": given.rate or None,
+        "epochs": given.epochs,
+        "batch_size": given.batch_size,
         "workers": given.workers,
         "options": options,
         "node": node,

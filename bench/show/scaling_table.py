@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,27 @@ def _cell(name: str, value: Any) -> str:
 
 def caption(document: Document) -> str:
     machine = document["machine"]
-    ranks = ",".join(str(row["GPUs"]) for row in document["rows"])
     load = f"load {document['load_before'][0]:.1f} before, {document['load_after'][0]:.1f} after"
     return (
-        f"`python -m bench scaling --ranks {ranks} --node {document['node']} "
-        f"--rate {document['device_rate'] or 0:g}`, {document['date'][:10]}: "
+        f"`{command(document)}`, {document['date'][:10]}: "
         f"{_work(document)}, {machine['cores']} cores of {machine['cpu']}; {load}."
     )
+
+
+def command(document: Document) -> str:
+    """The command that repeats the measurement, with the options for the trainer at its end."""
+    given = {
+        "ranks": ",".join(str(row["GPUs"]) for row in document["rows"]),
+        "node": document["node"],
+        "rate": f"{document['device_rate'] or 0:g}",
+        "images": document["images"],
+        "epochs": document["epochs"],
+        "batch-size": document["batch_size"],
+        "workers": document["workers"],
+    }
+    words = ["python", "-m", "bench", "scaling"]
+    words += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return shlex.join([*words, *document["options"]])
 
 
 def _work(document: Document) -> str:

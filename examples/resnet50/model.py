@@ -95,17 +95,24 @@ def load_pretrained(module: nn.Module, saved: dict[str, Any], path: Any) -> str:
     own = module.state_dict()
     state = dict(saved.get("model", saved))
     if saved.get("ema"):
+        averages = saved["ema"]["average"]
         names = [name for name, _ in module.named_parameters()]
-        state |= zip(names, saved["ema"]["average"], strict=True)
+        if len(names) != len(averages):
+            raise SystemExit(
+                f"{path} is of another network: it has {len(averages)} averaged weights, and this one "
+                f"{len(names)}: give the --model, --variant and --blur of its run"
+            )
+        state |= zip(names, averages, strict=True)
     if isinstance(module, ResNet) and "fc.weight" in state and len(state) == len(own):
         state = dict(zip(own, state.values(), strict=True))  # torchvision's layers have the same order
     fitting = {name: value for name, value in state.items() if name in own and value.shape == own[name].shape}
     head = list(own)[-1].rpartition(".")[0]
-    wrong = {name for name in own.keys() | state.keys() if name not in fitting and not name.startswith(head)}
-    if wrong:
+    heads = {name for name in own if head and name.startswith(f"{head}.")}  # none if it is the whole network
+    wrong = {name for name in own.keys() | state.keys() if name not in fitting and name not in heads}
+    if wrong or not fitting:
         raise SystemExit(
-            f"{path} is of another network: {len(wrong)} of {len(own)} weights do not fit, such as "
-            f"{min(wrong)}: give the --model, --variant and --blur of its run"
+            f"{path} is of another network: {len(wrong or heads)} of {len(own)} weights do not fit, such as "
+            f"{min(wrong or heads)}: give the --model, --variant and --blur of its run"
         )
     module.load_state_dict(fitting, strict=False)
     new = [f"{name} {tuple(value.shape)}" for name, value in own.items() if name not in fitting]

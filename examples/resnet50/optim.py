@@ -308,8 +308,8 @@ class LearningRate:
 
     def at(self, step: float) -> float:
         """The rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
+        if step < self.warmup:  # a step of another batch is a fraction
+            return self.peak * min(1.0, (step + 1) / self.warmup)
         over = (step - self.warmup) / max(1, self.total - self.warmup)
         return self.peak * DECAYS[self.decay](min(1.0, over), self.power)
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from optim import DECAYS, by_epoch
 from step import AMP, COMMUNICATION
 
-__all__ = ["parse"]
+__all__ = ["kept", "parse", "refuse_changes"]
+
+# A resumed run must have these options of the run in its checkpoint, whose state depends on them.
+KEPT = (
+    *("optimizer", "momentum", "nesterov", "weight_decay", "trust"),
+    *("communication", "batch_by_epoch"),
+)
 
 
 def parse(
@@ -38,6 +45,35 @@ def parse(
     args = parser.parse_args(arguments)
     _check(parser, args, own_optimizer)
     return args
+
+
+def kept(args: argparse.Namespace, record: dict[str, Any]) -> dict[str, Any]:
+    """What a resumed run must have again; `record`: of its network, see Task."""
+    return {**record, **{name: getattr(args, name, None) for name in KEPT}}
+
+
+def refuse_changes(before: dict[str, Any], now: dict[str, Any], args: argparse.Namespace) -> None:
+    """Compare two results of `kept`.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    for name, value in now.items():
+        if before.get(name) == value:
+            continue
+        if name not in args:
+            raise SystemExit(f"the checkpoint is of a run with other {name}: give another --out")
+        option = f"--{name.replace('_', '-')}"
+        raise SystemExit(
+            f"the checkpoint is of a run with {option} {_shown(before.get(name))}, and here it is "
+            f"{_shown(value)}: give the same, or another --out"
+        )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{epoch}:{size}" for epoch, size in value.items()) or "not given"
+    return str(value)
 
 
 def _data(parser: argparse.ArgumentParser) -> None:
@@ -148,8 +184,8 @@ def _extras(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ceiling-steps",
         type=int,
-        default=20 if _has_extras() else 0,
-        help="updates in the measurement of the ceiling, for the utilisation; 0: none. Default: %(default)s",
+        help="passes in each measurement of the ceiling, for the utilisation; 0: none. Default: 20, but 0 "
+        "with a target and with --mllog, as the measurement takes time",
     )
     group.add_argument("--mllog", type=Path, help="file for MLPerf's log lines")
     group.add_argument("--chart", action="store_true", help="draw chart.png in --out")
@@ -164,12 +200,25 @@ def _has_extras() -> bool:
     return Path(__file__).with_name("extras").is_dir()
 
 
+def _has_target(args: argparse.Namespace) -> bool:
+    return args.target is not None or getattr(args, "target_top5", None) is not None
+
+
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, own_optimizer: bool) -> None:
     for name in ("epochs", "batch_size", "checkpoint_steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, found {getattr(args, name)}")
     if own_optimizer and args.communication == "dgc":
         parser.error("--communication dgc has its own optimizer, and this task has another one")
+    if 0 in args.batch_by_epoch:
+        parser.error("--batch-by-epoch is for later epochs: the batch of epoch 0 is --global-batch")
+    if (args.no_eval or args.simulate_gpu_rate) and _has_target(args):
+        parser.error("a target needs an evaluation: omit --no-eval and --simulate-gpu-rate, or the target")
+    if getattr(args, "nesterov", False) and args.optimizer == "lars":
+        parser.error("--nesterov is for --optimizer sgd: LARS has no such momentum")
+    if args.ceiling_steps is None:
+        timed = _has_target(args) or args.mllog is not None
+        args.ceiling_steps = 20 if _has_extras() and not timed else 0
     asked = [
         name
         for name in ("synthetic", "simulate_gpu_rate", "mllog", "chart", "tensorboard")

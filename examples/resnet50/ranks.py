@@ -59,6 +59,8 @@ class Ranks:
         local, nodes = _place(rank, size)
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         chosen = torch.device("cpu")
+        if cuda and not torch.cuda.is_available():
+            raise SystemExit("--device cuda: torch finds no GPU here; omit the option to train on the CPU")
         if cuda:  # SLURM may show each rank a single device
             chosen = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(chosen)
@@ -89,6 +91,13 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, operation, group=self.control)
         return tensor.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each rank, on every rank. Waits for all ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value (bytes, or anything of JSON), on every rank."""
@@ -152,6 +161,8 @@ def _address(rank: int, size: int, nodes: int) -> tuple[str, int]:
             "MASTER_ADDR to its host and MASTER_PORT to a free port there, on every rank (mpirun -x "
             "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...; horovodrun passes on its own variables)"
         )
+    if rank == 0 and under_srun:  # a port that was derived may be in use, or closed between the nodes
+        print(f"rank 0 of {size} waits at {address}:{port}", flush=True)
     return address, int(port)
 
 
@@ -324,10 +335,12 @@ class Clock:
         return None if self.reached is None else self.reached - self.begun
 
     def state_dict(self) -> dict[str, Any]:
-        return {"begun": self.begun, "reached": self.reached}
+        return {"begun": self.begun, "reached": self.reached, "targets": self.targets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begun, self.reached = state["begun"], state["reached"]
+        self.begun = state["begun"]
+        # Another target is reached at the first evaluation from now on.
+        self.reached = state["reached"] if state["targets"] == self.targets else None
 
 
 # --- checkpoints

@@ -195,11 +195,16 @@ class Step:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state["model"])
+        try:
+            self.module.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise SystemExit(
+                "the checkpoint is of another network: give the options of its run, or another --out"
+            ) from error
         self.optimizer.load_state_dict(state["optimizer"])
         self._scaler.load_state_dict(state["scaler"])
-        if self.ema is not None and state["ema"] is not None:
-            self.ema.load_state_dict(state["ema"])
+        if self.ema is not None:  # without a saved average it begins with the weights
+            self.ema.load_state_dict(state["ema"] or {"average": list(self.module.parameters())})
 
     @property
     def rate(self) -> float:

@@ -18,6 +18,7 @@ option asks for it. your_own.py trains another network on other data.
 from __future__ import annotations
 
 import argparse
+import copy
 import signal
 import time
 from collections import deque
@@ -31,7 +32,7 @@ import ranks as distributed
 from fastload import DataLoader, DistributedSampler
 from model import images, load_pretrained, options, resnet
 from optim import Batches, LearningRate, make_optimizer, value_at
-from options import parse
+from options import kept, parse, refuse_changes
 from ranks import Clock, Ranks, Report, StopVote
 from step import Meter, Step, Task
 
@@ -157,8 +158,9 @@ class Run:
             1.0, round(args.warmup * updates), args.epochs * updates, args.decay, args.power
         )
         self.progress = Progress()
-        # The last inputs, for the statistics of batch norms.
-        self.recent: deque[Any] = deque(maxlen=norm_batches(args, max(sizes.values()), ranks.size))
+        # The last inputs of the epoch, for the statistics of batch norms.
+        norms = 0 if args.simulate_gpu_rate else norm_batches(args, max(sizes.values()), ranks.size)
+        self.recent: deque[Any] = deque(maxlen=norms)
         self.full: Any = None  # (inputs, targets): the last batch of full size of an epoch
         self.loader: Any = None
         self.stopped = False
@@ -178,12 +180,16 @@ class Run:
             + (f"; resumed in epoch {now.epoch + 1} after {now.consumed:,} samples" if now.number else "")
         )
         self.mark("run_start")
-        while now.epoch < self.args.epochs and not (now.done or self.stopped):
+        while not (self.over or self.stopped):
             meter = self.train_epoch()
             if not self.stopped:
                 self.finish_epoch(meter, evaluation)
         if not self.stopped:  # else it is going to be resumed
             self.mark("run_stop", status="success" if now.done or not self.clock.targets else "aborted")
+
+    @property
+    def over(self) -> bool:
+        return self.progress.done or self.progress.epoch >= self.args.epochs
 
     @property
     def batch(self) -> Batches:
@@ -193,8 +199,11 @@ class Run:
     def train_epoch(self) -> Meter:
         """Train on the rest of the epoch, or until all ranks have agreed to stop."""
         self.mark("epoch_start", epoch_num=self.progress.epoch + 1)
-        meter = Meter(self.step.synchronize)
         self.full = None
+        self.recent.clear()
+        if self.progress.consumed:
+            self._read_again()
+        meter = Meter(self.step.synchronize)
         self._prepare_loader()
         iterator = iter(self.loader)
         # Samples of this rank; the sampler pads, so all ranks have equally many.
@@ -276,6 +285,7 @@ class Run:
             "record": self.task.record,
             "loss_sums": self._loss_sums(),
             "global_batch": self.batches[0].of_all,
+            "kept": kept(self.args, self.task.record),
             "epochs": self.report.epochs,
             "clock": self.clock.state_dict(),
             "loader": self.loader.state_dict(),
@@ -284,6 +294,7 @@ class Run:
         }
 
     def _load_state_dict(self, state: dict[str, Any]) -> None:
+        refuse_changes(state["kept"], kept(self.args, self.task.record), self.args)
         if state["global_batch"] != self.batches[0].of_all:
             raise SystemExit(
                 f"the checkpoint is of a run with a global batch of {state['global_batch']:,}, "
@@ -292,6 +303,7 @@ class Run:
         self.progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
         self.report.epochs = state["epochs"]
         self.clock.load_state_dict(state["clock"])
+        self.progress.done &= self.clock.reached is not None
         self._loader_state = state["loader"]
         self.step.load_state_dict(state)
         self.step.load_communication(state["communication"])
@@ -314,8 +326,21 @@ class Run:
             if self._loader_state:
                 self.loader.load_state_dict(self._loader_state)
 
+    def _read_again(self) -> None:
+        """After a resume: the batches before the position, for batch norms. A checkpoint has no inputs."""
+        samples = self.batch.micro * self.ranks.size  # of one pass of all ranks
+        count = min(self.recent.maxlen or 0, self.progress.consumed // samples)
+        if count:
+            state = copy.deepcopy(self._loader_state)
+            state["sampler"]["state"]["consumed"] -= count * samples
+            loader = make_loader(self.dataset, self.batch.micro, self.args, self.ranks, self.task)
+            loader.load_state_dict(state)
+            for _, (inputs, targets) in zip(range(count), loader, strict=False):
+                self._keep(inputs, targets)
+
     def _keep(self, inputs: Any, targets: Any) -> None:
-        if self.recent.maxlen:
+        # A smaller batch, at the end of an epoch, would count as much as the others.
+        if self.recent.maxlen and (len(targets) >= self.batch.micro or not self.recent):
             self.recent.append(inputs)
         if self.full is None or len(targets) >= len(self.full[1]):
             self.full = (inputs, targets)
@@ -328,8 +353,9 @@ class Run:
         first, now = self._updates(0), self.progress
         done = now.trained // self.batch.of_all  # updates of this epoch
         factor = self.schedule.at(first * now.epoch + first * done / self._updates(now.epoch))
-        peak = getattr(self.args, "base_lr", None)
-        return factor if peak is None else factor * peak * self.batch.of_all / 256
+        if "base_lr" not in self.args:  # the task's own rate, for the batch of the first epoch
+            return factor * self.batch.of_all / self.batches[0].of_all
+        return factor * self.args.base_lr * self.batch.of_all / 256
 
 
 def norm_batches(args: argparse.Namespace, largest: int, ranks: int) -> int:

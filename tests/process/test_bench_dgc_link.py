@@ -42,11 +42,16 @@ def test_the_link_has_its_rate_and_counts_bytes() -> None:
 def test_rows_have_the_link_s_time_and_bytes_without_the_ceiling_s() -> None:
     line = {"batch size": 16, "FPS after the first step": 32.0, "loss": 2.0}
     line |= {"communication MB": 200.0, "communication MB per step": 100.0}
-    epochs = [line | {"epoch": i + 1, "sent": (i + 1) * 202e6, "CPU": i + 1.0} for i in range(6)]
+    epochs = [
+        # 0.2 s of each epoch's CPU time are those of the checkpoint before it.
+        line | {"epoch": i + 1, "sent": (i + 1) * 202e6, "CPU": i + 1.0, "CPU after": i + 1.2}
+        for i in range(6)
+    ]
+    epochs[3]["CPU after"] = None  # not seen
     dense = dgc_link.rows(epochs, "dense", 1e9)
     assert (dense[1]["link, s"], dense[1]["step, s"]) == (0.8, 0.5)
     assert [row["on the wire"] for row in dense] == [None] + [101.0] * 5
-    assert [row["CPU, s"] for row in dense] == [None] + [0.5] * 5
+    assert [row["CPU, s"] for row in dense] == [None] + [0.4] * 3 + [None, 0.4]
     compressed = dgc_link.rows(epochs, "DGC", 1e9)
     assert [row["sparsity"] for row in compressed] == [0.75, 0.9375, 0.984375, 0.996, 0.999, 0.999]
     assert [row["on the wire"] for row in compressed] == [None] * 5 + [101.0]

@@ -39,7 +39,7 @@ def test_the_runs_that_the_columns_need_are_added() -> None:
 
 def test_a_tiny_run_puts_two_runs_together(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "scaling", "--ranks", "2", "--images", "48", "--epochs", "2"]
-    command += ["--batch-size", "4", "--rate", "100", "--results", str(tmp_path)]
+    command += ["--batch-size", "4", "--rate", "100", "--results", str(tmp_path), "--seed", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
@@ -50,3 +50,5 @@ def test_a_tiny_run_puts_two_runs_together(tmp_path: Path) -> None:
     stem = f"scaling-{document['date'][:10]}"
     assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.json", f"{stem}.png", f"{stem}-dark.png"}
     assert scaling_table.markdown(document) in done.stdout
+    again = "python -m bench scaling --ranks 1,2 --node 2 --rate 100 --images 48 --epochs 2 --batch-size 4"
+    assert f"`{again} --workers 1 --seed 3`" in done.stdout

@@ -189,6 +189,39 @@ def test_killed_and_resumed(
         assert_same(state["optimizer"], unbroken.state["optimizer"])
 
 
+def test_statistics_of_a_resumed_run_are_those_of_the_unbroken_one(tmp_path: Path) -> None:
+    """Killed with fewer batches left in the epoch than batch norm's statistics take."""
+    states = []
+    for name, killed in (("whole", None), ("killed", (0, 2 * UPDATES + 17))):
+        directory = tmp_path / name
+        arguments = [str(directory), "--out", str(directory / "out"), *QUICK, "--epochs", "2"]
+        arguments += ["--ema", "0.9", "--bn-batches", "5", "--checkpoint-steps", "2"]
+        if killed is not None:
+            assert Ranks(1, directory, arguments, killed).wait() == [-signal.SIGKILL]
+            number = torch.load(directory / "out" / "checkpoint.pt", weights_only=True)["number"]
+            assert number == UPDATES + 8
+        assert Ranks(1, directory, arguments).wait() == [0]
+        states.append(torch.load(directory / "out" / "checkpoint.pt", weights_only=True))
+    for key, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][key]), key
+    assert_same(states[0]["ema"], states[1]["ema"])
+
+
+def test_another_target_continues_a_run(tmp_path: Path) -> None:
+    """The run that reached its target ends at once; with a higher one it goes on. Each has one run_stop."""
+    log = tmp_path / "mllog.txt"
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--mllog", str(log)]
+    for target, epochs, status in (("0", 1, "success"), ("0", 1, "success"), ("2", 3, "aborted")):
+        assert Ranks(1, tmp_path, [*arguments, "--target", target]).wait() == [0]
+        assert len(epochs_of(tmp_path)) == epochs
+        events = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
+        stops = [event["metadata"]["status"] for event in events if event["key"] == "run_stop"]
+        assert stops == [status] and events[-1]["key"] == "run_stop"
+        assert (json.loads((tmp_path / "out" / "summary.json").read_text())["time to target"] is None) == (
+            target == "2"
+        )
+
+
 def assert_same(one: Any, other: Any) -> None:
     """Bit by bit, except batch norm's running statistics, which are averaged with every checkpoint."""
     if isinstance(one, dict):
@@ -216,11 +249,12 @@ def test_sigterm_to_one_rank_ends_all_with_a_checkpoint(unbroken: Finished, tmp_
     assert state["number"] == first == second  # both made the same number of updates, and all are kept
 
 
-def test_another_global_batch_is_refused(unbroken: Finished, tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [["--global-batch", "24"], ["--optimizer", "lars"]], ids=["batch", "lars"])
+def test_another_batch_or_optimizer_is_refused(unbroken: Finished, tmp_path: Path, other: list[str]) -> None:
     (tmp_path / "out").mkdir()
     torch.save(unbroken.state, tmp_path / "out" / "checkpoint.pt")
     assert unbroken.state["global_batch"] == BATCH
-    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, "--global-batch", "24"]
+    arguments = [str(tmp_path), "--out", str(tmp_path / "out"), *QUICK, *other]
     assert Ranks(1, tmp_path, arguments).wait() == [1]
 
 

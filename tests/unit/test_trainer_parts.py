@@ -251,6 +251,16 @@ def test_measuring_the_ceiling_leaves_the_state_unchanged(options: list[str]) ->
         assert torch.equal(value, measured.module.state_dict()[name])
 
 
+def test_an_average_that_a_resumed_run_adds_begins_with_its_weights() -> None:
+    saved = step.Step(tiny(), arguments(), ALONE, 10).state_dict()
+    saved["model"] = {name: value + 1 for name, value in saved["model"].items()}
+    resumed = step.Step(tiny(), arguments("--ema", "0.9"), ALONE, 10)
+    resumed.load_state_dict(saved)
+    with resumed.averaged([]):
+        for name, value in resumed.module.state_dict().items():
+            assert torch.equal(value, saved["model"][name])
+
+
 def test_batch_norm_is_recomputed() -> None:
     """Its statistics are the plain averages over the batches, whatever they were before."""
     norm = nn.BatchNorm1d(3, momentum=0.3)
@@ -342,6 +352,44 @@ def test_options_of_images_are_refused_without_images(
 
 
 @pytest.mark.parametrize(
+    ("given", "passes"),
+    [
+        ([], 20),
+        (["--target", "0.7"], 0),
+        (["--target-top5", "0.9"], 0),
+        (["--mllog", "file"], 0),
+        (["--mllog", "file", "--ceiling-steps", "3"], 3),
+    ],
+)
+def test_the_ceiling_is_not_measured_where_the_time_is(given: list[str], passes: int) -> None:
+    assert options.parse(["nowhere", *given], add_options=model.options).ceiling_steps == passes
+
+
+@pytest.mark.parametrize(("passes", "updates"), [(1, 4), (3, 1), (16, 1)])
+def test_a_measurement_of_the_ceiling_has_few_passes(
+    passes: int, updates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def measured(step: Any, inputs: Any, targets: Any, *numbers: int) -> ceiling.Ceiling:
+        called.append(numbers)
+        return ceiling.Ceiling(1.0)
+
+    monkeypatch.setattr(ceiling, "measure", measured)
+    run = argparse.Namespace(
+        step=argparse.Namespace(communication=None),
+        full=(torch.zeros(2), torch.zeros(2)),
+        batch=optim.Batches(2 * passes, 1, 2),
+        ranks=ALONE,
+        loader=argparse.Namespace(stats=lambda: {"verdict": "", "limit": ""}),
+    )
+    ceilings = ceiling.Ceilings(4)
+    for _ in range(2):
+        ceilings(run, argparse.Namespace(after_first=(2, 1.0), waited=0.0))
+    assert called == [(passes, updates)]
+
+
+@pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--momentum=0.5", "unrecognized arguments: --momentum=0.5"),
@@ -368,6 +416,75 @@ def test_the_schedule_is_a_factor_of_the_rates_of_an_own_optimizer() -> None:
         stepped.begin(0, 0, factor)
         rates = [group["lr"] for group in stepped.optimizer.param_groups]
         assert rates == pytest.approx([0.1 * factor, 0.2 * factor, 0.4 * factor, 0.8 * factor])
+
+
+@pytest.mark.parametrize("own_optimizer", [False, True])
+def test_the_rate_is_proportional_to_the_batch_of_an_epoch(own_optimizer: bool) -> None:
+    args = options.parse(
+        ["nowhere", "--batch-by-epoch", "1:128", "--decay", "constant", "--warmup", "0"],
+        own_optimizer=own_optimizer,
+    )
+    batches = {0: optim.Batches(512, 1, 64), 1: optim.Batches(128, 1, 64)}
+    rates = []
+    for epoch, batch in batches.items():
+        run = argparse.Namespace(
+            args=args,
+            batches=batches,
+            batch=batch,
+            progress=train.Progress(epoch=epoch),
+            schedule=optim.LearningRate(1.0, 0, 100, "constant"),
+            _updates=lambda epoch: 10,
+        )
+        rates.append(train.Run._rate(run))
+    assert rates == pytest.approx([1, 0.25] if own_optimizer else [0.2, 0.05])
+
+
+def test_warm_up_ends_at_the_peak_with_another_batch() -> None:
+    rate = optim.LearningRate(peak=8, warmup=4, total=14)
+    assert rate.at(3.5) == 8 and rate.at(2.5) == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--batch-by-epoch", "0:8"], "the batch of epoch 0 is --global-batch"),
+        (["--no-eval", "--target", "0.7"], "a target needs an evaluation"),
+        (["--simulate-gpu-rate", "9", "--target-top5", "0.7"], "a target needs an evaluation"),
+        (["--optimizer", "lars", "--nesterov"], "--nesterov is for --optimizer sgd"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options.parse(["nowhere", *given], add_options=model.options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--optimizer", "lars"], "with --optimizer sgd, and here it is lars: give the same"),
+        (["--momentum", "0.8"], "with --momentum 0.9, and here it is 0.8"),
+        (["--communication", "dgc"], "with --communication fp32, and here it is dgc"),
+        (["--batch-by-epoch", "2:24,4:48"], "with --batch-by-epoch not given, and here it is 2:24,4:48"),
+        (["--model", "small"], "with --model resnet50, and here it is small"),
+        ([], "with other classes: give another --out"),
+        (["--base-lr", "0.2", "--epochs", "5"], ""),
+    ],
+)
+def test_a_resumed_run_has_the_options_of_its_checkpoint(given: list[str], message: str) -> None:
+    def kept(*more: str, classes: str = "cat") -> tuple[dict[str, Any], argparse.Namespace]:
+        args = options.parse(["nowhere", *more], add_options=model.options)
+        return options.kept(args, {"model": args.model, "classes": [classes]}), args
+
+    before, _ = kept()
+    now, args = kept(*given, classes="dog" if "classes" in message else "cat")
+    if message:
+        with pytest.raises(SystemExit, match=message):
+            options.refuse_changes(before, now, args)
+    else:
+        options.refuse_changes(before, now, args)
 
 
 # --- pretrained weights
@@ -427,7 +544,44 @@ def test_pretrained_weights_of_another_network_are_refused() -> None:
         model.load_pretrained(model.MODELS["resnet18"](classes=4), saved, "FILE")
 
 
+def test_averaged_weights_of_another_network_are_refused() -> None:
+    saved = {"model": {}, "ema": {"average": [torch.zeros(2)]}}
+    with pytest.raises(SystemExit, match="FILE is of another network: it has 1 averaged weights, and this"):
+        model.load_pretrained(model.MODELS["small"](classes=4), saved, "FILE")
+
+
+@pytest.mark.parametrize("network", [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3))])
+def test_pretrained_weights_of_which_none_fit_are_refused(network: nn.Module) -> None:
+    saved = {name: torch.zeros(9) for name in network.state_dict()}
+    with pytest.raises(SystemExit, match="FILE is of another network: 2 of 2 weights do not fit"):
+        model.load_pretrained(network, saved, "FILE")
+
+
+def test_a_checkpoint_of_another_network_is_refused_on_resume() -> None:
+    saved = step.Step(tiny(), arguments(), ALONE, 10).state_dict()
+    other = step.Step(step.Task(nn.Linear(4, 3)), arguments(), ALONE, 10)
+    with pytest.raises(SystemExit, match="the checkpoint is of another network"):
+        other.load_state_dict(saved)
+
+
 # --- ranks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_refused() -> None:
+    with pytest.raises(SystemExit, match="--device cuda: torch finds no GPU here"):
+        Ranks.join("cuda")
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "rank 0 of 2 waits at localhost:11234\n"), (1, "")])
+def test_rank_0_of_srun_says_where_it_waits(
+    rank: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in resnet50.variables("srun", rank, 2, 1234).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "11234")
+    assert ranks._address(rank, 2, 1) == ("localhost", 11234)
+    assert capsys.readouterr().out == said
 
 
 @pytest.mark.parametrize(
@@ -597,11 +751,28 @@ def test_limit_is_the_device_the_loader_or_this_process() -> None:
     stats = {"verdict": "the slowest stage is decode"}
     assert ceiling.limit(0.991, 0.009, stats) == "the device"
     assert ceiling.limit(0.9, 0.09, stats) == "the loader: the slowest stage is decode"
-    process = "this process and its cores: it waited for data in only"
+    process = "this process and its cores: it waited for data"
     assert ceiling.limit(0.6, 0.01, stats).startswith(f"{process} 1.0%")
     # A loader that says that it waited for the consumer is not the limit.
     consumer = {"verdict": "the consumer is the bottleneck", "limit": "consumer"}
     assert ceiling.limit(0.97, 0.02, consumer) == f"{process} 2.0% of the time"
+
+
+def test_one_slow_loader_of_eight_is_the_limit() -> None:
+    class Eight:
+        size = 8
+
+        def sums(self, *values: float) -> list[float]:
+            return [8 * value for value in values]
+
+        def gather(self, own: Any) -> list[Any]:
+            return [own] * 5 + [(0.4, {"verdict": "the store is slow", "limit": "store"})] + [own] * 2
+
+    device = simulate.SimulatedStep(10)
+    stats = {"verdict": "the consumer is the bottleneck", "limit": "consumer", "bad": []}
+    run = argparse.Namespace(step=device, ranks=Eight(), loader=argparse.Namespace(stats=lambda: stats))
+    line = ceiling.Ceilings(1)(run, argparse.Namespace(after_first=(60, 10.0), waited=0.05))
+    assert line["utilisation"] == 0.6 and line["limit"] == "the loader: the store is slow"
 
 
 def test_clock_counts_downtime_until_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

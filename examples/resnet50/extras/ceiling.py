@@ -32,15 +32,15 @@ def limit(used: float, waited: float, stats: dict[str, Any]) -> str:
 
     Args:
         used: utilisation.
-        waited: the share of time without a batch.
-        stats: of the loader, with its own limit.
+        waited: the share of time that the rank with the longest wait was without a batch; it stalls all.
+        stats: of that rank's loader, with its own limit.
     """
     if used >= ENOUGH:
         return "the device"
     # The loader's own limit is the consumer where only the first batch of an epoch was late.
     if waited >= (1 - used) / 2 and stats.get("limit") != "consumer":
         return f"the loader: {stats['verdict']}"
-    return f"this process and its cores: it waited for data in only {waited:.1%} of the time"
+    return f"this process and its cores: it waited for data {waited:.1%} of the time"
 
 
 @dataclass(frozen=True)
@@ -67,28 +67,27 @@ class Ceilings:
     """Adds the utilisation to the line of an epoch.
 
     The ceiling is measured at the end of the first epoch with a new shape of a batch or a new sparsity of the
-    gradients, with its last full batch.
+    gradients, with its last full batch. It takes time, which counts in the "time to target".
 
     Args:
-        updates: in a measurement.
+        passes: forward and backward passes in a measurement, but at least one update.
     """
 
-    def __init__(self, updates: int) -> None:
-        self._updates = updates
+    def __init__(self, passes: int) -> None:
+        self._passes = passes
         self._known: dict[Any, Ceiling] = {}
 
     def __call__(self, run: Any, meter: Meter) -> dict[str, Any]:
         """The columns for the report of a Run of train.py; all ranks call it."""
         ceiling = self._ceiling(run)
         samples, seconds = meter.after_first
-        used, waited = run.ranks.sums(
-            utilisation(samples, ceiling.rate, seconds), meter.waited / max(seconds, 1e-9)
-        )
-        used, waited = used / run.ranks.size, waited / run.ranks.size
+        [used] = run.ranks.sums(utilisation(samples, ceiling.rate, seconds) / run.ranks.size)
+        stats = {name: run.loader.stats().get(name) for name in ("verdict", "limit")}
+        waits = run.ranks.gather((meter.waited / max(seconds, 1e-9), stats))
         columns = {
             "ceiling per GPU": round(ceiling.rate, 1),
             "utilisation": round(used, 4),
-            "limit": limit(used, waited, run.loader.stats()),
+            "limit": limit(used, *max(waits, key=lambda wait: wait[0])),
         }
         if run.ranks.size > 1:
             columns["communication"] = {
@@ -104,7 +103,9 @@ class Ceilings:
         inputs, targets = run.full
         key = run.batch, tuple(targets.shape), getattr(inputs, "shape", None), sparsity(run.step)
         if key not in self._known:
-            self._known[key] = measure(run.step, inputs, targets, run.batch.passes, self._updates)
+            passes = run.batch.passes
+            updates = max(1, self._passes // passes)
+            self._known[key] = measure(run.step, inputs, targets, passes, updates)
         return self._known[key]
 
 
@@ -120,7 +121,7 @@ def measure(step: Step, inputs: Any, targets: Any, passes: int, updates: int) ->
     loss_sum, (number, samples) = step.loss_sum.clone(), step.begun
 
     def seconds(talking: bool) -> float:
-        for update in range(-2, updates):
+        for update in range(-2 if passes == 1 else -1, updates):  # the first ones are not measured
             if update == 0:
                 start = step.synchronize()
             step.begin(number, samples, 0.0)

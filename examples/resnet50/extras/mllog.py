@@ -28,9 +28,11 @@ class MlLog:
 
     def __init__(self, path: Path, run: Any, eval_samples: int) -> None:
         self._resumed = run.progress.number > 0
-        self._file = path.open("a" if self._resumed else "w")
+        self._ended = False  # run_stop is in the file
         if self._resumed:
+            self._continue(path, run.over)
             return
+        self._file = path.open("w")
         self("init_start", at=run.clock.begun)
         self("cache_clear", False)
         self._submission()
@@ -42,6 +44,15 @@ class MlLog:
         self("eval_samples", eval_samples)
         self._optimizer(run)
         self("init_stop")
+
+    def _continue(self, path: Path, over: bool) -> None:
+        """Open the file of a resumed run. One that goes on after its end (another target) ends again."""
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = [line for line in lines if '"key": "run_stop"' not in line]
+        self._ended = over and len(kept) < len(lines)
+        if len(kept) < len(lines) and not over:
+            path.write_text("".join(kept))
+        self._file = path.open("a")
 
     def _submission(self) -> None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
@@ -74,7 +85,7 @@ class MlLog:
 
     def __call__(self, key: str, value: Any = None, at: float | None = None, **metadata: Any) -> None:
         """A line, now or `at` that time; `key`: "..._start" and "..._stop" are the ends of an interval."""
-        if self._resumed and key == "run_start":
+        if (self._resumed and key == "run_start") or self._ended:
             return
         kinds = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}
         event = {
