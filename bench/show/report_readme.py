@@ -7,11 +7,11 @@ from typing import Any
 from bench.data import RESULTS, ROOT
 from bench.show import charts
 from bench.show.figures import MAIN, best_other, find, is_ours, median, number, percent, rows_of, share, table
+from fastload.errors import DOCS
 
 __all__ = ["DOCS", "SOURCE", "markdown"]
 
 # PyPI shows the README too, so its links are absolute. Its pictures are not: every checkout shows them.
-DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
 SOURCE = "https://github.com/torch-fastload/torch-fastload/blob/main/"
 PAGE, PICTURES = f"{DOCS}benchmarks.html", RESULTS.relative_to(ROOT)
 # What the table's last column is a share of.

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fastload import ImageFolder
 from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
 from fastload.store import client_process, open_store
 from fastload.store.client_process import ClientProcess
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -71,13 +71,6 @@ class Target:
         names = [int(fd.name) for fd in Path("/proc/self/fd").iterdir()]  # that of this listing is gone then
         links = [Path(f"/proc/self/fd/{name}") for name in names if name > 2]
         return [str(link.readlink()) for link in links if link.is_symlink()]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -202,7 +195,7 @@ def test_client_ends_with_its_owner() -> None:
     pid = process.call(Target(), "pid")
     del process
     gc.collect()
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: gone(pid), "the client has ended")
 
 
 def test_client_without_requests_ends_and_the_next_request_is_answered(
@@ -213,7 +206,7 @@ def test_client_without_requests_ends_and_the_next_request_is_answered(
     process, target = ClientProcess(), Target()
     for _ in range(3):
         pid = process.call(target, "pid")
-        wait_until(lambda pid=pid: gone(pid))
+        wait_until(lambda pid=pid: gone(pid), "the client has ended")
 
 
 def test_client_at_work_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +235,7 @@ def test_trainer_killed_its_client_ends() -> None:
     trainer.kill()
     trainer.wait(PATIENCE)
     trainer.stdout.close()
-    wait_until(lambda: gone(pid))
+    wait_until(lambda: gone(pid), "the client has ended")
 
 
 def test_client_survives_ctrl_c_in_the_terminal() -> None:
@@ -257,7 +250,7 @@ def test_client_that_is_stopped_is_an_error_in_bounded_time(monkeypatch: pytest.
     process, target = ClientProcess(), Target()
     pid = process.call(target, "pid")
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: stopped(pid))
+    wait_until(lambda: stopped(pid), "the client is stopped")
     try:
         with pytest.raises(StoreTimeoutError, match="has not answered for"):
             process.call(target, "echo", 1)
@@ -385,7 +378,10 @@ def test_client_killed_while_an_epoch_is_read_in_the_trainer_every_sample_comes(
                 if batch == 1:
                     pid = dataset._store._attempt("_pid")
                     os.kill(pid, signal.SIGKILL)
-                    wait_until(lambda pid=pid: dataset._store._attempt("_pid") != pid)
+                    wait_until(
+                        lambda pid=pid: dataset._store._attempt("_pid") != pid,
+                        "another client has taken over",
+                    )
             assert sorted(labels) == [0] * 8 + [1] * 8
 
 
