@@ -8,7 +8,7 @@
               what the user's `decode` returned
 
 In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution.
-`fastload.shards.prepare_records` does the same for records of several fields.
+`fastload.datasets.prepare_fields` does the same for records of several fields.
 """
 
 from __future__ import annotations

@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache, Digest, as_cache
 from fastload.datasets.base import StoreDataset
+from fastload.datasets.fields import Fields
+from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
+from fastload.datasets.samples import SampleMaker
 from fastload.datasets.seeds import SampleSeeds
 from fastload.errors import ArgumentError
 from fastload.images.rng import sample_seed
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
-from fastload.shards.fields import Fields
 from fastload.shards.index import ShardIndex
 from fastload.shards.pending import PendingRecords
-from fastload.shards.prepare_records import RecordPrepareStep
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
-from fastload.shards.samples import SampleMaker
 from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
 from fastload.store.process import ProcessLocal

@@ -10,7 +10,7 @@ from fastload.cache import Cache
 from fastload.formats.shard_index import Offsets, parse_wds_index
 from fastload.formats.tar import TarSplitter
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.fields import MemberFields
+from fastload.shards.record_fields import MemberFields
 from fastload.shards.urls import Wanted
 
 __all__ = ["TarDataset"]

@@ -13,7 +13,7 @@ from fastload.formats.tfrecord import TFRecordSplitter, unframe
 from fastload.images.by_epoch import all_transforms
 from fastload.images.transforms import Crop
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.fields import ExampleFields
+from fastload.shards.record_fields import ExampleFields
 from fastload.shards.urls import Wanted
 
 __all__ = ["TFRecordDataset"]

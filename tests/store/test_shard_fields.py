@@ -27,12 +27,12 @@ from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
+from fastload.datasets.columns import copy_value, new_column, put_value
 from fastload.errors import (
     ArgumentError,
     DecodeError,
 )
 from fastload.formats.write import TarWriter
-from fastload.shards.columns import copy_value, new_column, put_value
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

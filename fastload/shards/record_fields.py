@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from io import BytesIO
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,41 +20,10 @@ from fastload.formats.example import Spec, check_spec, parse_example
 from fastload.formats.tar import read_sample
 from fastload.images.decode import Oriented, decode_pil
 
-__all__ = ["ExampleFields", "Fields", "MemberFields"]
+__all__ = ["ExampleFields", "MemberFields"]
 
 _IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
 _UNSAFE = ("pyd", "pkl", "pickle", "pth", "pt")
-
-
-class Fields(Protocol):
-    """The fields that the records of a format have."""
-
-    @property
-    def key(self) -> str:
-        """A text that differs where other arguments give other fields: part of the cache's keys."""
-
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        """The fields of a record, as they lie in it.
-
-        Raises:
-            DecodeError: it is no record of this format.
-        """
-
-    def images(self, fields: Mapping[str, Any]) -> list[str]:
-        """The names of the fields that are encoded images."""
-
-    def open(self, name: str, value: Any) -> Any:
-        """A field that is no image -> its value in the sample.
-
-        Raises:
-            DecodeError: its bytes are not of its kind, or its kind is refused.
-        """
-
-    def open_image(self, value: Any) -> Any:
-        """An image -> its value in a sample without a fused transform.
-
-        Its bytes, or (H, W, 3) pixels where the cache keeps pixels.
-        """
 
 
 class ExampleFields:

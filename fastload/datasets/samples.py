@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fastload.datasets.base import check_function
+from fastload.datasets.columns import copy_value, new_column, number_view, put_value
+from fastload.datasets.fields import Fields
 from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.transforms import Crop
-from fastload.shards.columns import copy_value, new_column, number_view, put_value
-from fastload.shards.fields import Fields
 
 __all__ = ["SampleMaker"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from fastload.cache import Cache
+from fastload.datasets.fields import Fields
 from fastload.datasets.prepare import PrepareStep
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
-from fastload.shards.fields import Fields
 
 __all__ = ["RecordPrepareStep"]
 
