@@ -14,7 +14,7 @@ from fastload.datasets.fields import Fields
 from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
-from fastload.images.transforms import Crop
+from fastload.images.crop import Crop
 
 __all__ = ["SampleMaker"]
 
