@@ -33,8 +33,9 @@ def test_sample_has_the_structure_of_fields(fields: Any, sample: Any) -> None:
 )
 def test_batch_has_the_structure_of_default_collate(fields: Any) -> None:
     shape = Shape(fields)
-    samples = [shape.sample({"label": n, "path": str(n)}) for n in range(3)]
-    made = shape.batch({"label": torch.arange(3), "path": ["0", "1", "2"]})
+    samples = [shape.sample({"label": n, "name": n, "path": str(n)}) for n in range(3)]
+    texts = ["0", "1", "2"]
+    made = shape.batch({"label": torch.arange(3), "name": torch.arange(3), "path": texts})
     assert repr(made) == repr(default_collate(samples))
 
 
