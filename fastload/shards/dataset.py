@@ -10,14 +10,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache, Digest, as_cache
-from fastload.datasets.base import StoreDataset
 from fastload.datasets.fields import Fields
+from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
-from fastload.datasets.protocols import Allocate, RowErrors
+from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
-from fastload.datasets.seeds import SampleSeeds
 from fastload.errors import ArgumentError
-from fastload.images.rng import sample_seed
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
@@ -55,10 +53,8 @@ class _Here(NamedTuple):
     streams: list[ShuffledStream[int]]
 
 
-class ShardDataset(StoreDataset):
+class ShardDataset(FieldsDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset."""
-
-    _row_errors = (Exception,)  # the user's `decode` runs in the prepare step too
 
     def __init__(
         self,
@@ -111,16 +107,6 @@ class ShardDataset(StoreDataset):
         learned = ("_index", "_reads_at_random", "_maker")
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 
-    @property
-    def transform(self) -> Any:
-        """As it was given; it may be set again."""
-        return self._transform
-
-    @transform.setter
-    def transform(self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None) -> None:
-        self._maker = SampleMaker(self._fields, self.decode is not None, transform)
-        self._transform = transform
-
     def __len__(self) -> int:
         if not self._index.complete():
             raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
@@ -131,10 +117,6 @@ class ShardDataset(StoreDataset):
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         where = f"{self._shards.store.url!r}, {len(self._shards):,} shards"
         return f"{type(self).__name__}({where}, {samples}{cache})"
-
-    def start_epoch(self, epoch: int) -> None:
-        """From now on, samples are of this epoch: for transforms that go by it."""
-        self._maker.start_epoch(epoch)
 
     def outstanding(self) -> int:
         return super().outstanding() + len(self._here.get().pending)
@@ -177,15 +159,6 @@ class ShardDataset(StoreDataset):
                 pending.drop(index)
             else:
                 super().cancel([index])
-
-    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        return self._maker.new_batch(n, allocate) if self._maker.fused else None
-
-    def sample(self, batch: Any, row: int) -> Any:
-        return self._maker.row(batch, row)
-
-    def copy_row(self, batch: Any, target: int, source: int) -> None:
-        self._maker.copy_row(batch, target, source)
 
     # --- CacheFilling
 
@@ -237,8 +210,10 @@ class ShardDataset(StoreDataset):
     def _cache_key(self, record: int) -> bytes:
         return self._cache_key_at(RecordId.unpack(record).shard, self._index.locate(record)[0])
 
-    def _sample(self, value: Any) -> Any:
-        return self._maker.sample(value)
+    def _new_maker(
+        self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+    ) -> SampleMaker:
+        return SampleMaker(self._fields, self.decode is not None, transform)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()
@@ -259,28 +234,7 @@ class ShardDataset(StoreDataset):
     def _fill_rows(
         self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
-        errors: RowErrors = []
-        filled: list[tuple[int, int]] = []  # (row, record)
-        images: dict[str, list[Any]] = {}
-        seeded = SampleSeeds.current() if self._maker.runs_user_code else None
-        if seeded is not None:
-            seeded.begin_batch(records[0])
-        for row, record, fields in zip(rows, records, values, strict=True):
-            try:
-                if seeded is None:
-                    found = self._maker.put(batch, row, fields)
-                else:
-                    found = seeded.call(record, self._maker.put, batch, row, fields)
-            except Exception as error:  # of the user's functions too: `on_error` decides
-                errors.append((row, self._named(error, record)))
-                continue
-            for name, image in found.items():
-                images.setdefault(name, []).append(image)
-            filled.append((row, record))
-        seeds = [sample_seed(seed, epoch, record) for _, record in filled]
-        with self.counters.timed("decode"):
-            bad = self._maker.put_images(batch, [row for row, _ in filled], images, seeds)
-        errors += [(filled[at][0], self._named(error, filled[at][1])) for at, error in bad]
+        errors = super()._fill_rows(batch, rows, records, values, seed, epoch)
         self._here.get().offsets.clear()
         return errors
 

@@ -8,22 +8,16 @@ Images stay encoded, for a fused transform or for the cache.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from io import BytesIO
 from typing import Any
 
-import numpy as np
-
+from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.formats.example import Spec, check_spec, parse_example
 from fastload.formats.tar import read_sample
 from fastload.images.decode import Oriented, decode_pil
 
 __all__ = ["ExampleFields", "MemberFields"]
-
-_IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
-_UNSAFE = ("pyd", "pkl", "pickle", "pth", "pt")
 
 
 class ExampleFields:
@@ -100,7 +94,10 @@ class MemberFields:
         # Called twice a sample, and most samples have the same members.
         names, last = tuple(fields), self._last  # reader threads share it
         if names != last[0]:
-            last = self._last = names, [n for n in names if _kind(n) in _IMAGES and self._decoder(n) is None]
+            last = self._last = (
+                names,
+                [n for n in names if extension_of(n) in IMAGES and self._decoder(n) is None],
+            )
         return last[1]
 
     def open(self, name: str, value: Any) -> Any:
@@ -109,82 +106,16 @@ class MemberFields:
         decoder = self._decoder(name)
         if decoder is not None:
             return decoder(bytes(value))
-        kind = _kind(name)
-        if kind in _UNSAFE and not self._unsafe:
+        kind = extension_of(name)
+        if kind in PICKLES and not self._unsafe:
             raise DecodeError(
                 f"member {name!r} is a pickle, which can run any code: pass unsafe=True if you trust the "
                 f"author of the shards, or decode={{{name!r}: function}}"
             )
-        open_member = _OPENERS.get(kind)
-        if open_member is None:
-            return bytes(value)
-        try:
-            return open_member(value)
-        except (ValueError, TypeError, EOFError, OSError, RecursionError) as error:
-            raise DecodeError(f"member {name!r} is not what its extension says: {error}") from error
+        return open_file(kind, value, f"member {name!r}")
 
     def open_image(self, value: Any) -> Any:
         return decode_pil(value)
 
     def _decoder(self, name: str) -> Callable[[bytes], Any] | None:
-        return self._decoders.get(name) or self._decoders.get(_kind(name))
-
-
-def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _open_text(value: Any) -> str:
-    return str(value, "utf-8")
-
-
-def _open_int(value: Any) -> int:
-    if len(value) > 32:
-        raise ValueError(f"{len(value)} bytes for a class number")
-    return int(bytes(value))
-
-
-def _open_json(value: Any) -> Any:
-    return json.loads(bytes(value))
-
-
-def _open_npy(value: Any) -> Any:
-    """An array. Its size is checked against the bytes at hand before it is allocated."""
-    file = BytesIO(value)
-    version = np.lib.format.read_magic(file)
-    read_header = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }.get(version)
-    if read_header is None:
-        raise ValueError(f"npy version {version}")
-    shape, fortran, dtype = read_header(file)
-    if dtype.hasobject:
-        raise ValueError("an array of Python objects, which only pickle could read")
-    count = int(np.prod(shape, dtype=object)) if shape else 1
-    if count * dtype.itemsize > len(value) - file.tell():
-        raise ValueError(f"shape {shape} needs more bytes than the file has")
-    array = np.frombuffer(value, dtype, count, file.tell()).copy()
-    return array.reshape(shape, order="F" if fortran else "C")
-
-
-def _unpickle(value: Any) -> Any:
-    import pickle
-
-    return pickle.loads(value)
-
-
-def _load_torch(value: Any) -> Any:
-    import torch
-
-    return torch.load(BytesIO(value), weights_only=False)
-
-
-_OPENERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), _open_int),
-    **dict.fromkeys(("json", "jsn"), _open_json),
-    **dict.fromkeys(("txt", "text", "transcript"), _open_text),
-    "npy": _open_npy,
-    **dict.fromkeys(("pyd", "pkl", "pickle"), _unpickle),
-    **dict.fromkeys(("pth", "pt"), _load_torch),
-}
+        return self._decoders.get(name) or self._decoders.get(extension_of(name))
