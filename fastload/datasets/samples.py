@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from fastload.datasets.base import check_function
 from fastload.datasets.columns import copy_value, new_column, number_view, put_value
 from fastload.datasets.fields import Fields
+from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
@@ -73,6 +72,7 @@ class SampleMaker:
                 f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
                 "function of what decode returns"
             )
+        check_cut_alike(transform)
 
     def _part_names(self) -> list[str]:
         fields = self._transform
@@ -90,8 +90,9 @@ class SampleMaker:
 
     @property
     def fused(self) -> bool:
-        """Whether images are written straight into the batch."""
-        return any(isinstance(current_transform(part), Crop) for part in self._parts())
+        """Whether images are written straight into the batch: all that have a fused transform."""
+        fused = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
+        return bool(fused) and all(part.fills_rows for part in fused)
 
     @property
     def runs_user_code(self) -> bool:
@@ -111,7 +112,8 @@ class SampleMaker:
             return value if transform is None else transform(value)
         crops = self._crops(value)
         rest = self._open(value, crops)
-        made = {name: crops[name](value[name]) if name in crops else rest[name] for name in value}
+        images = transform_together(crops, value)
+        made = {name: images[name] if name in images else rest[name] for name in value}
         sample = self._shaped(made)
         return transform(sample) if callable(transform) and not crops else sample
 
@@ -135,7 +137,7 @@ class SampleMaker:
             made.crops.update(crops)
             for name in fields:
                 if name in crops:
-                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), torch.uint8)
+                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
                 else:
                     batch[name] = new_column(rest[name], made.rows, made.allocate)
                     if (view := number_view(batch[name], rest[name])) is not None:
@@ -163,13 +165,9 @@ class SampleMaker:
     ) -> list[tuple[int, DecodeError]]:
         """Decode images into their rows; (position in `rows`, error) of those that failed.
 
-        All images of a sample are drawn with the same seed: two views of one size are cut alike. A mask is no
-        such view, for its class numbers would be interpolated, and made RGB: see `_warn_of_masks`.
+        All images of a sample are drawn with the same seed; see `fastload.datasets.pairs`.
         """
-        bad: dict[int, DecodeError] = {}
-        for name, encoded in images.items():
-            bad.update(self._made.crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds))
-        return sorted(bad.items())
+        return fill_together(self._made.crops, batch, rows, images, seeds)
 
     def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
@@ -235,16 +233,14 @@ class SampleMaker:
         assert self._fields is not None
         if self._warned or len(self._fields.images(fields)) < 2:
             return
-        masks = [name for name in crops if _may_be_mask(fields[name])]
+        masks = [name for name in crops if not crops[name].own_values and _may_be_mask(fields[name])]
         if masks:
             self._warned = True
             _log.warning(
-                "%r of %s is a greyscale or palette PNG. If it is a mask: fused transforms interpolate "
-                "its values and make them RGB; use decode={%r: function of its bytes}, and transform= a "
-                "function of the sample",
+                "%r of %s is a greyscale or palette PNG. If it is a mask: this transform interpolates its "
+                "values and makes them RGB; give it interpolation='nearest' and channels=1",
                 masks[0],
                 _name(fields),
-                masks[0],
             )
 
     def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:

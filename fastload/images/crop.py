@@ -103,6 +103,11 @@ class Crop(ABC):
         return self.interpolation == "nearest" or self.channels == 1
 
     @property
+    def on_device(self) -> bool:
+        """Whether a decoder on the device does the same."""
+        return not self.own_values
+
+    @property
     @abstractmethod
     def law(self) -> tuple[Any, ...]:
         """What decides which part of an image is taken: equal where two transforms cut alike."""
