@@ -40,7 +40,7 @@ class CropBox(NamedTuple):
         flip: whether to flip the result horizontally.
         inner: (top, left, height, width) of the part of the result that the box fills; the rest is black.
             None: the box fills all of it.
-        turn: whether to flip the result vertically.
+        turn: whether to flip it vertically too.
     """
 
     box: Box
@@ -89,6 +89,10 @@ class Crop(ABC):
     def shape_of(self, height: int, width: int) -> tuple[int, int, int]:
         """The shape of a result of that size."""
         return (height, width, self.channels) if self.channels_last else (self.channels, height, width)
+
+    def result_size(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) of the result for an image of that size."""
+        return self.height, self.width
 
     @property
     def dtype(self) -> torch.dtype:
@@ -191,7 +195,7 @@ class Crop(ABC):
         if hasattr(image, "convert"):
             image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         source, width, height, chosen = self.choose_box(image, rng, first)
-        out = np.empty(self.sample_shape, np.uint8)
+        out = np.empty(self.shape_of(*self.result_size(width, height)), np.uint8)
         self.render_one(out, source, chosen)
         return out, (width, height)
 
@@ -279,11 +283,11 @@ class Crop(ABC):
         else:
             for _, error in self.render(box[None], [(0, source, *chosen.box, chosen.flip)]):
                 raise error
+        if chosen.turn:
+            box[:] = np.flip(box, 0 if self.channels_last else 1).copy()
         if chosen.inner is not None:
             out[:] = 0
             out[(rows, columns) if self.channels_last else (slice(None), rows, columns)] = box
-        if chosen.turn:
-            out[:] = np.flip(out, 0 if self.channels_last else 1).copy()
 
     def _take_nearest(
         self, out: np.ndarray[Any, Any], source: Pixels, chosen: CropBox, height: int, width: int

@@ -74,7 +74,7 @@ def assert_cut_alike(images: torch.Tensor, masks: torch.Tensor) -> None:
 @pytest.mark.parametrize("mode", ["none", "raw", "shrunk", "decoded"])
 @pytest.mark.parametrize("width", [WIDTH, WIDTH // 2])
 def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mode: str, width: int) -> None:
-    """Also a mask of half the size; and the cache's smaller image beside the mask, which it keeps as it is."""
+    """Also a mask of half the size, and a smaller image of the cache beside the mask as it was."""
     cache = None if mode == "none" else Cache(tmp_path / "cache", mode=mode, short_side=160)
     data = pairs(tmp_path / "data", [mask(width, width * 3 // 4)] * 24, cache=cache)
     for _ in range(1 if cache is None else 2):
@@ -129,7 +129,7 @@ def test_mask_of_other_proportions_is_an_error_that_names_both_sizes(tmp_path: P
 def test_mask_in_colour_is_an_error_that_names_it(tmp_path: Path) -> None:
     colour = png(Image.new("RGB", (WIDTH, HEIGHT)))
     data = pairs(tmp_path, [colour])
-    with pytest.raises(DecodeError, match="image 'seg.png': channels=1 takes images of one channel"):
+    with pytest.raises(DecodeError, match=r"image 'seg\.png': channels=1 takes images of one channel"):
         data[0]
 
 

@@ -18,6 +18,7 @@ from fastload.errors import ArgumentError
 from fastload.images import SampleRng, decode_image, fallback, sample_seed
 from fastload.images import kernel as native
 from fastload.images.rng import TorchRng
+from tests.laws import far, kolmogorov
 from tests.photos import pillow_jpeg, psnr, scene
 
 transforms: Any = torchvision.transforms
@@ -103,19 +104,8 @@ def test_called_on_an_image_it_gives_torchvisions_pixels(path: str, size: Any, f
         assert psnr(encoded.permute(1, 2, 0).numpy(), np.asarray(expected)) > 45
 
 
-def kolmogorov(a: Any, b: Any) -> float:
-    """The largest distance between the distribution functions of two samples."""
-    a, b = np.sort(a), np.sort(b)
-    points = np.concatenate([a, b])
-    return float(
-        np.abs(
-            np.searchsorted(a, points, "right") / len(a) - np.searchsorted(b, points, "right") / len(b)
-        ).max()
-    )
-
-
 DRAWS = 5000
-FAR = 1.95 * math.sqrt(2 / DRAWS)  # two samples of one law are that far apart once in a thousand times
+FAR = far(DRAWS)
 
 
 def features(box: Any, width: int, height: int) -> list[float]:
