@@ -174,7 +174,7 @@ class ObjectDataset(StoreDataset):
                 "the dataset's transform has to be fastload's RandomResizedCrop or CenterCrop, without any "
                 f"decode=; found transform={self.transform!r}, decode={self.decode!r}"
             )
-        if not all(transform.on_device for transform in all_transforms(self.transform)):
+        if not all(transform.runs_on_device for transform in all_transforms(self.transform)):
             return (
                 "the device makes RGB by interpolation='bilinear', of RandomResizedCrop and CenterCrop "
                 f"themselves, with Normalize as batch_transform=; found transform={self.transform!r}"

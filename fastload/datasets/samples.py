@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastload.datasets.base import check_function
-from fastload.datasets.columns import copy_value, new_column, number_view, put_value
+from fastload.datasets.columns import copy_value, new_column, number_view, ordinary_memory, put_value
 from fastload.datasets.fields import Fields
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
@@ -35,7 +35,7 @@ class _Making(NamedTuple):
 
     rows: int
     allocate: Allocate
-    rest: list[dict[str, Any]]  # the fields of each row that are no images, for `row`
+    rest: list[dict[str, Any]]  # the fields of each row in order, for `row`; None in place of its images
     crops: dict[str, Crop]
     numbers: dict[str, tuple[type, Any]]  # see `number_view`
 
@@ -120,7 +120,10 @@ class SampleMaker:
     # --- rows of a batch
 
     def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
-        """A batch of `n` rows. Its columns are made with the first row, one for each of its fields."""
+        """A batch of `n` rows. Its columns are made with the first row, one for each of its fields.
+
+        In `ordinary_memory` only its images get columns: the other fields are handed out row by row.
+        """
         self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {})
         return {}
 
@@ -138,16 +141,17 @@ class SampleMaker:
             for name in fields:
                 if name in crops:
                     batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
-                else:
+                elif made.allocate is not ordinary_memory:
                     batch[name] = new_column(rest[name], made.rows, made.allocate)
                     if (view := number_view(batch[name], rest[name])) is not None:
                         made.numbers[name] = view
-        if crops.keys() != made.crops.keys() or batch.keys() != fields.keys():
+        columns = crops if made.allocate is ordinary_memory else fields
+        if crops.keys() != made.crops.keys() or batch.keys() != columns.keys():
             raise DecodeError(_differs(fields, batch))
         for name, column in batch.items():
             if name not in crops:
                 self._put(column, row, name, rest[name])
-        made.rest[row] = rest
+        made.rest[row] = {name: rest.get(name) for name in fields}
         return {name: fields[name] for name in crops}
 
     def _put(self, column: Any, row: int, name: str, value: Any) -> None:
@@ -172,7 +176,7 @@ class SampleMaker:
     def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
         rest, crops = self._made.rest[row], self._made.crops
-        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in batch})
+        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in rest})
 
     def finish(self, batch: dict[str, Any]) -> Any:
         """The filled batch, as `default_collate` would make it of the samples."""

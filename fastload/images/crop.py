@@ -107,7 +107,7 @@ class Crop(ABC):
         return self.interpolation == "nearest" or self.channels == 1
 
     @property
-    def on_device(self) -> bool:
+    def runs_on_device(self) -> bool:
         """Whether a decoder on the device does the same."""
         return not self.own_values
 

@@ -25,7 +25,7 @@ __all__ = ["Fused", "fuse"]
 def fuse(transform: Callable[[Any], Any]) -> Fused:
     """Let the kernel do as much of a torchvision transform as it can: the same distribution, faster.
 
-    Example::
+    Example (not run: needs torchvision; the how-to page on transforms runs one)::
 
         from torchvision import transforms
 
@@ -106,7 +106,7 @@ class Fused(Crop):
         return torch.uint8 if table is None else torch.from_numpy(table).dtype
 
     @property
-    def on_device(self) -> bool:
+    def runs_on_device(self) -> bool:
         return False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,35 @@ def test_pairs_train_with_workers_and_resume_with_another_number_of_them(tmp_pat
     for ours, theirs in zip(again, rest, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in ("jpg", "seg.png", "cls"))
     assert sorted(int(one) for batch in [*seen, *again] for one in batch["cls"]) == list(range(40))
+
+
+def boxes(sample: dict[str, Any]) -> int:
+    return len(sample["boxes"])
+
+
+def ragged(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    found = [sample.pop("json")["boxes"] for sample in samples]
+    return {**torch.utils.data.default_collate(samples), "boxes": found}
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_values_of_varying_length_reach_collate_fn_and_are_named_without_one(
+    tmp_path: Path, chosen: bool
+) -> None:
+    file = io.BytesIO()
+    writer = TarWriter(file)
+    for number in range(6):
+        found = json.dumps({"boxes": [[0, 0, 1, 1]] * (number + 1)}).encode()
+        writer.write(f"{number}", {"jpg": photo(number), "json": found})
+    writer.close()
+    url = write(tmp_path, {"x.tar": file.getvalue(), "x.idx": writer.index()})
+    data: Any = closing(fastload.TarDataset(f"{url}/x.tar", transform={"jpg": CenterCrop(48)}, index=url))
+    dataset = torch.utils.data.Subset(data, range(6)) if chosen else data
+    (batch,) = DataLoader(dataset, 6, collate_fn=ragged)
+    assert batch["jpg"].shape == (6, 3, 48, 48) and list(map(len, batch["boxes"])) == [1, 2, 3, 4, 5, 6]
+    says = r"x\.tar @ .* json\['boxes'\] is list, others in the batch have 1 items"
+    with pytest.raises(DecodeError, match=says):
+        next(iter(DataLoader(dataset, 6)))
+    data.transform = {"jpg": CenterCrop(48), "json": boxes}
+    (batch,) = DataLoader(dataset, 6)
+    assert batch["json"].tolist() == [1, 2, 3, 4, 5, 6]
