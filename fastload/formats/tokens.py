@@ -79,7 +79,7 @@ def _npy_header(begin: bytes) -> TokenHeader:
         if version not in _READERS:
             raise ValueError(f"its version is {version}, known are 1.0 and 2.0")
         shape, fortran, dtype = _READERS[version](file)
-    except ValueError as error:
+    except Exception as error:  # hostile bytes: what numpy's parser raises is not documented
         raise DecodeError(f"it begins as a .npy file, and its header cannot be read: {error}") from None
     if fortran and len(shape) > 1:
         raise DecodeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -276,6 +277,20 @@ def test_a_header_that_contradicts_is_an_error(tmp_path: Path) -> None:
         path.write_bytes(head)
         with pytest.raises(DecodeError, match=r"'a\.npy'.*its header cannot be read"):
             TokenDataset(tmp_path, "uint16", 10)
+
+
+def test_a_damaged_npy_header_is_a_decode_error_or_contradicts() -> None:
+    rng, good = random.Random(0), npy(TOKENS)[:200]
+    outcomes = set()
+    for _ in range(1000):
+        damaged = bytearray(good)
+        for _ in range(rng.randrange(1, 6)):
+            damaged[rng.randrange(6, 128)] = rng.choice(b"(){}[]'\",:0123456789<>\\\n \0\xff|uifO")
+        try:
+            outcomes.add(type(header_of(damaged)))
+        except DecodeError:
+            outcomes.add(DecodeError)
+    assert len(outcomes) == 2
 
 
 def test_objects_with_and_without_a_header_are_an_error(tmp_path: Path) -> None:
