@@ -48,11 +48,11 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
 SAME_SUBJECT = {
     "tar.py",
     "tfrecord.py",
-    "tokens.py",
     "base.py",
     "index.py",
     "cache.py",
     "warm.py",
+    "tokens.py",
     "__init__.py",
     "__main__.py",
 }
