@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
 from fastload.shards.index import ShardIndex
 from fastload.shards.pending import PendingRecords
+from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
 from fastload.shards.stream import ShuffledStream, StreamedRecord
@@ -74,10 +76,15 @@ class ShardDataset(FieldsDataset):
         compression: str | None,
         storage_options: dict[str, Any] | None,
         refresh: bool,
+        num_samples: int | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
+        if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+            raise ArgumentError(
+                f"num_samples must be a whole number >= 1 or None (not known), found {num_samples!r}"
+            )
         super().__init__(url, decode)
         self._fields = fields
         self.transform = transform
@@ -101,19 +108,38 @@ class ShardDataset(FieldsDataset):
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._index.add(shard, table)
         self._reads_at_random = False
+        self._hint = num_samples
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on the index that reading builds: see `datasets.fingerprint`."""
-        learned = ("_index", "_reads_at_random", "_maker")
+        """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
+        learned = ("_index", "_reads_at_random", "_maker", "_hint")
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 
     def __len__(self) -> int:
+        if not self._index.complete() and self._hint is not None:
+            return self._hint
+        counted = self.indexed_length()
+        if self._hint not in (None, counted):
+            warnings.warn(
+                f"num_samples={self._hint:,} was given for {self.url!r}, and its shards have {counted:,} "
+                f"samples: len() is {counted:,} from now on",
+                stacklevel=2,
+            )
+        self._hint = None
+        return counted
+
+    def indexed_length(self) -> int:
+        """See `fastload.distributed.sampler.indexed_length`."""
         if not self._index.complete():
             raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
         return len(self._index)
 
     def __repr__(self) -> str:
-        samples = f"{len(self._index):,} samples" if self._index.complete() else "samples not counted yet"
+        samples = "samples not counted yet"
+        if self._index.complete():
+            samples = f"{len(self._index):,} samples"
+        elif self._hint is not None:
+            samples = f"about {self._hint:,} samples"
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         where = f"{self._shards.store.url!r}, {len(self._shards):,} shards"
         return f"{type(self).__name__}({where}, {samples}{cache})"
@@ -196,7 +222,7 @@ class ShardDataset(FieldsDataset):
             if ordinal >= len(table.offsets):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
-        n = ShardDataset.__len__(self)  # a subclass may have another length
+        n = len(self._index)
         if not -n <= index < n:
             raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
         return self._index.record_id(index % n)
@@ -213,7 +239,11 @@ class ShardDataset(FieldsDataset):
     def _new_maker(
         self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     ) -> SampleMaker:
-        return SampleMaker(self._fields, self.decode is not None, transform)
+        fields = self._fields
+        if not isinstance(fields, ChosenFields):
+            return SampleMaker(fields, self.decode is not None, transform)
+        fields.check(transform)
+        return SampleMaker(fields, False, transform, fields.shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()
