@@ -37,7 +37,7 @@ from fastload.cli.store_options import (
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.units import format_size
 
-__all__ = ["warm"]
+__all__ = ["check_usable", "warm"]
 
 FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
@@ -92,7 +92,7 @@ def warm(
         kept = fastload.Cache(
             cache, mode.value, size_limit=size_limit, short_side=short_side, quality=quality
         )
-        _check_usable(kept)
+        check_usable(kept)
         kind = fastload.ObjectDataset if objects else fastload.ImageFolder
         start = time.perf_counter()
         dataset = kind(url, cache=kept, storage_options=options, refresh=refresh)
@@ -110,7 +110,7 @@ def warm(
             raise typer.Exit(1)
 
 
-def _check_usable(cache: Any) -> None:
+def check_usable(cache: Any) -> None:
     """Check the cache before any listing. Unlike training, this command cannot continue without it."""
     try:
         cache.open_or_raise()

@@ -20,7 +20,7 @@ from fastload.errors import ArgumentError
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
-from fastload.shards.index import ShardIndex
+from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
@@ -146,6 +146,18 @@ class ShardDataset(FieldsDataset):
 
     def outstanding(self) -> int:
         return super().outstanding() + len(self._here.get().pending)
+
+    def shards(self) -> ShardList:
+        """The shards as they were listed: key, size and version of each."""
+        return self._shards
+
+    def index_of(self, shard: int) -> RecordOffsets | None:
+        """The records of a shard; None: it is not indexed yet."""
+        return self._index.get(shard)
+
+    def add_index(self, shard: int, records: RecordOffsets) -> None:
+        """Take the records of a shard that was read to its end, and keep them in the cache."""
+        self._index.add_and_keep(shard, records)
 
     # --- StreamDataset
 

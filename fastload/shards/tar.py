@@ -14,10 +14,10 @@ from fastload.shards.dataset import ShardDataset
 from fastload.shards.record_fields import ChosenFields, MemberFields
 from fastload.shards.urls import Wanted
 
-__all__ = ["TarDataset"]
+__all__ = ["FORM", "NAMES", "TarDataset"]
 
 # The objects below a prefix that are shards.
-_NAMES = Wanted(
+NAMES = Wanted(
     r".*\.(?:tar|tgz|tar\.gz)",
     "named as a tar (.tar, .tar.gz, .tgz). Read TFRecord files with fastload.TFRecordDataset, and objects "
     "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
@@ -37,6 +37,9 @@ class _Tar:
 
     def parse_index(self, body: bytes, shard_size: int) -> Offsets:
         return parse_wds_index(body, shard_size)
+
+
+FORM = _Tar()
 
 
 class TarDataset(ShardDataset):
@@ -136,9 +139,9 @@ class TarDataset(ShardDataset):
             )
         super().__init__(
             url,
-            _Tar(),
+            FORM,
             members if fields is None else ChosenFields(members, fields),
-            names=_NAMES,
+            names=NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
             num_samples=num_samples,

@@ -18,10 +18,10 @@ from fastload.shards.dataset import ShardDataset
 from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
 from fastload.shards.urls import Wanted
 
-__all__ = ["TFRecordDataset"]
+__all__ = ["FORM", "NAMES", "TFRecordDataset"]
 
 # The objects below a prefix that are shards: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
-_NAMES = Wanted(
+NAMES = Wanted(
     r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
     "named as a TFRecord file (.tfrecord, -00000-of-00128). Read a tar with fastload.TarDataset, and objects "
     "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
@@ -41,6 +41,9 @@ class _TFRecord:
 
     def parse_index(self, body: bytes, shard_size: int) -> Offsets:
         return parse_tfrecord_index(body, shard_size)
+
+
+FORM = _TFRecord()
 
 
 class TFRecordDataset(ShardDataset):
@@ -123,9 +126,9 @@ class TFRecordDataset(ShardDataset):
     ) -> None:
         super().__init__(
             url,
-            _TFRecord(),
+            FORM,
             _fields(features, fields, decode, transform),
-            names=_NAMES,
+            names=NAMES,
             decode=decode,
             transform=transform,
             num_samples=num_samples,

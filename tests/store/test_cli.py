@@ -26,6 +26,7 @@ COMMANDS = [
     ["warm"],
     ["plan"],
     ["convert"],
+    ["index"],
     ["cache"],
     ["cache", "info"],
     ["cache", "check"],
@@ -77,7 +78,7 @@ def test_help_names_every_command(command: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["demo"], ["bench"], ["warm"], ["plan"], ["convert"], ["cache", "info"], ["doctor"]],
+    [["demo"], ["bench"], ["warm"], ["plan"], ["convert"], ["index"], ["cache", "info"], ["doctor"]],
     ids=" ".join,
 )
 def test_every_command_takes_json(command: list[str]) -> None:
