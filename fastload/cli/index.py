@@ -23,6 +23,7 @@ import typer
 from fastload.cli.kinds import SHARDS, Kind, find_kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.shard_source import list_shards, open_shards
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.cli.warm import check_usable
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
@@ -98,15 +99,9 @@ class _Files:
     files = True
 
     def __init__(self, url: str, kind: Kind, options: dict[str, Any], to: str | None, again: bool) -> None:
-        from fastload.shards import tar, tfrecord
-        from fastload.shards.catalog import ShardList
         from fastload.store import open_store
 
-        module: Any = tar if kind is Kind.tar else tfrecord
-        self.form = module.FORM
-        self.shards = ShardList(
-            url, module.NAMES, compression=None, directory=None, refresh=False, storage_options=options
-        )
+        self.shards, self.form = list_shards(kind, url, cache=None, storage_options=options)
         self._store = self.shards.store if to is None else open_store(to, **options)
         self._beside, self._again = to is None, again
         names = Counter(self._name(shard) for shard in range(len(self.shards)))
@@ -151,15 +146,11 @@ class _Kept:
 
     def __init__(self, url: str, kind: Kind, options: dict[str, Any], cache: Path) -> None:
         import fastload
-        from fastload.shards import tar, tfrecord
 
         kept = fastload.Cache(cache)
         check_usable(kept)
-        module, dataset = (
-            (tar, fastload.TarDataset) if kind is Kind.tar else (tfrecord, fastload.TFRecordDataset)
-        )
-        self.form = module.FORM
-        self._dataset: Any = dataset(url, cache=kept, storage_options=options)
+        _, self.form = list_shards(kind, url, cache=kept, storage_options=options)
+        self._dataset = open_shards(kind, url, cache=kept, storage_options=options)
         if self._dataset.cache is None:
             raise ArgumentError(f"{url!r} cannot be cached: the warning above says why")
         self.shards = self._dataset.shards()

@@ -6,8 +6,6 @@ import re
 from enum import StrEnum
 from typing import Any
 
-from fastload.errors import NotFoundError
-
 __all__ = ["SHARDS", "Kind", "find_kind", "guess_kind"]
 
 
@@ -28,7 +26,7 @@ def find_kind(url: str, options: dict[str, Any]) -> Kind:
     """The kind of what is at `url`: by its name, where that names shards, else by the first keys below it.
 
     Raises:
-        ArgumentError, NotFoundError, StoreError: as a dataset's.
+        ArgumentError, StoreError: as a dataset's.
     """
     from fastload.shards.urls import expand_braces
     from fastload.store import open_store
@@ -40,10 +38,7 @@ def find_kind(url: str, options: dict[str, Any]) -> Kind:
     if named is not None:
         return named
     store = open_store(re.split(r"/[^/]*[*?\[]", url)[0], **options)
-    page = next(store.list(), [])
-    if not page:
-        raise NotFoundError(f"{store.url!r}: no objects there", stage="list")
-    return guess_kind([info.key for info in page])
+    return guess_kind([info.key for info in next(store.list(), [])])
 
 
 def guess_kind(keys: list[str]) -> Kind:

@@ -6,7 +6,7 @@ import operator
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,10 +16,13 @@ from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
+from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
+from fastload.shards.filling import ShardFilling
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_fields import ChosenFields
@@ -30,10 +33,10 @@ from fastload.shards.urls import Wanted
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import sleep
 
-__all__ = ["ShardDataset"]
+__all__ = ["SMALL_RECORD", "ShardDataset"]
 
 _OFFSETS_KEPT = 64  # more than are decoded at a time
-_SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
+SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
 _COMPRESSED_PATIENCE = 1.0  # seconds to wait for the cache's writer: a miss costs a whole shard later
@@ -158,6 +161,36 @@ class ShardDataset(FieldsDataset):
     def add_index(self, shard: int, records: RecordOffsets) -> None:
         """Take the records of a shard that was read to its end, and keep them in the cache."""
         self._index.add_and_keep(shard, records)
+
+    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
+        prefetcher = Prefetcher(self._source(), None, prepare=self._step.prepare, counters=self.counters)
+        records = (self._record(index) for index in indices)
+        return warm(records, self._filled(), prefetcher, key=self._cache_key, size=self._source().size)
+
+    def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
+        """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
+
+        What the cache has is read again only where a shard has no index, or is compressed.
+        """
+        filling = ShardFilling(
+            self._shards,
+            self._index,
+            self._form,
+            self._filled(),
+            prepare=self._step.prepare,
+            key=self._cache_key_at,
+            counters=self.counters,
+        )
+        return filling.run(shards)
+
+    def _filled(self) -> Cache:
+        if self.cache is None:
+            raise ArgumentError(
+                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
+                "nothing is cached)"
+            )
+        return self.cache
 
     # --- StreamDataset
 
@@ -298,7 +331,7 @@ class ShardDataset(FieldsDataset):
                 self.cache.close()
             if absent <= (0 if compressed else _MOST_CACHED_MISSING * len(sound)):
                 return True
-        return not compressed and self._index.total_bytes() >= _SMALL_RECORD * count
+        return not compressed and self._index.total_bytes() >= SMALL_RECORD * count
 
     def _identity(self, shard: int) -> str:
         key, size, version, _ = self._shards[shard]
