@@ -31,7 +31,8 @@ def find_kind(url: str, options: dict[str, Any]) -> Kind:
     from fastload.shards.urls import expand_braces
     from fastload.store import open_store
 
-    last = next(expand_braces(url)).rpartition("/")[2]
+    url = next(expand_braces(url))
+    last = url.rpartition("/")[2]
     if last.endswith(".json"):  # wids
         return Kind.tar
     named = _shards_of([last])

@@ -68,6 +68,11 @@ def open_shards(
             )
         return fastload.TarDataset(url, fields=chosen, **arguments)
     spec = None if features is None else _parse_features(features)
+    if spec is None and arguments["cache"].mode != "raw":
+        raise ArgumentError(
+            f"mode {arguments['cache'].mode!r} keeps the features of a record: pass those of the training, "
+            "as in --features image=bytes,label=int"
+        )
     return fastload.TFRecordDataset(url, spec, fields=chosen, **arguments)
 
 

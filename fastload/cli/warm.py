@@ -106,10 +106,11 @@ def warm(
         dataset: Any
         if kind in SHARDS:
             dataset = open_shards(kind, url, fields, features, **arguments)
-        elif objects:
-            dataset = fastload.ObjectDataset(url, **arguments)
+        elif fields is not None or features is not None:
+            raise ArgumentError(f"--fields and --features are for shards, and {url!r} holds none")
         else:
-            dataset = fastload.ImageFolder(url, **arguments)
+            kind = Kind.objects if objects else Kind.folder
+            dataset = (fastload.ObjectDataset if objects else fastload.ImageFolder)(url, **arguments)
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         listing_seconds = round(time.perf_counter() - start, 3)
@@ -174,7 +175,7 @@ class Tally:
         self.outcomes[warmed.outcome] += 1
         self.read_bytes += warmed.size
         self._passed += warmed.passed
-        if warmed.outcome == "stored":
+        if warmed.outcome == "stored" and not self._by_shard:
             self.stored.append(warmed.sample)
         if warmed.outcome == "failed" and len(self.failures) < FAILURES_SHOWN:
             self.failures.append(warmed)
@@ -284,7 +285,7 @@ def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
 
 def _announcement(warming: Any, found: tuple[int, int], given: tuple[int, int] | None) -> str:
     if warming.by_shard:
-        return f"{len(warming.samples):,} shards"
+        return f"{len(warming.samples):,} shards, read by {type(warming.dataset).__name__}"
     samples, objects = len(warming.samples), len(warming.dataset)
     if found[1] == 1:
         return f"{samples:,} objects"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
+from fastload.datasets.fingerprint import describe
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.example import encode_example
 from fastload.formats.write import TarWriter, TFRecordWriter
@@ -94,6 +96,12 @@ def test_tuple_of_alternatives_batches_with_a_fused_transform_and_opens_nothing_
 )
 def test_sample_has_the_structure_of_fields(fields: Any, found: Any, tmp_path: Path) -> None:
     assert opened(tmp_path, tar(mixed), fields=fields)[3] == found
+
+
+def test_decoder_of_an_extension_goes_with_fields(tmp_path: Path) -> None:
+    decode = {"cls": lambda content: int(content) + 100, "png": len}
+    data = opened(tmp_path, tar(mixed), fields=("cls", "png?"), decode=decode)
+    assert (data[2], data[3]) == ((102, len(jpeg(2))), (103, None))
 
 
 def test_sample_without_a_fused_transform_has_the_image_opened(tmp_path: Path) -> None:
@@ -212,6 +220,14 @@ def test_collate_fn_gets_samples_with_none(tmp_path: Path) -> None:
     data = opened(tmp_path, tar(mixed), fields=(IMAGES, "json?"), transform=CROP)
     found = next(iter(fastload.DataLoader(data, 4, collate_fn=list)))
     assert [one[1] for one in found] == [{"n": 0}, None, None, {"n": 3}]
+
+
+def test_dataset_with_fields_is_pickled_and_described(tmp_path: Path) -> None:
+    data = opened(tmp_path, tar(mixed), fields=({"x": IMAGES}, "cls", "json?"), transform={"x": CROP})
+    again = closing(pickle.loads(pickle.dumps(data)))
+    assert again[3][1:] == (3, {"n": 3}) and again[4][1:] == (4, None)
+    other = opened(tmp_path, tar(mixed), fields=({"x": IMAGES}, "json?", "cls"), transform={"x": CROP})
+    assert describe(data, "d") == describe(again, "d") != describe(other, "d")
 
 
 # --- what is wrong

@@ -197,6 +197,7 @@ def test_share_of_shards_without_an_index_is_refused_with_the_way(kind: str, tmp
         (["--fields", "{"], "is no JSON"),
         (["--features", "image=bytes"], "--features is for TFRecord"),
         (["--fields", "jpg?x"], "fields= has the leaf"),
+        (["--objects", "--fields", "jpg"], "--fields and --features are for shards"),
     ],
 )
 def test_malformed_options_are_named(options: list[str], says: str, tmp_path: Path) -> None:
@@ -205,10 +206,17 @@ def test_malformed_options_are_named(options: list[str], says: str, tmp_path: Pa
     assert says in document["error"]["message"]
 
 
-@pytest.mark.parametrize(("features", "says"), [("image=jpeg", "NAME=TYPE"), ("a=bytes,b=bytes", "several")])
-def test_malformed_features_are_named(features: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--features", "image=jpeg"], "NAME=TYPE"),
+        (["--features", "a=bytes,b=bytes"], "several"),
+        (["--mode", "shrunk"], "as in --features"),
+    ],
+)
+def test_malformed_features_are_named(options: list[str], says: str, tmp_path: Path) -> None:
     write(tmp_path / "shards", {"x.tfrecord": shard("tfrecord", range(2))[0]})
-    arguments = ["--cache", tmp_path / "cache", "--features", features]
+    arguments = ["--cache", tmp_path / "cache", *options]
     assert says in run("warm", tmp_path / "shards", *arguments, code=2)["error"]["message"]
 
 
