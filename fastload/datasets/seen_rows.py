@@ -262,6 +262,9 @@ class OwnRows(_Through):
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         return [partial(operator.getitem, self._dataset, index) for index in indices]
 
+    def key(self, index: Any) -> str | None:
+        return None  # the method may read another sample
+
 
 class MapRows(_Through):
     """`function` of each sample. The rows inside are filled first, a batch at a time."""

@@ -38,8 +38,12 @@ def see(dataset: Any) -> Rows:
     own = None if home is None else _own_method(dataset, home)
     if home is None or own == "prefetch":
         return AnnouncedRows(dataset) if _offers_prefetch(dataset) else PlainRows(dataset)
-    rows = _rows_of(dataset, home)
-    return rows if own is None else OwnRows(dataset, rows, own)
+    if own is None:
+        return _rows_of(dataset, home)
+    try:
+        return OwnRows(dataset, _rows_of(dataset, home), own)
+    except AttributeError:  # it has not called the constructor of its base
+        return PlainRows(dataset)
 
 
 def as_rows(dataset: Any) -> Rows | None:
