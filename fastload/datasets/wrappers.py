@@ -6,8 +6,9 @@
     fastload.map             a function of the sample
     `prefetch(indices)`      a dataset of the user's that announces samples to those that it holds
 
-`as_rows` makes a tree of `Rows` of them, nested in any order. A subclass that overrides `__getitem__` or
-`__getitems__` makes its samples itself, and what its base holds is still read ahead.
+`see` makes a tree of `Rows` of them, nested in any order. A class of fastload's that wraps others has a
+method `see_through()`, which returns its rows. A subclass that overrides `__getitem__` or `__getitems__`
+makes its samples itself, and what its base holds is still read ahead.
 
 Randomness: the samples of each part of a ConcatDataset or StackDataset have a seed of their own. Otherwise
 equal positions in two parts would be cut alike, and two views of one image would be the same view.
