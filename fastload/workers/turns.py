@@ -102,13 +102,13 @@ class Turn:
 
     def _release(self) -> None:
         with self._free:
-            self._taken = False
+            self._taken = self.mine = False
             self._free.notify_all()
 
     # --- for the thread that waits for the samples, which may be interrupted anywhere
 
     def acquire(self, timeout: float | None = None) -> None:
-        """Take the turn, before the other threads, unless it is `mine`; or give up after `timeout` seconds."""
+        """Take the turn before the other threads, unless it is `mine`; give up after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._free:
             self._first_waits = True
@@ -124,5 +124,4 @@ class Turn:
     def release(self) -> None:
         """Give the turn away, if it is `mine`."""
         if self.mine:
-            self.mine = False
             self._release()
