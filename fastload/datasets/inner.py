@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from fastload.datasets.protocols import CacheFilling, RowDataset
-from fastload.datasets.wrappers import as_rows, see
+from fastload.datasets.seen_rows import LeafRows, PlainRows
+from fastload.datasets.wrappers import see
 
 __all__ = ["InnerDataset", "fastload_datasets", "inner_datasets", "start_epoch"]
 
@@ -22,14 +23,14 @@ class InnerDataset(NamedTuple):
     """A dataset of fastload that another dataset holds.
 
     Args:
-        where: the attribute that holds it, such as "dataset" or "datasets[0]".
+        where: the attribute that holds it, such as "dataset" or "datasets[0]"; of `asks`, if there is one.
         dataset: it could be read ahead, where it is a `RowDataset`.
-        alone: whether a holder of the user's asks for one sample at a time, and announces none.
+        asks: the holder that asks for one sample at a time and announces none; None where there is none.
     """
 
     where: str
     dataset: Any
-    alone: bool
+    asks: Any
 
 
 _MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
@@ -43,20 +44,21 @@ def inner_datasets(dataset: Any) -> list[InnerDataset]:
     """
     found: list[InnerDataset] = []
     seen = {id(dataset)}
-    holders = deque([("", dataset, False)])
+    holders = deque([("", dataset, None)])
     while holders:
-        path, holder, alone = holders.popleft()
+        path, holder, asks = holders.popleft()
         if type(holder).__module__.startswith("fastload.") and not hasattr(holder, "see_through"):
-            alone = False
-        elif isinstance(holder, RowDataset) or as_rows(holder) is None:
-            alone = True
+            asks = None
+        elif asks is None and type(see(holder)) in (PlainRows, LeafRows):  # it is not seen through
+            path, asks = "", holder
         for where, value in _contents(holder):
             if id(value) in seen or len(seen) > _MOST_INSIDE or not _is_dataset(value):
                 continue
             seen.add(id(value))
-            holders.append((f"{path}{where}.", value, alone))
+            holders.append((f"{path}{where}.", value, asks))
             if isinstance(value, RowDataset | CacheFilling):
-                found.append(InnerDataset(path + where, value, alone and isinstance(value, RowDataset)))
+                lone = asks if isinstance(value, RowDataset) else None
+                found.append(InnerDataset(path + where, value, lone))
     return found
 
 

@@ -303,13 +303,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
 def _warn_of_lone_reads(dataset: Any) -> None:
     """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
-    lone = next((inner for inner in inner_datasets(dataset) if inner.alone), None)
+    lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
     if lone is not None:
-        kind = type(lone.dataset).__name__
+        kind, holder = type(lone.dataset).__name__, type(lone.asks).__name__
         warnings.warn(
-            f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
+            f"{holder} asks the {kind} in its attribute {lone.where!r} for one sample at a "
             "time, so nothing is read ahead: from an object store this is several times slower. Give "
-            f"{type(dataset).__name__} a method prefetch(self, indices) that calls the prefetch of the "
+            f"{holder} a method prefetch(self, indices) that calls the prefetch of the "
             f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
             f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
             f"See {address('nothing-is-read-ahead')}",

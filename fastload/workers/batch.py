@@ -39,7 +39,7 @@ class BatchCounters(Counters):
         sources += [getattr(source, "cache", None) for source in sources]
         found = [getattr(source, "counters", None) for source in sources]
         super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
-        self._alone = not threaded and any(one.alone for one in inner_datasets(dataset))
+        self._alone = not threaded and any(one.asks is not None for one in inner_datasets(dataset))
 
     def made_batch(self, samples: int) -> None:
         """Count a batch of this number of samples."""

@@ -187,6 +187,12 @@ def test_wrapped_dataset_is_warned_of_once_and_where_the_loader_is_made(folder: 
         assert instead in text
 
 
+def test_warning_names_the_wrapper_inside_another_one(folder: Path) -> None:
+    inner = ImageFolder(str(folder), RandomResizedCrop(16))
+    with pytest.warns(UserWarning, match="Wrapper asks the ImageFolder in its attribute 'inner.dataset' for"):
+        DataLoader(ConcatDataset([[1], Wrapper(Subset(inner, range(3)))]))
+
+
 def test_dataset_held_by_a_subclass_is_warned_of(folder: Path) -> None:
     images = Masked(str(folder))
     images.masks = ImageFolder(str(folder), RandomResizedCrop(16))
