@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastload.cache import Cache
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
+    from fastload.datasets.map import map
     from fastload.datasets.objects import ObjectDataset
     from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
@@ -45,6 +46,7 @@ _HOME = {
     "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
     "fuse": "fastload.images.fuse",
+    "map": "fastload.datasets.map",
     "open_store": "fastload.store",
     "watch": "fastload.loader.watch",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "__version__",
     "cached",
     "fuse",
+    "map",
     "open_store",
     "watch",
 ]

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from fastload.datasets.protocols import RowErrors, RowRequests, key_of
+from fastload.datasets.protocols import RowErrors, RowRequests
 from fastload.datasets.seeds import digest
+from fastload.datasets.wrappers import key_of
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import tell_sample
