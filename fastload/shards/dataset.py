@@ -16,12 +16,14 @@ from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError
 from fastload.images.rng import sample_seed
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
 from fastload.shards.index import ShardIndex
+from fastload.shards.own_index import read_own_indexes
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
@@ -78,32 +80,38 @@ class ShardDataset(StoreDataset):
         compression: str | None,
         storage_options: dict[str, Any] | None,
         refresh: bool,
+        shape: Shape | None = None,
+        shards: ShardList | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
         super().__init__(url, decode)
-        self._fields = fields
+        self._fields, self._shape = fields, shape
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)
         self._form = form
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint)
         directory = None if kept_in is None else kept_in.manifests
-        self._shards = ShardList(
-            url,
-            names,
-            compression=compression,
-            directory=directory,
-            refresh=refresh,
-            storage_options=storage_options or {},
-        )
+        if shards is None:
+            shards = ShardList(
+                url,
+                names,
+                compression=compression,
+                directory=directory,
+                refresh=refresh,
+                storage_options=storage_options or {},
+            )
+        self._shards = shards
         if not self._shards.cacheable:  # a warning has said why
             kept_in = directory = None
         self.cache = kept_in
         self._index = ShardIndex(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._index.add(shard, table)
+        if form.own_index is not None:
+            read_own_indexes(self._shards, self._index, form.own_index)
         self._reads_at_random = False
 
     def __fingerprint__(self) -> dict[str, Any]:
@@ -118,7 +126,7 @@ class ShardDataset(StoreDataset):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None) -> None:
-        self._maker = SampleMaker(self._fields, self.decode is not None, transform)
+        self._maker = SampleMaker(self._fields, self.decode is not None, transform, self._shape)
         self._transform = transform
 
     def __len__(self) -> int:
