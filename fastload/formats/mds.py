@@ -169,7 +169,8 @@ def _open_ndarray(value: Any, *, dtype: str | None, shape: tuple[int, ...] | Non
 
 
 def _open_scalar(value: Any, *, dtype: str) -> Any:
-    return np.frombuffer(value, dtype)[0]
+    (number,) = np.frombuffer(value, dtype)
+    return number
 
 
 def _open_int(value: Any) -> int:

@@ -101,6 +101,6 @@ def _text(data: bytes, at: int) -> tuple[str, int]:
 
 def _count(data: bytes, at: int) -> tuple[int, int]:
     (count,) = _UINT32.unpack_from(data, at)
-    if count > len(data) - at:
+    if count > len(data) - at - 4:
         raise ValueError(f"a count of {count:,} in {len(data) - at:,} bytes")
     return count, at + 4

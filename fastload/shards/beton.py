@@ -26,7 +26,7 @@ from fastload.formats.pieces import Splitter
 from fastload.formats.shard_index import Offsets
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.columns import Column, ColumnFields
+from fastload.shards.column_fields import Column, ColumnFields
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import read_head
@@ -149,11 +149,10 @@ class BetonDataset(ShardDataset):
         columns = {
             field.name: Column(field.kind, opener(field), image=field.kind == "image") for field in found
         }
-        decoders = decode if isinstance(decode, Mapping) else {}
         super().__init__(
             url,
             _Beton(found),
-            ColumnFields(columns, BetonRecords(found), _open_image, shape, decoders, transform, []),
+            ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
             names=_NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,

@@ -15,7 +15,6 @@ from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.inflate import framed_size, zstd
 from fastload.formats.litdata import (
-    LitIndex,
     formats,
     is_image,
     opener,
@@ -27,7 +26,7 @@ from fastload.formats.offset_table import OffsetSplitter, parse_table, table_siz
 from fastload.formats.pieces import MOST_UNKNOWN
 from fastload.formats.shard_index import Offsets
 from fastload.images.decode import decode_pil
-from fastload.shards.columns import Column, ColumnFields
+from fastload.shards.column_fields import Column, ColumnFields
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import check_name, list_shards, read_head, read_json
@@ -42,15 +41,15 @@ _ARROW = b"LDARW01\0"
 
 
 class _Lit:
-    """See `ShardFormat`. `told`: what index.json says."""
+    """See `ShardFormat`. `counts`: key -> samples. `compression`: see `LitIndex`."""
 
     name = "litdata-1"
 
-    def __init__(self, told: LitIndex) -> None:
-        self._told = told
+    def __init__(self, counts: dict[str, int], compression: str) -> None:
+        self._counts, self._compression = counts, compression
 
     def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
-        count, compression = self._told.chunks[shard.key], self._told.compression
+        count, compression = self._counts[shard.key], self._compression
         if compression == "batch":
             head = read_head(store, shard, framed_size(count, 0), wait)
             return RecordOffsets(parse_frames(head, count), {}, compressed=True)
@@ -58,8 +57,9 @@ class _Lit:
         head = read_head(store, shard, table_size(count), wait, compressed=whole)
         if not whole and _ends_with_arrow(store, shard, head, wait):
             raise DecodeError(
-                "the chunk has its samples as rows of Arrow, as newer LitData writes dicts of nothing but bytes, "
-                "texts, numbers and lists: write samples as tuples, or as Parquet for fastload.ParquetDataset"
+                "the chunk has its samples as rows of Arrow, as newer LitData writes dicts of nothing but "
+                "bytes, texts, numbers and lists: write samples as tuples, or as Parquet for "
+                "fastload.ParquetDataset"
             )
         return RecordOffsets(parse_table(head, count, None if whole else shard.size), {}, compressed=whole)
 
@@ -68,7 +68,7 @@ class _Lit:
         return OffsetSplitter(offset, end, records.offsets, self.unwrap)
 
     def unwrap(self, record: memoryview) -> memoryview:
-        return _inflated(record) if self._told.compression == "sample" else record
+        return _inflated(record) if self._compression == "sample" else record
 
     def parse_index(self, body: bytes, shard_size: int) -> Offsets:
         raise NotImplementedError  # no index files are looked for
@@ -149,7 +149,6 @@ class LitDataset(ShardDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
-        decoders = decode if isinstance(decode, Mapping) else {}
         kept_in = as_cache(cache)
         root, found = read_json(url, "chunks", "LitDataset", storage_options or {})
         try:
@@ -171,11 +170,19 @@ class LitDataset(ShardDataset):
             )
             for name, form in zip(told.names, told.formats, strict=True)
         }
+        shards = list_shards(
+            root,
+            [check_name(name, root) for name in told.chunks],
+            None if kept_in is None else kept_in.manifests,
+            refresh=refresh,
+            storage_options=storage_options or {},
+        )
+        counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
         split = functools.partial(split_sample, names=told.names)
         super().__init__(
             url,
-            _Lit(told),
-            ColumnFields(columns, split, rgb_tensor, shape, decoders, transform, formats()),
+            _Lit(counts, told.compression),
+            ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
             names=Wanted(".*", ""),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
@@ -189,13 +196,7 @@ class LitDataset(ShardDataset):
             storage_options=storage_options,
             refresh=refresh,
             shape=shape,
-            shards=list_shards(
-                root,
-                [check_name(name, root) for name in told.chunks],
-                None if kept_in is None else kept_in.manifests,
-                refresh=refresh,
-                storage_options=storage_options or {},
-            ),
+            shards=shards,
         )
 
 

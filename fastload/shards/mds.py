@@ -17,7 +17,7 @@ from fastload.formats.offset_table import OffsetSplitter, parse_table, table_siz
 from fastload.formats.packed import as_pil
 from fastload.formats.shard_index import Offsets
 from fastload.images.decode import Oriented, decode_pil
-from fastload.shards.columns import Column, ColumnFields
+from fastload.shards.column_fields import Column, ColumnFields
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import check_name, list_shards, read_head, read_json
@@ -30,7 +30,7 @@ __all__ = ["MDSDataset"]
 
 
 class _MDS:
-    """See `ShardFormat`. `shards`: by their names, as index.json has them."""
+    """See `ShardFormat`. `shards`: by their keys."""
 
     name = "mds-1"
 
@@ -119,7 +119,6 @@ class MDSDataset(ShardDataset):
         refresh: bool = False,
     ) -> None:
         shape = None if fields is None else Shape(fields)
-        decoders = decode if isinstance(decode, Mapping) else {}
         kept_in = as_cache(cache)
         root, told = read_json(url, "shards", "MDSDataset", storage_options or {})
         found = _shards(root, told["shards"])
@@ -133,11 +132,18 @@ class MDSDataset(ShardDataset):
             )
             for column in columns
         }
+        shards = list_shards(
+            root,
+            list(found),
+            None if kept_in is None else kept_in.manifests,
+            refresh=refresh,
+            storage_options=storage_options or {},
+        )
         split = functools.partial(split_sample, columns=columns)
         super().__init__(
             url,
-            _MDS(found),
-            ColumnFields(opened, split, _open_image, shape, decoders, transform, encodings()),
+            _MDS({shards[number].key: one for number, one in enumerate(found.values())}),
+            ColumnFields(opened, split, _open_image, shape, decode, transform, encodings()),
             names=Wanted(".*", ""),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
@@ -151,13 +157,7 @@ class MDSDataset(ShardDataset):
             storage_options=storage_options,
             refresh=refresh,
             shape=shape,
-            shards=list_shards(
-                root,
-                list(found),
-                None if kept_in is None else kept_in.manifests,
-                refresh=refresh,
-                storage_options=storage_options or {},
-            ),
+            shards=shards,
         )
 
 

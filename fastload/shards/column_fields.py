@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ __all__ = ["Column", "ColumnFields"]
 
 _BAD_VALUES = (
     ValueError, TypeError, KeyError, IndexError, EOFError, OSError, OverflowError, RecursionError,
-    AttributeError, ImportError, RuntimeError, pickle.UnpicklingError,
+    AttributeError, ImportError, RuntimeError, pickle.UnpicklingError, struct.error,
 )  # fmt: skip
 _PICKLES = ("pkl", "pickle")
 
@@ -43,7 +44,8 @@ class ColumnFields:
         split: a record -> {name: bytes}, or pixels.
         open_image: an encoded image, or (H, W, 3) pixels -> its value in a sample without a fused transform.
         shape: of the samples, which names columns; None: all of them.
-        decoders: column -> function of its bytes, in place of what belongs to its kind.
+        decode: column -> function of its bytes, in place of what belongs to its kind; or the function of all
+            columns, with which no column is opened here.
         transform: of the dataset.
         known: the kinds that are known, for the error about others.
 
@@ -58,10 +60,11 @@ class ColumnFields:
         split: Callable[[memoryview], dict[str, Any]],
         open_image: Callable[[Any], Any],
         shape: Shape | None,
-        decoders: Mapping[str, Callable[[Any], Any]],
+        decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None,
         transform: Any,
         known: list[str],
     ) -> None:
+        decoders = decode if isinstance(decode, Mapping) else {}
         self._split = split
         self._open_image = open_image
         self._names = {name: name for name in columns} if shape is None else dict(shape.leaves)
@@ -72,6 +75,10 @@ class ColumnFields:
         for column, function in decoders.items():
             refuse_class(f"decode[{column!r}]", function)
         self._openers: dict[str, Callable[[Any], Any]] = {}
+        self._decoded = sorted(decoders)
+        self._images: list[str] = []
+        if callable(decode):
+            return
         for name, column in self._names.items():
             opener = decoders.get(column, columns[column].open)
             if opener is None and columns[column].kind in _PICKLES:
@@ -87,7 +94,6 @@ class ColumnFields:
                     f"{', '.join(known)}"
                 )
             self._openers[name] = opener
-        self._decoded = sorted(decoders)
         self._images = self._find_images(columns, decoders, transform)
 
     @property
