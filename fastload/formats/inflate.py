@@ -9,8 +9,8 @@ A LitData chunk of zstd frames begins with a table, which is passed over:
 from __future__ import annotations
 
 import bz2
-import importlib
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -34,12 +34,14 @@ def zstd() -> Any:
     Raises:
         DecodeError: it is not installed.
     """
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            pass
-    raise DecodeError("the data are compressed by zstd: pip install 'torch-fastload[zstd]'")
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd as module
+        else:
+            from backports import zstd as module  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise DecodeError("the data are compressed by zstd: pip install 'torch-fastload[zstd]'") from None
+    return module
 
 
 def framed_size(count: int, frames: int) -> int:

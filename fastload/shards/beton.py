@@ -94,7 +94,9 @@ class BetonDataset(ShardDataset):
 
         from fastload import BetonDataset, DataLoader, RandomResizedCrop
 
-        dataset = BetonDataset("/data/imagenet/train.beton", transform=RandomResizedCrop(224, flip=0.5))
+        dataset = BetonDataset(
+            "/data/train.beton", fields=("jpg", "int"), transform=RandomResizedCrop(224, flip=0.5)
+        )
         for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
             ...  # uint8 (256, 3, 224, 224), int64 (256,)
 

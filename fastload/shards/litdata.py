@@ -101,7 +101,7 @@ class LitDataset(ShardDataset):
         from fastload import DataLoader, LitDataset, RandomResizedCrop
 
         dataset = LitDataset(
-            "s3://bucket/imagenet-lit/train",
+            "s3://bucket/lit",
             fields=("image", "label"),
             transform=RandomResizedCrop(224, flip=0.5),
             cache="/ssd/cache",

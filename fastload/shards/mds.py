@@ -71,7 +71,7 @@ class MDSDataset(ShardDataset):
         from fastload import DataLoader, MDSDataset, RandomResizedCrop
 
         dataset = MDSDataset(
-            "s3://bucket/imagenet-mds/train",
+            "s3://bucket/mds",
             fields=("image", "label"),
             transform=RandomResizedCrop(224, flip=0.5),
             cache="/ssd/cache",

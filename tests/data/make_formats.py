@@ -190,6 +190,7 @@ def make_litdata(folder: Path) -> None:
         "lit": (lit_sample, {}),
         "lit-tuple": (lit_tuple, {}),
         "lit-list": (lit_list, {}),
+        "lit-photos": (lit_photo, {}),
         "lit-chunk": (lit_photo, {"compression": "zstd", "compression_level": "chunk"}),
         "lit-batch": (
             lit_photo,

@@ -2,12 +2,15 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
-and spectra/*.bin, 32 float32 numbers each.
+and spectra/*.bin, 32 float32 numbers each;
+mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
+/data/train.beton is a file of FFCV, with the fields jpg and int among others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import multiprocessing
 import os
@@ -26,6 +29,7 @@ from tests.docs.pages import run_page
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
 
+FORMATS = Path(__file__).parent.parent / "data" / "formats"
 SECONDS = 2 * PATIENCE  # a page
 
 
@@ -51,6 +55,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
+    shutil.copytree(FORMATS / "mds-gz", root / "mds")
+    shutil.copytree(FORMATS / "lit-photos", root / "lit")
     return root
 
 
@@ -67,6 +73,7 @@ def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     (folder / "home").mkdir()
     for part in ("train", "val"):
         shutil.copytree(bucket / part, folder / "data" / part)
+    (folder / "data" / "train.beton").write_bytes(gzip.decompress((FORMATS / "fields.beton.gz").read_bytes()))
     with serve_s3(tmp_path / "s3", read_only=False) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
         environment = {
             "AWS_ENDPOINT_URL": proxy.url,
