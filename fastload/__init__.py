@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.loader.watch import watch
+    from fastload.shards.beton import BetonDataset
+    from fastload.shards.litdata import LitDataset
+    from fastload.shards.mds import MDSDataset
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
     from fastload.shards.tokens import TokenDataset
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
 # child needs none of it.
 _HOME = {
+    "BetonDataset": "fastload.shards.beton",
     "ByEpoch": "fastload.images.by_epoch",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
@@ -37,6 +41,8 @@ _HOME = {
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.distributed.sampler",
     "ImageFolder": "fastload.datasets.image_folder",
+    "LitDataset": "fastload.shards.litdata",
+    "MDSDataset": "fastload.shards.mds",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
@@ -52,6 +58,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BetonDataset",
     "ByEpoch",
     "Cache",
     "CenterCrop",
@@ -59,6 +66,8 @@ __all__ = [
     "DataLoader",
     "DistributedSampler",
     "ImageFolder",
+    "LitDataset",
+    "MDSDataset",
     "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",

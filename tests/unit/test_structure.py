@@ -48,6 +48,9 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
 SAME_SUBJECT = {
     "tar.py",
     "tfrecord.py",
+    "mds.py",
+    "litdata.py",
+    "beton.py",
     "base.py",
     "index.py",
     "cache.py",
