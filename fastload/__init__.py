@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from fastload.cache import Cache
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
+    from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
+    from fastload.distributed.mixture_sampler import MixtureSampler
     from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
@@ -34,6 +36,8 @@ _HOME = {
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.distributed.sampler",
     "ImageFolder": "fastload.datasets.image_folder",
+    "Mixture": "fastload.datasets.mixture",
+    "MixtureSampler": "fastload.distributed.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
@@ -53,6 +57,8 @@ __all__ = [
     "DataLoader",
     "DistributedSampler",
     "ImageFolder",
+    "Mixture",
+    "MixtureSampler",
     "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",

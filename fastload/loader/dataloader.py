@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
+from fastload.datasets.mixture import Mixture
 from fastload.datasets.protocols import as_streams, check_dataset, inner_datasets
 from fastload.distributed import find_rank
+from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
@@ -91,7 +93,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     that method instead of writing rows into the batch, and still reads its objects ahead.
 
     A shard dataset without a sampler gets a `fastload.ShardSampler`: each rank reads its own part, as streams
-    until the samples are indexed.
+    until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
         ArgumentError: device, batch_transform, decode, on_error or seed has an invalid value.
@@ -125,10 +127,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         seed: int | None = None,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        _check_weights(dataset, sampler)
         if num_workers:
             need_linux()
-        if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
-            sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
+        if sampler is None and batch_sampler is None:
+            sampler, shuffle = _own_sampler(dataset, shuffle, seed or 0)
         context = LoaderContext()
         if num_workers == "auto":
             num_workers = ceiling()
@@ -284,6 +287,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             on_error=self.on_error,
             counters=self.loader_context.counters,
             bad=self.loader_context.bad,
+        )
+
+
+def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bool | None]:
+    """(sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
+    if isinstance(dataset, Mixture):
+        return MixtureSampler(dataset, shuffle=bool(shuffle), seed=seed), None
+    if as_streams(dataset) is not None:
+        return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
+    return None, shuffle
+
+
+def _check_weights(dataset: Any, sampler: Any) -> None:
+    """Raise `ArgumentError` where the weights of a mixture would not be used."""
+    if isinstance(dataset, Mixture):
+        if sampler is not None and not isinstance(sampler, MixtureSampler):
+            raise ArgumentError(
+                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out (with "
+                "Lightning: use_distributed_sampler=False), or pass a fastload.MixtureSampler"
+            )
+        return
+    inside = next(
+        (inner.where for inner in inner_datasets(dataset) if isinstance(inner.dataset, Mixture)), None
+    )
+    if inside is not None or isinstance(getattr(dataset, "dataset", None), Mixture):
+        raise ArgumentError(
+            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each source instead, and "
+            "mix the results"
         )
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.stream_epoch import StreamEpoch
@@ -75,8 +76,28 @@ class Order:
     # --- epochs and states of samplers
 
     def start_epoch(self) -> None:
+        self.give_back()
         if isinstance(self.stateful, DistributedSampler):
             self.stateful.start_epoch()
+
+    def handed_out(self, sampler: Mapping[str, Any]) -> None:
+        """This is the sampler's state after the prefix of the order that was handed out."""
+        if isinstance(self.stateful, MixtureSampler):
+            self.stateful.handed_out(sampler["state"])
+
+    def give_back(self) -> bool:
+        """What was drawn and not handed out is drawn again, by the one sampler that does so."""
+        if isinstance(self.stateful, MixtureSampler):
+            self.stateful.give_back()
+            return True
+        return False
+
+    def with_changes(self, sampler: Mapping[str, Any]) -> dict[str, Any]:
+        """An earlier state of the sampler, with what was decided since about the samples after it."""
+        changed = {}
+        if isinstance(self.stateful, MixtureSampler):
+            changed = {"state": self.stateful.with_changes(sampler["state"])}
+        return dict(sampler) | changed
 
     @property
     def epoch(self) -> int | None:
@@ -208,6 +229,7 @@ class Progress:
             "generators": order.generators() if order.foreign else None,
             "check": 0,
         }
+        order.handed_out(self.place["sampler"])
         self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
         self._due: dict[int, int] = {}  # ticket -> batch
         self._after: dict[int, dict[str, Any]] = {}  # batch -> what `place` says once it is in the prefix
@@ -312,6 +334,7 @@ class Progress:
             ahead.remove(first)
             place |= self._after.pop(first, {})
             first = place["batches"] = first + 1
+        self._order.handed_out(place["sampler"])
 
     def ended(self, worker_id: int, state: Any) -> None:
         """An iterable dataset, or a worker's part of it, or the stream `worker_id`, is at its end."""
@@ -325,6 +348,8 @@ class Progress:
         if self.streams is not None and not self.finished:
             self._order.start_epoch()
         self.finished = True
+        if self._order.give_back():  # the last batch, where drop_last is set
+            self._after.clear()
         self.place |= self._after.get(-1) or {"sampler": self._order.sampler_state()}
 
     @property

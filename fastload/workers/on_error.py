@@ -104,4 +104,6 @@ class ErrorPolicy:
         return self.name(indices[row]) if self.on_error == "raise" else f"sample in row {row}"
 
     def _replacement(self, index: Any, attempt: int) -> int:
-        return digest(*self._epoch, index, attempt) % len(self._dataset)
+        number = digest(*self._epoch, index, attempt)
+        choose = getattr(self._dataset, "replacement", None)  # a mixture's: one of the same source
+        return number % len(self._dataset) if choose is None else int(choose(index, number))
