@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastload.cache import Cache
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
+    from fastload.datasets.map import map
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
     from fastload.distributed.mixture_sampler import MixtureSampler
@@ -45,6 +46,7 @@ _HOME = {
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TarDataset": "fastload.shards.tar",
     "cached": "fastload.datasets.cached",
+    "map": "fastload.datasets.map",
     "open_store": "fastload.store",
     "watch": "fastload.loader.watch",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "TarDataset",
     "__version__",
     "cached",
+    "map",
     "open_store",
     "watch",
 ]

@@ -1,6 +1,6 @@
 """Several datasets in exact proportions: the sources, their weights, and what was read of each.
 
-The order is `fastload.distributed.mixture_sampler`'s. An index that it gives has the pass over the source in its
+The order is that of `fastload.distributed.mixture_sampler`. Its indices have the pass over the source in their
 upper bits, so that a sample which a small source gives twice in an epoch has other random numbers:
 
     index = pass << 40 | position in the concatenation of the sources
@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fastload.datasets.protocols import check_dataset
+from fastload.datasets.protocols import RowErrors, RowRequests, check_dataset
+from fastload.datasets.seeds import digest
+from fastload.datasets.seen_parts import ConcatRows, seeds_of
+from fastload.datasets.seen_rows import MadeSample
+from fastload.datasets.wrappers import see
 from fastload.errors import ArgumentError
 
 __all__ = ["Ledger", "Mixture", "SourceRead"]
@@ -53,11 +57,8 @@ class Ledger(dict[str, SourceRead]):
 
     def __str__(self) -> str:
         head = ("source", "weight", "samples", "share", "epochs", "remaining")
-        rows = [
-            (name, f"{one.weight:.4f}", f"{one.samples:,}", f"{one.share:.4f}", f"{one.epochs:.2f}")
-            + (f"{one.remaining:,}",)
-            for name, one in self.items()
-        ]
+        forms = (".4f", ",", ".4f", ".2f", ",")
+        rows = [(name, *map(format, one, forms)) for name, one in self.items()]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         lines = [
             "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
@@ -139,7 +140,7 @@ class Mixture(ConcatDataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         index = operator.index(index)
-        return super().__getitem__(index % _MOST if index >= _MOST else index)
+        return super().__getitem__(index % _MOST if index >= _MOST else index)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         sources = ", ".join(f"{name!r}: {length:,} samples" for name, length in self.lengths.items())
@@ -240,14 +241,56 @@ class Mixture(ConcatDataset[Any]):
 
     # --- for the workers
 
+    def see_through(self) -> MixtureRows:
+        """See `fastload.datasets.wrappers`."""
+        return MixtureRows([see(source) for source in self.datasets], self.cumulative_sizes)
+
     def replacement(self, index: int, number: int) -> int:
-        """The index of another sample of the same source, by a random number."""
-        source = bisect.bisect_right(self.cumulative_sizes, index % _MOST)
+        """The index of another sample of the same source and pass, by a random number."""
+        source = self._source(index)
         offset = self._offset(source)
         return index - index % _MOST + offset + number % (self.cumulative_sizes[source] - offset)
 
+    def sample_name(self, index: int) -> str:
+        """A sample in error messages."""
+        source = self._source(index)
+        return f"sample {index % _MOST - self._offset(source)} of source {self._names[source]!r}"
+
+    def _source(self, index: int) -> int:
+        return bisect.bisect_right(self.cumulative_sizes, index % _MOST)
+
     def _offset(self, source: int) -> int:
         return self.cumulative_sizes[source - 1] if source else 0
+
+
+class MixtureRows(ConcatRows):
+    """The rows of a mixture. Random numbers are a function of the pass too."""
+
+    def locate(self, index: Any) -> tuple[int, Any]:
+        index = operator.index(index)
+        return super().locate(index % _MOST if index >= _MOST else index)
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        made: dict[int, MadeSample] = {}
+        for lap, requests in _by_pass(list(enumerate(indices))):
+            with seeds_of(lap):
+                some = super().prepare([index for _, index in requests], digest(seed, lap), epoch)
+            made |= {row: one for (row, _), one in zip(requests, some, strict=True)}
+        return [made[row] for row in range(len(indices))]
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        errors: RowErrors = []
+        for lap, requests in _by_pass(todo):
+            with seeds_of(lap):
+                errors += super().fill(batch, requests, digest(seed, lap), epoch)
+        return errors
+
+
+def _by_pass(todo: RowRequests) -> Iterable[tuple[int, RowRequests]]:
+    found: dict[int, RowRequests] = {}
+    for row, index in todo:
+        found.setdefault(operator.index(index) >> _PASS_BITS, []).append((row, index))
+    return found.items()
 
 
 def _named(datasets: Any) -> dict[str, Any]:
@@ -284,8 +327,8 @@ def _check_source(name: str, dataset: Any) -> None:
         length = len(dataset)
     except TypeError as error:
         raise ArgumentError(
-            f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards first "
-            f"with `fastload index URL`, or read them once through a cache ({error})"
+            f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards "
+            f"first with `fastload index URL`, or read them once through a cache ({error})"
         ) from error
     if length == 0:
         raise ArgumentError(f"source {name!r} is empty: leave it out, or check its URL and filters")

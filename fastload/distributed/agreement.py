@@ -73,7 +73,7 @@ class Ranks:
         return self.__dict__ | {"_root": None, "_store": None, "_posted": []}  # a store does not pickle
 
     def begin_epoch(self, summary: dict[str, Any], what: str = "to begin the epoch") -> list[dict[str, Any]]:
-        """Wait until every rank has begun its next epoch, or whatever is waited for; their summaries, by rank.
+        """Wait until every rank has begun its next epoch, or does `what`; their summaries, by rank.
 
         Raises:
             ArgumentError: torch.distributed is not initialized.

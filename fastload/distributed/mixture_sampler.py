@@ -116,7 +116,7 @@ class MixtureSampler(DistributedSampler):
             self.start_epoch()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain numbers: epoch, and of each source its samples, weight and what it is due."""
+        """The position in plain numbers: epoch, and of each source its samples, weight and due."""
         epoch, consumed = self._position
         mixing, names = self._mixing, self._lengths
         columns = zip(names, names.values(), mixing.counts, mixing.weights, mixing.dues, strict=True)

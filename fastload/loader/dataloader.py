@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.datasets.mixture import Mixture
-from fastload.datasets.protocols import as_streams, check_dataset, inner_datasets
+from fastload.datasets.inner import inner_datasets
+from fastload.datasets.mixture import Mixture, MixtureRows
+from fastload.datasets.protocols import check_dataset
+from fastload.datasets.seen_rows import Rows
+from fastload.datasets.wrappers import as_streams, see
 from fastload.distributed import find_rank
 from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
@@ -88,6 +91,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             `__getitems__` is called for one sample at a time. None: workers are seeded from torch's
             generator, as by torch. (With None too, fastload's fused transforms do not depend on the number of
             workers, unless a subclass of its datasets makes the samples.)
+        threads: of each worker (with num_workers=0: of this process) that make samples at the same time, for
+            a map-style dataset whose `__getitem__` may be called by several threads and waits for something,
+            such as a store. The samples of the coming index batches are made, which then wait in memory;
+            batches, errors and `on_error` are as without threads. A `__getitems__` makes several batches at
+            the same time. With `seed=` one thread runs at a time, and another one while it waits for a read
+            of fastload's datasets; each sample gets the same random numbers as without threads. Without
+            `seed=` the threads draw from the process's generators in any order. No effect on samples that
+            fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
 
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.
@@ -96,7 +107,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error or seed has an invalid value.
+        ArgumentError: device, batch_transform, decode, on_error, seed or threads has an invalid value.
         ValueError, TypeError: as torch's.
     """
 
@@ -125,8 +136,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         decode: str | Dali = "cpu",
         on_error: str = "raise",
         seed: int | None = None,
+        threads: int = 0,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        _check_threads(dataset, threads)
         _check_weights(dataset, sampler)
         if num_workers:
             need_linux()
@@ -160,10 +173,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.decode = decode
         self.on_error = on_error
         self.seed = seed
+        self.threads = threads
         self.loader_context = context
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
-        _warn_of_lone_reads(dataset)
+        if not threads:
+            _warn_of_lone_reads(dataset)
         if drop_last:
             _warn_of_an_empty_epoch(self)
 
@@ -308,14 +323,15 @@ def _check_weights(dataset: Any, sampler: Any) -> None:
                 "Lightning: use_distributed_sampler=False), or pass a fastload.MixtureSampler"
             )
         return
-    inside = next(
-        (inner.where for inner in inner_datasets(dataset) if isinstance(inner.dataset, Mixture)), None
-    )
-    if inside is not None or isinstance(getattr(dataset, "dataset", None), Mixture):
+    if isinstance(getattr(dataset, "dataset", None), Mixture) or _has_mixture(see(dataset)):
         raise ArgumentError(
-            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each source instead, and "
-            "mix the results"
+            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
+            "instead, and mix the results"
         )
+
+
+def _has_mixture(rows: Rows) -> bool:
+    return isinstance(rows, MixtureRows) or any(map(_has_mixture, rows.inner))
 
 
 def _warn_of_lone_reads(dataset: Any) -> None:
@@ -325,11 +341,22 @@ def _warn_of_lone_reads(dataset: Any) -> None:
         kind = type(lone.dataset).__name__
         warnings.warn(
             f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. Read-ahead "
-            f"works with a subclass of {kind} that overrides __getitem__, with its transform= (ImageFolder: "
-            "also target_transform=), with a torch Subset of it, and with a collate_fn of the loader. "
+            "time, so nothing is read ahead: from an object store this is several times slower. Give "
+            f"{type(dataset).__name__} a method prefetch(self, indices) that calls the prefetch of the "
+            f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
+            f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
             f"See {address('nothing-is-read-ahead')}",
             stacklevel=3,
+        )
+
+
+def _check_threads(dataset: Any, threads: Any) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+        raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
+    if threads and isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
+            "leave out threads, or make the dataset map-style"
         )
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from fastload.datasets.protocols import (
     Allocate,
     EncodedRows,
-    RowDataset,
     RowErrors,
     RowRequests,
-    finish_batch,
 )
 from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.seen_rows import Rows, ordinary_memory
 from fastload.errors import ArgumentError
 from fastload.workers.collate import Collation, tell_mismatch
 
@@ -30,7 +27,7 @@ class _Batches(ABC):
     """Batches that `rows` fills."""
 
     def __init__(
-        self, rows: RowDataset, collation: Collation, seeds: SampleSeeds | None, allocate: Allocate
+        self, rows: Rows, collation: Collation, seeds: SampleSeeds | None, allocate: Allocate
     ) -> None:
         self._rows = rows
         self._collation = collation
@@ -59,8 +56,7 @@ class RowBatches(_Batches):
     """Batches of pixels and columns: no sample objects, no stacking.
 
     Args:
-        dataset: the loader's, which may be a `Subset` of `rows`.
-        rows: writes the rows.
+        rows: of the loader's dataset.
         collation: the loader's.
         seeds: of the loader's `seed`, or None.
         allocate: memory for batches that need no `collate_fn`, such as a slot.
@@ -69,19 +65,17 @@ class RowBatches(_Batches):
 
     def __init__(
         self,
-        dataset: Any,
-        rows: RowDataset,
+        rows: Rows,
         collation: Collation,
         seeds: SampleSeeds | None,
         allocate: Allocate,
         name: RowNames,
     ) -> None:
         super().__init__(rows, collation, seeds, allocate)
-        self._dataset = dataset
         self._name = name
 
     def new_batch(self, n: int) -> Any | None:
-        return self._rows.new_batch(n, self._allocate if self._collation.direct else _ordinary)
+        return self._rows.new_batch(n, self._allocate if self._collation.direct else ordinary_memory)
 
     def finish(self, batch: Any, indices: list[Any]) -> Any:
         """The batch itself, or that which a user's `collate_fn` makes of its rows."""
@@ -92,7 +86,7 @@ class RowBatches(_Batches):
             return self._collation(samples, lambda row: self._name(indices, row))
         with self._collation.on_host():
             try:
-                return finish_batch(self._dataset, batch)
+                return self._rows.finish_batch(batch)
             except Exception as error:
                 tell_mismatch(error, self._samples(batch, indices), lambda row: self._name(indices, row))
                 raise
@@ -111,7 +105,7 @@ class EncodedRowBatches(_Batches):
 
     def __init__(
         self,
-        rows: RowDataset,
+        rows: Rows,
         encoded: EncodedRows,
         collation: Collation,
         seeds: SampleSeeds | None,
@@ -134,7 +128,3 @@ class EncodedRowBatches(_Batches):
     def finish(self, batch: Any, indices: list[Any]) -> Any:
         with self._collation.on_host():
             return self._encoded.finish_encoded_batch(batch)
-
-
-def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
