@@ -292,4 +292,5 @@ def _permutation(length: int, seed: int, name: str, lap: int) -> np.ndarray[Any,
     """The order of a pass over a source. By the name, so that it does not depend on the other sources."""
     number = hashlib.blake2b(repr((seed, name, lap)).encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(number, "little") >> 1)
-    return torch.randperm(length, generator=generator, device="cpu").numpy()
+    dtype = torch.int32 if length < 1 << 31 else torch.int64
+    return torch.randperm(length, generator=generator, dtype=dtype, device="cpu").numpy()

@@ -319,8 +319,8 @@ def _check_weights(dataset: Any, sampler: Any) -> None:
     if isinstance(dataset, Mixture):
         if sampler is not None and not isinstance(sampler, MixtureSampler):
             raise ArgumentError(
-                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out (with "
-                "Lightning: use_distributed_sampler=False), or pass a fastload.MixtureSampler"
+                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
+                "pass a fastload.MixtureSampler"
             )
         return
     if isinstance(getattr(dataset, "dataset", None), Mixture) or _has_mixture(see(dataset)):
