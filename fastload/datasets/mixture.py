@@ -1,7 +1,7 @@
 """Several datasets in exact proportions: the sources, their weights, and what was read of each.
 
-The order is that of `fastload.distributed.mixture_sampler`. Its indices have the pass over the source in their
-upper bits, so that a sample which a small source gives twice in an epoch has other random numbers:
+The order is made by `fastload.distributed.mixture_sampler`. The upper bits of its indices have the pass over
+the source. So a sample that a small source gives twice in an epoch has other random numbers:
 
     index = pass << 40 | position in the concatenation of the sources
 """

@@ -91,6 +91,13 @@ def test_rare_source_gets_its_part_though_weights_change_with_every_batch() -> N
     assert abs(mixed.counts[2] - 25.6) < 1.5
 
 
+def test_of_sources_that_are_late_the_one_with_the_largest_due_comes_first() -> None:
+    weights = in_units({name: Fraction(1 + 96 * (name == "e")) for name in "abcdefg"})
+    dues = [ONE // 1000 * part for part in (999, 999, 999, 999, 500, -2248, -2248)]
+    mixed = Mixing(weights, [0] * 7, dues, 0)
+    assert mixed.advance(1) == 4
+
+
 def test_many_samples_at_once_are_those_of_single_steps() -> None:
     one, many = mixing([5, 3, 1]), mixing([5, 3, 1])
     last = [one.advance(1) for _ in range(1000)]
@@ -173,6 +180,19 @@ def order_of_pass(length: int, seed: int, name: str, lap: int) -> list[int]:
     order = [index - lap * _LAP for index in alone]
     assert sorted(order) == list(range(length))
     return order
+
+
+def test_each_pass_has_an_order_of_its_own_whatever_the_other_sources() -> None:
+    orders = [order_of_pass(50, seed, name, lap) for seed in (0, 1) for name in "ab" for lap in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 8
+    sampler = MixtureSampler(Mixture(sources(c=9, a=50), [1, 1], num_samples=200), 1, 0)
+    mixed = [index % _LAP - 9 for index in sampler if index % _LAP >= 9]
+    assert mixed == order_of_pass(50, 0, "a", 0) + order_of_pass(50, 0, "a", 1)
+
+
+def test_pass_is_by_index_without_shuffle() -> None:
+    sampler = MixtureSampler(Mixture(sources(a=3, b=2), [0.5, 0.5], num_samples=10), 1, 0, shuffle=False)
+    assert [index % _LAP for index in sampler] == [0, 3, 1, 4, 2, 3, 0, 4, 1, 3]
 
 
 class History:
