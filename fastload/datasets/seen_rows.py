@@ -134,6 +134,9 @@ class PlainRows(Rows):
         self.dataset = dataset
         self.bulk = bool(getattr(dataset, "__getitems__", None))
 
+    def streams(self) -> StreamDataset | None:
+        return self.dataset if isinstance(self.dataset, StreamDataset) else None
+
     def prefetch(self, indices: list[Any]) -> None:
         pass
 

@@ -103,7 +103,7 @@ class SampleReader:
             parts[target] = parts[source]
 
         self._errors.settle(indices, partial(fill, parts), copy)
-        self._counters.add("decode.samples", len(parts) - (self._counted() - before))
+        self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
         return [sample for part in parts for sample in part] if self._bulk else parts
 
     def _by_rows(self) -> bool:
