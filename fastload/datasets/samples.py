@@ -12,6 +12,7 @@ from fastload.datasets.base import check_function
 from fastload.datasets.columns import copy_value, new_column, number_view, put_value
 from fastload.datasets.fields import Fields
 from fastload.datasets.protocols import Allocate
+from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.transforms import Crop
@@ -48,13 +49,17 @@ class SampleMaker:
         decoded: whether the user's own `decode` replaces the fields.
         transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
             {field: either}.
+        shape: of the samples; its names are the fields'. None: a sample is the dict of its fields.
 
     Raises:
         ArgumentError: the transform wants fields, and there are none.
     """
 
-    def __init__(self, fields: Fields | None, decoded: bool, transform: Transform) -> None:
+    def __init__(
+        self, fields: Fields | None, decoded: bool, transform: Transform, shape: Shape | None = None
+    ) -> None:
         self._fields = None if decoded else fields
+        self._shape = shape
         self._transform = transform
         self._making: _Making | None = None
         self._warned = False  # of masks
@@ -106,7 +111,8 @@ class SampleMaker:
             return value if transform is None else transform(value)
         crops = self._crops(value)
         rest = self._open(value, crops)
-        sample = {name: crops[name](value[name]) if name in crops else rest[name] for name in value}
+        made = {name: crops[name](value[name]) if name in crops else rest[name] for name in value}
+        sample = self._shaped(made)
         return transform(sample) if callable(transform) and not crops else sample
 
     # --- rows of a batch
@@ -165,16 +171,23 @@ class SampleMaker:
             bad.update(self._made.crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds))
         return sorted(bad.items())
 
-    def row(self, batch: dict[str, Any], row: int) -> dict[str, Any]:
+    def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
         rest, crops = self._made.rest[row], self._made.crops
-        return {name: batch[name][row] if name in crops else rest[name] for name in batch}
+        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in batch})
+
+    def finish(self, batch: dict[str, Any]) -> Any:
+        """The filled batch, as `default_collate` would make it of the samples."""
+        return batch if self._shape is None else self._shape.batch(batch)
 
     def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
         """Make row `target` equal to row `source`."""
         for column in batch.values():
             copy_value(column, target, source)
         self._made.rest[target] = self._made.rest[source]
+
+    def _shaped(self, values: dict[str, Any]) -> Any:
+        return values if self._shape is None else self._shape.sample(values)
 
     @property
     def _made(self) -> _Making:

@@ -181,6 +181,10 @@ class ShardDataset(StoreDataset):
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         return self._maker.new_batch(n, allocate) if self._maker.fused else None
 
+    def finish_batch(self, batch: Any) -> Any:
+        """See `fastload.datasets.protocols.finish_batch`."""
+        return self._maker.finish(batch)
+
     def sample(self, batch: Any, row: int) -> Any:
         return self._maker.row(batch, row)
 
