@@ -38,7 +38,7 @@ class SourceRead(NamedTuple):
     """What was read of a source of a mixture.
 
     Attributes:
-        weight: its part of the next samples, from 0 to 1.
+        weight: its part of the samples now, from 0 to 1.
         samples: that it gave, over all ranks and epochs.
         share: its part of all samples so far, from 0 to 1.
         epochs: passes over the source: 1.37 is one whole pass and 37 % of the second.

@@ -28,7 +28,7 @@ __all__ = ["ONE", "Mixing", "in_units"]
 
 # One sample, in the units of weights and dues. With whole numbers nothing drifts. Weights of up to 9 decimals
 # with the sum 1 are exact, and so are proportions whose terms add up to 24 or less. Others are rounded to
-# 2e-19: over 10**12 samples that is no sample. It is below 2**63, so that any reader of JSON can keep it.
+# 2e-19: over 10**12 samples that is no sample.
 ONE = math.lcm(*range(1, 25)) * 10**9
 
 

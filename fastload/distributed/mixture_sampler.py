@@ -50,7 +50,8 @@ class MixtureSampler(DistributedSampler):
         from fastload import DataLoader, ImageFolder, Mixture, MixtureSampler, RandomResizedCrop
 
         crop = RandomResizedCrop(224)
-        mixture = Mixture({"a": ImageFolder("s3://bucket/train", crop)}, {"a": 1.0})
+        sources = [ImageFolder("s3://bucket/train", crop), ImageFolder("s3://bucket/val", crop)]
+        mixture = Mixture(sources, [0.7, 0.3])
         sampler = MixtureSampler(mixture, num_replicas=8, rank=0, seed=1)
         for images, labels in DataLoader(mixture, batch_size=256, sampler=sampler, num_workers=2):
             ...
@@ -197,7 +198,9 @@ class MixtureSampler(DistributedSampler):
                         "ranks, at the same step"
                     )
                 at = max(at, other["at"])
-        self._changes = [change for change in self._changes if change.at < at] + [_Change(at, units)]
+        begun = self._mixing.total if self._handed_out is None else self._handed_out["drawn"]
+        self._changes = [change for change in self._changes if begun <= change.at < at]
+        self._changes.append(_Change(at, units))
 
     # --- what reached the user
 

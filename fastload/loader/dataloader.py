@@ -140,7 +140,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
         _check_threads(dataset, threads)
-        _check_weights(dataset, sampler)
+        _check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
             need_linux()
         if sampler is None and batch_sampler is None:
@@ -238,10 +238,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 ...
 
         The number of workers may differ, unless the dataset keeps a state in each worker. The number of ranks
-        and the batch size may differ if the order comes from `fastload.DistributedSampler`. Persistent
-        workers are ended, and new ones started. `set_epoch` of the sampler, called after this, names the
-        epoch of the next iteration: a state from between two epochs continues with that epoch; a position in
-        the middle of another epoch is dropped.
+        and the batch size may differ if the order comes from `fastload.DistributedSampler`, and for a
+        `fastload.Mixture`, whose sources may differ too. Persistent workers are ended, and new ones started.
+        `set_epoch` of the sampler, called after this, names the epoch of the next iteration: a state from
+        between two epochs continues with that epoch; a position in the middle of another epoch is dropped.
 
         Generators that were given to the loader or its sampler are restored. The process-wide ones are not,
         and a resumed epoch does not repeat the draws that the saved run made from them.

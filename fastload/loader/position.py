@@ -45,6 +45,7 @@ class Order:
         followed: after each batch its state is that of the position. torch's BatchSampler takes no more from
             its sampler than it gives out. One of the user's own may, so there the state is used as it was
             when the epoch began, and the batches are passed over.
+        mixture: `stateful`, if it is the sampler of a mixture.
         foreign: made by code that is neither torch's nor fastload's, and not followed.
     """
 
@@ -58,6 +59,7 @@ class Order:
             self.stateful is self.index_sampler
             or getattr(type(self.index_sampler), "__iter__", None) is BatchSampler.__iter__
         )
+        self.mixture = self.stateful if isinstance(self.stateful, MixtureSampler) else None
         homes = {type(part).__module__ for part in parts}
         self.foreign = not self.followed and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
@@ -82,22 +84,20 @@ class Order:
 
     def handed_out(self, sampler: Mapping[str, Any]) -> None:
         """This is the sampler's state after the prefix of the order that was handed out."""
-        if isinstance(self.stateful, MixtureSampler):
-            self.stateful.handed_out(sampler["state"])
+        if self.followed and self.mixture is not None:
+            self.mixture.handed_out(sampler["state"])
 
     def give_back(self) -> bool:
         """What was drawn and not handed out is drawn again, by the one sampler that does so."""
-        if isinstance(self.stateful, MixtureSampler):
-            self.stateful.give_back()
-            return True
-        return False
+        if self.mixture is not None:
+            self.mixture.give_back()
+        return self.followed and self.mixture is not None
 
     def with_changes(self, sampler: Mapping[str, Any]) -> dict[str, Any]:
         """An earlier state of the sampler, with what was decided since about the samples after it."""
-        changed = {}
-        if isinstance(self.stateful, MixtureSampler):
-            changed = {"state": self.stateful.with_changes(sampler["state"])}
-        return dict(sampler) | changed
+        if self.mixture is None:
+            return dict(sampler)
+        return dict(sampler) | {"state": self.mixture.with_changes(sampler["state"])}
 
     @property
     def epoch(self) -> int | None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError
 from fastload.loader.position import Order, Progress, draw_seed, read_generator, write_generator
@@ -190,8 +189,8 @@ class LoaderState:
         _check(loader, order, state)
         order.load_sampler_state(state["sampler"])
         self._loaded = copy.deepcopy(dict(state))
-        if isinstance(order.stateful, MixtureSampler):  # with the sources and weights of this run
-            self._loaded["sampler"]["state"] = order.stateful.state_dict()
+        if order.mixture is not None:  # with the sources and weights of this run
+            self._loaded["sampler"]["state"] = order.mixture.state_dict()
         self._loaded_epoch = order.epoch
         self._progress = self._one_seed = None
 
@@ -250,7 +249,7 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
         names += ["num_workers"]
     for name in names:
         not_indexed = isinstance(loader.sampler, ShardSampler) and None in (saved[name], own[name])
-        free = not_indexed or isinstance(order.stateful, MixtureSampler)  # which compares each source
+        free = not_indexed or order.mixture is not None  # which compares each source
         if saved[name] != own[name] and not (name == "length" and free):
             raise ArgumentError(
                 f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}: "

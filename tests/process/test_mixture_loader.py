@@ -15,7 +15,7 @@ import pytest
 import simplejpeg
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset, DistributedSampler, Subset
+from torch.utils.data import BatchSampler, ConcatDataset, DistributedSampler, RandomSampler, Subset
 
 import fastload
 from fastload import Cache, DataLoader, ImageFolder, Mixture, MixtureSampler, RandomResizedCrop, cached
@@ -371,10 +371,35 @@ def test_source_that_is_not_indexed_yet_is_refused_with_the_way_to_index_it(tmp_
         Mixture({"tar": source}, [1])
 
 
+class Pairs(BatchSampler):
+    """One of the user's own, which takes more than it gives."""
+
+    def __iter__(self) -> Any:
+        indices = list(self.sampler)
+        yield from ([first, second] for first, second in zip(indices[::2], indices[1::2], strict=True))
+
+
+def test_batch_sampler_of_the_users_own_goes_on_in_the_next_epoch_and_resumes() -> None:
+    def made() -> DataLoader[Any]:
+        data = mixture(num_samples=20)
+        sampler = Pairs(MixtureSampler(data, 1, 0), 2, False)
+        return DataLoader(data, batch_sampler=sampler, collate_fn=as_is)
+
+    one, again = made(), made()
+    whole = [batch for _ in range(3) for batch in one]
+    assert in_passes([sample for batch in whole for sample in batch]) == {"web": 36, "own": 18, "rare": 6}
+    begun = [*again, *itertools.islice(again, 4)]
+    state, again = again.state_dict(), made()
+    again.load_state_dict(state)
+    assert [*begun, *again, *again] == whole
+
+
 def test_what_would_not_use_the_weights_is_refused() -> None:
     data = mixture()
     with pytest.raises(ArgumentError, match="DistributedSampler does not use the weights of a Mixture"):
         DataLoader(data, sampler=DistributedSampler(data, 1, 0))
+    with pytest.raises(ArgumentError, match="RandomSampler does not use the weights of a Mixture"):
+        DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, False))
     for wrapped in (
         Subset(data, [0, 1]),
         ConcatDataset([data, data]),

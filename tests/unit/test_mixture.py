@@ -211,7 +211,6 @@ class History:
         self.simulation = Simulation(list(self.lengths), self.given, place)
         self.states: list[dict[str, Any]] = []  # after each row of this epoch, of this start
         self.start(rng.choice([1, 1, 2, 3, 5]), None)
-        self.states = [self.samplers[0].state_dict()]
 
     def random_weights(self) -> Weights:
         exact = [Fraction(self.rng.randint(0, 4)) for _ in self.lengths]
@@ -240,7 +239,15 @@ class History:
         if state is not None:
             for sampler in self.samplers:
                 sampler.load_state_dict(state)
+        self.begin_iteration()
+
+    def begin_iteration(self) -> None:
+        """As a loader does: it says what it has handed out from the beginning on."""
+        for sampler in self.samplers:
+            sampler.start_epoch()
+            sampler.handed_out(sampler.state_dict())
         self.iterators = [iter(sampler) for sampler in self.samplers]
+        self.states = [self.samplers[0].state_dict()]
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -255,8 +262,7 @@ class History:
             if simulation.place.consumed >= self.epoch_samples:
                 assert row == [None] * len(row)
                 simulation.place = replace(simulation.place, epoch=simulation.place.epoch + 1, consumed=0)
-                self.iterators = [iter(sampler) for sampler in self.samplers]
-                self.states = [self.samplers[0].state_dict()]
+                self.begin_iteration()
                 simulation.seen[simulation.place.total] = simulation.place
                 continue
             simulation.seen.setdefault(simulation.place.total, simulation.place)
@@ -302,7 +308,6 @@ class History:
         if self.rng.random() < 0.3:
             self.change_sources()
         self.start(self.rng.choice([1, 2, 3, 4]), json.loads(json.dumps(state)))
-        self.states = [self.samplers[0].state_dict()]
 
     def change_sources(self) -> None:
         kept = self.rng.sample(list(self.lengths), self.rng.randint(1, len(self.lengths)))
@@ -334,8 +339,7 @@ class History:
         simulation.set_weights(weights)
         simulation.place = replace(simulation.place, were_set=place.were_set or bool(later))
         simulation.changes, simulation.seen = {}, {place.total: simulation.place}
-        self.iterators = [iter(sampler) for sampler in self.samplers]
-        self.states = [self.samplers[0].state_dict()]
+        self.begin_iteration()
 
 
 def check_histories(seeds: range) -> None:
