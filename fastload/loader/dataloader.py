@@ -323,7 +323,8 @@ def _check_weights(dataset: Any, sampler: Any) -> None:
                 "pass a fastload.MixtureSampler"
             )
         return
-    if isinstance(getattr(dataset, "dataset", None), Mixture) or _has_mixture(see(dataset)):
+    inside = getattr(dataset, "__dict__", {}).get("dataset")  # no property: that would run the user's code
+    if isinstance(inside, Mixture) or _has_mixture(see(dataset)):
         raise ArgumentError(
             f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
             "instead, and mix the results"
