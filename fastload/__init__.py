@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastload.loader.watch import watch
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
+    from fastload.shards.tokens import TokenDataset
     from fastload.store import open_store
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
@@ -45,6 +46,7 @@ _HOME = {
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TarDataset": "fastload.shards.tar",
+    "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
     "map": "fastload.datasets.map",
     "open_store": "fastload.store",
@@ -67,6 +69,7 @@ __all__ = [
     "ShardSampler",
     "TFRecordDataset",
     "TarDataset",
+    "TokenDataset",
     "__version__",
     "cached",
     "map",
