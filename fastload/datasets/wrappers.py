@@ -6,8 +6,9 @@
     fastload.map             a function of the sample
     `prefetch(indices)`      a dataset of the user's that announces samples to those that it holds
 
-`as_rows` makes a tree of `Rows` of them, nested in any order. A subclass that overrides `__getitem__` or
-`__getitems__` makes its samples itself, and what its base holds is still read ahead.
+`see` makes a tree of `Rows` of them, nested in any order. A class of fastload's that wraps others has a
+method `see_through()`, which returns its rows. A subclass that overrides `__getitem__` or `__getitems__`
+makes its samples itself, and what its base holds is still read ahead.
 
 Randomness: the samples of each part of a ConcatDataset or StackDataset have a seed of their own. Otherwise
 equal positions in two parts would be cut alike, and two views of one image would be the same view.
@@ -38,8 +39,12 @@ def see(dataset: Any) -> Rows:
     own = None if home is None else _own_method(dataset, home)
     if home is None or own == "prefetch":
         return AnnouncedRows(dataset) if _offers_prefetch(dataset) else PlainRows(dataset)
-    rows = _rows_of(dataset, home)
-    return rows if own is None else OwnRows(dataset, rows, own)
+    if own is None:
+        return _rows_of(dataset, home)
+    try:
+        return OwnRows(dataset, _rows_of(dataset, home), own)
+    except AttributeError:  # it has not called the constructor of its base
+        return PlainRows(dataset)
 
 
 def as_rows(dataset: Any) -> Rows | None:

@@ -122,7 +122,7 @@ class ReadAhead:
         return index if self._auto_collation else [index]
 
     def _find(self, index: Any) -> int | None:
-        return next((at for at, (one, _) in enumerate(self._announced) if one is index), None)
+        return next((at for at, (one, _) in enumerate(list(self._announced)) if one is index), None)
 
     def _take(self, index: Any) -> Prefetches:
         """What was announced for an index batch, which is forgotten."""

@@ -192,7 +192,7 @@ class SampleReader:
         return _checked(partial(operator.getitem, self._dataset, index), index)
 
     def _take(self, index: Any) -> list[Task]:
-        for at, (one, tasks) in enumerate(self._announced):
+        for at, (one, tasks) in enumerate(list(self._announced)):
             if one is index:
                 del self._announced[at]
                 return tasks

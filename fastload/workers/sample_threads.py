@@ -62,7 +62,6 @@ class SampleThreads:
         self._seeds = seeds
         self._turn = None if seeds is None else Turn()
         self._shares = shares
-        self._held = False  # the turn, by the thread that submits
         lock = threading.RLock()  # reentrant: an iterator that is collected cancels, in any thread
         self._work = threading.Condition(lock)
         self._finished = threading.Condition(lock)
@@ -70,8 +69,8 @@ class SampleThreads:
         self._threads = ThreadTeam(self._run, "fastload-sample")
         self._closed = False
         self._owner = os.getpid()
-        if shares:
-            self._take_turn()
+        if shares and self._turn is not None:
+            self._turn.acquire()
 
     def submit(self, index: Any, make: Callable[[], Any], *, last: bool = False) -> Task:
         """Have a sample made after those that were submitted before."""
@@ -119,40 +118,30 @@ class SampleThreads:
             self._work.notify_all()
         if self._turn is not None:
             self._turn.close()
-            self._give_turn()
+            self._turn.release()
         self._threads.join(_CLOSE_SECONDS)
 
     def __enter__(self) -> None:
         """From here on, this thread runs code that uses the generators."""
-        self._take_turn()
+        if self._turn is not None:
+            self._turn.acquire()
 
     def __exit__(self, *_: object) -> None:
-        if not self._shares:
-            self._give_turn()
-
-    # --- the turn of the thread that submits
-
-    def _take_turn(self, timeout: float = -1) -> None:
-        if self._turn is not None and not self._held:
-            self._held = self._turn.acquire(timeout)
-
-    def _give_turn(self) -> None:
-        if self._turn is not None and self._held:
-            self._held = False
+        if self._turn is not None and not self._shares:
             self._turn.release()
 
     @contextlib.contextmanager
     def _turn_given(self) -> Iterator[None]:
-        held = self._held
-        self._give_turn()
+        if self._turn is None or not self._turn.mine:
+            yield
+            return
+        self._turn.release()
         try:
             yield
         except BaseException:  # Ctrl-C, perhaps in the middle of a sample that takes for ever
-            if held:
-                self._take_turn(_TURN_SECONDS)
+            self._turn.acquire(_TURN_SECONDS)
             raise
-        if held:
-            self._take_turn()
+        self._turn.acquire()
 
     def _wait(self, task: Task) -> None:
         with self._finished:

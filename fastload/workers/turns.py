@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ import torch
 from fastload.fetch.threads import this_thread
 
 __all__ = ["GeneratorStates", "Turn", "TurnOver"]
+
+_LOOK_SECONDS = 0.5
 
 
 class TurnOver(BaseException):
@@ -41,15 +44,21 @@ class GeneratorStates:
 
 
 class Turn:
-    """What a thread needs to run the user's code; closed once, by the thread that waits for the samples."""
+    """What a thread needs to run the user's code; closed once, by the thread that waits for the samples.
+
+    That thread comes first: others may hold the turn for samples of later batches.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._closed = False
+        self._free = threading.Condition(threading.RLock())  # reentrant: see `SampleThreads`
+        self._taken = self._first_waits = self._closed = False
+        self.mine = False  # the thread that waits for the samples has it
 
     def close(self) -> None:
         """Raise `TurnOver` in each thread that waits for the turn, now or later."""
-        self._closed = True
+        with self._free:
+            self._closed = True
+            self._free.notify_all()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -63,8 +72,9 @@ class Turn:
         try:
             yield
         finally:
-            this_thread.turn = None
-            self._lock.release()
+            if this_thread.turn is not None:  # else it was closed while the thread waited
+                this_thread.turn = None
+                self._release()
 
     def waiting(self, wait: Callable[[], Any]) -> Any:
         """The result of `wait`, during which another thread may have the turn.
@@ -74,28 +84,44 @@ class Turn:
         """
         states = GeneratorStates()
         this_thread.turn = None
-        self._lock.release()
+        self._release()
         try:
             return wait()
         finally:
-            self._lock.acquire()  # `taken` releases it, so it must be held whatever comes now
+            self._acquire()
             this_thread.turn = self
-            if self._closed:
-                raise TurnOver
             states.restore()
 
     def _acquire(self) -> None:
-        self._lock.acquire()
-        if self._closed:
-            self._lock.release()
-            raise TurnOver
+        with self._free:
+            while (self._taken or self._first_waits) and not self._closed:
+                self._free.wait(_LOOK_SECONDS)
+            if self._closed:
+                raise TurnOver
+            self._taken = True
+
+    def _release(self) -> None:
+        with self._free:
+            self._taken = self.mine = False
+            self._free.notify_all()
 
     # --- for the thread that waits for the samples, which may be interrupted anywhere
 
-    def acquire(self, timeout: float = -1) -> bool:
-        """Take the turn; False after `timeout` seconds without it."""
-        return self._lock.acquire(timeout=timeout)
+    def acquire(self, timeout: float | None = None) -> None:
+        """Take the turn before the other threads, unless it is `mine`; give up after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._free:
+            self._first_waits = True
+            try:
+                while self._taken and not self.mine and (deadline is None or time.monotonic() < deadline):
+                    self._free.wait(_LOOK_SECONDS)
+                if not self._taken:
+                    self._taken = self.mine = True
+            finally:
+                self._first_waits = False
+                self._free.notify_all()
 
     def release(self) -> None:
-        """Give the turn away."""
-        self._lock.release()
+        """Give the turn away, if it is `mine`."""
+        if self.mine:
+            self._release()

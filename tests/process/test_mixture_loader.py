@@ -221,6 +221,18 @@ def test_repeated_sample_and_equal_positions_have_other_random_numbers(workers: 
     assert samples == again
 
 
+def test_indexed_shards_whose_records_repeat_within_a_batch_give_each_once_a_pass(tmp_path: Path) -> None:
+    url = write(tmp_path, shards("tar", index=True))
+    with contextlib.closing(shard_dataset("tar", url, transform=RandomResizedCrop(8))) as source:
+        data = Mixture({"tar": source}, [1], num_samples=2 * len(source))
+        one = DataLoader(data, batch_size=len(source) + 27, shuffle=True, num_workers=1)
+        found = list(one)
+        labels = torch.cat([batch["cls"] for batch in found]).tolist()
+        crops = torch.cat([batch["jpg"] for batch in found]).flatten(1)
+    assert sorted(labels[: len(labels) // 2]) == sorted(labels[len(labels) // 2 :])
+    assert len(crops.unique(dim=0)) > len(labels) * 0.9
+
+
 # --- weights
 
 

@@ -390,6 +390,19 @@ class OwnMap(MapDataset):
         return super().__getitem__(index)["label"]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_dataset_inside_cached_is_read_ahead_until_the_cache_has_its_samples(
+    opened: Any, tmp_path: Path, workers: int
+) -> None:
+    kept = cached(ConcatDataset([opened("a"), opened("b")]), tmp_path / "cache", fingerprint="photos")
+    loader: Any = DataLoader(kept, 4, num_workers=workers)
+    first, second = ([told(batch) for batch in loader] for _ in range(2))
+    assert first == second
+    counters = loader.stats()["counters"]
+    assert counters["get.ahead"] == counters["cache.misses"] == counters["cache.hits"] == 20
+    kept.close_cache()
+
+
 def test_map_is_a_dataset_that_pickles_and_can_be_cached(opened: Any, tmp_path: Path) -> None:
     inner = opened("b", to_tensor)
     dataset = fastload.map(inner, as_dict)

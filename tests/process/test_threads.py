@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loaderdata import Bulk, Numbers, identity
+from loaderdata import At, Bulk, Numbers, identity
 from loaderdata import Stream as Iterable
 from torch.utils.data import Dataset, default_collate
 
 import fastload
 from fastload import CenterCrop, DataLoader, ImageFolder
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, WorkerError
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
@@ -76,8 +78,10 @@ class Drawing(Dataset[Any]):
 
 
 class NeverEnding(Numbers):
+    """Sample `make(0)` takes until `end`."""
+
     def __getitem__(self, index: int) -> int:
-        if index == 9:
+        if index == self.make(0):
             self.here.set()
             self.end.wait(PATIENCE)
         return index
@@ -225,12 +229,40 @@ def test_loader_that_is_closed_in_the_middle_ends_its_threads(
 
 
 def test_sample_that_is_being_made_when_the_loader_is_closed_delays_nobody_for_long() -> None:
-    dataset = NeverEnding(24)
+    dataset = NeverEnding(24, lambda _: 9)
     iterator = iter(DataLoader(dataset, 4, threads=4))
     next(iterator)
     assert dataset.here.wait(PATIENCE)
     del iterator
     dataset.end.set()  # or the test would leave the thread behind
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_ctrl_c_interrupts_the_wait_for_a_sample_and_the_loader_goes_on_with_the_next_batch(
+    seed: int | None,
+) -> None:
+    dataset = NeverEnding(24, lambda _: 1)
+    dataset.here, dataset.end = threading.Event(), threading.Event()
+    iterator = iter(DataLoader(dataset, 4, threads=4, seed=seed))
+
+    def interrupt() -> None:
+        dataset.here.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    thread.join()
+    dataset.end.set()
+    assert torch.cat(list(iterator)).tolist() == list(range(4, 24))
+
+
+@pytest.mark.parametrize("deed", ["kill", "exit"])
+def test_worker_that_ends_in_a_thread_is_an_error(deed: str) -> None:
+    loader: Any = DataLoader(Numbers(24, At(9, deed, 3)), 4, num_workers=1, threads=4)
+    with pytest.raises(WorkerError):
+        list(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
