@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.map import map
+    from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
+    from fastload.distributed.mixture_sampler import MixtureSampler
     from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
@@ -43,6 +45,8 @@ _HOME = {
     "ImageFolder": "fastload.datasets.image_folder",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",
+    "Mixture": "fastload.datasets.mixture",
+    "MixtureSampler": "fastload.distributed.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
@@ -68,6 +72,8 @@ __all__ = [
     "ImageFolder",
     "LitDataset",
     "MDSDataset",
+    "Mixture",
+    "MixtureSampler",
     "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",

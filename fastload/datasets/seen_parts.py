@@ -16,7 +16,7 @@ from fastload.datasets.protocols import Allocate, RowErrors, RowRequests
 from fastload.datasets.seeds import SampleSeeds, digest
 from fastload.datasets.seen_rows import MadeSample, Rows, located, raise_it
 
-__all__ = ["ConcatRows", "StackRows"]
+__all__ = ["ConcatRows", "StackRows", "seeds_of"]
 
 
 class ConcatRows(Rows):
@@ -62,7 +62,7 @@ class ConcatRows(Rows):
         errors, found = located(list(enumerate(indices)), self.locate)
         made: dict[int, MadeSample] = {row: partial(raise_it, error) for row, error in errors}
         for part, requests in self._dealt(found):
-            with _seeds_of(part):
+            with seeds_of(part):
                 inner = self.inner[part].prepare([index for _, index in requests], digest(seed, part), epoch)
             made |= {row: one for (row, _), one in zip(requests, inner, strict=True)}
         return [made[row] for row in range(len(indices))]
@@ -86,7 +86,7 @@ class ConcatRows(Rows):
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors, found = located(todo, self.locate)
         for part, requests in self._dealt(found):
-            with _seeds_of(part):
+            with seeds_of(part):
                 errors += self.inner[part].fill(batch, requests, digest(seed, part), epoch)
         return errors
 
@@ -130,7 +130,7 @@ class StackRows(Rows):
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         made = []
         for number, part in enumerate(self.inner):
-            with _seeds_of(number):
+            with seeds_of(number):
                 made.append(part.prepare(indices, digest(seed, number), epoch))
         return [partial(self._join_made, several) for several in zip(*made, strict=True)]
 
@@ -159,7 +159,7 @@ class StackRows(Rows):
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         errors: dict[int, Exception] = {}
         for number, (part, own) in enumerate(self._with(batch)):
-            with _seeds_of(number):
+            with seeds_of(number):
                 for row, error in part.fill(own, todo, digest(seed, number), epoch):
                     errors.setdefault(row, error)
         return sorted(errors.items(), key=operator.itemgetter(0))
@@ -184,7 +184,7 @@ class StackRows(Rows):
 
 
 @contextlib.contextmanager
-def _seeds_of(part: int) -> Iterator[None]:
+def seeds_of(part: int) -> Iterator[None]:
     """Functions of the user's that run beside rows get random numbers of this part too."""
     seeds = SampleSeeds.current()
     with contextlib.nullcontext() if seeds is None else seeds.within(part):

@@ -184,8 +184,9 @@ class LeafRows(Rows):
         if batch is None:
             return [partial(operator.getitem, self.dataset, index) for index in indices]
         failed = dict(self.fill(batch, list(enumerate(indices)), seed, epoch))
+        # Now, as the dataset may know this batch only until it makes the next one.
         return [
-            partial(raise_it, failed[row]) if row in failed else partial(self.sample, batch, row)
+            partial(raise_it, failed[row]) if row in failed else partial(_as_it_is, self.sample(batch, row))
             for row in range(len(indices))
         ]
 
@@ -344,6 +345,10 @@ def located(todo: Sequence[tuple[int, Any]], locate: Callable[[Any], Any]) -> tu
         except (IndexError, KeyError, ValueError) as error:
             errors.append((row, error))
     return errors, found
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
 
 
 def raise_it(error: Exception) -> Any:

@@ -16,9 +16,12 @@ import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
 from fastload.datasets.inner import inner_datasets
+from fastload.datasets.mixture import Mixture, MixtureRows
 from fastload.datasets.protocols import check_dataset
-from fastload.datasets.wrappers import as_streams
+from fastload.datasets.seen_rows import Rows
+from fastload.datasets.wrappers import as_streams, see
 from fastload.distributed import find_rank
+from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
@@ -101,7 +104,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     that method instead of writing rows into the batch, and still reads its objects ahead.
 
     A shard dataset without a sampler gets a `fastload.ShardSampler`: each rank reads its own part, as streams
-    until the samples are indexed.
+    until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
         ArgumentError: device, batch_transform, decode, on_error, seed or threads has an invalid value.
@@ -137,10 +140,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
         _check_threads(dataset, threads)
+        _check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
             need_linux()
-        if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
-            sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
+        if sampler is None and batch_sampler is None:
+            sampler, shuffle = _own_sampler(dataset, shuffle, seed or 0)
         context = LoaderContext()
         if num_workers == "auto":
             num_workers = ceiling()
@@ -234,10 +238,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 ...
 
         The number of workers may differ, unless the dataset keeps a state in each worker. The number of ranks
-        and the batch size may differ if the order comes from `fastload.DistributedSampler`. Persistent
-        workers are ended, and new ones started. `set_epoch` of the sampler, called after this, names the
-        epoch of the next iteration: a state from between two epochs continues with that epoch; a position in
-        the middle of another epoch is dropped.
+        and the batch size may differ if the order comes from `fastload.DistributedSampler`, and for a
+        `fastload.Mixture`, whose sources may differ too. Persistent workers are ended, and new ones started.
+        `set_epoch` of the sampler, called after this, names the epoch of the next iteration: a state from
+        between two epochs continues with that epoch; a position in the middle of another epoch is dropped.
 
         Generators that were given to the loader or its sampler are restored. The process-wide ones are not,
         and a resumed epoch does not repeat the draws that the saved run made from them.
@@ -299,6 +303,36 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             counters=self.loader_context.counters,
             bad=self.loader_context.bad,
         )
+
+
+def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bool | None]:
+    """(sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
+    if isinstance(dataset, Mixture):
+        return MixtureSampler(dataset, shuffle=bool(shuffle), seed=seed), None
+    if as_streams(dataset) is not None:
+        return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
+    return None, shuffle
+
+
+def _check_weights(dataset: Any, sampler: Any) -> None:
+    """Raise `ArgumentError` where the weights of a mixture would not be used."""
+    if isinstance(dataset, Mixture):
+        if sampler is not None and not isinstance(sampler, MixtureSampler):
+            raise ArgumentError(
+                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
+                "pass a fastload.MixtureSampler"
+            )
+        return
+    inside = getattr(dataset, "__dict__", {}).get("dataset")  # no property: that would run the user's code
+    if isinstance(inside, Mixture) or _has_mixture(see(dataset)):
+        raise ArgumentError(
+            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
+            "instead, and mix the results"
+        )
+
+
+def _has_mixture(rows: Rows) -> bool:
+    return isinstance(rows, MixtureRows) or any(map(_has_mixture, rows.inner))
 
 
 def _warn_of_lone_reads(dataset: Any) -> None:
