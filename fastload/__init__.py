@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
     from fastload.images.by_epoch import ByEpoch
+    from fastload.images.fuse import fuse
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.loader.watch import watch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fastload.shards.mds import MDSDataset
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
+    from fastload.shards.tokens import TokenDataset
     from fastload.store import open_store
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
@@ -46,7 +48,9 @@ _HOME = {
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TarDataset": "fastload.shards.tar",
+    "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
+    "fuse": "fastload.images.fuse",
     "open_store": "fastload.store",
     "watch": "fastload.loader.watch",
 }
@@ -68,8 +72,10 @@ __all__ = [
     "ShardSampler",
     "TFRecordDataset",
     "TarDataset",
+    "TokenDataset",
     "__version__",
     "cached",
+    "fuse",
     "open_store",
     "watch",
 ]

@@ -2,8 +2,9 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
-and spectra/*.bin, 32 float32 numbers each;
-mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
+spectra/*.bin, 32 float32 numbers each;
+mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them;
+and corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0.
 /data/train.beton is a file of FFCV, with the fields jpg and int among others.
 """
 
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fastload.demo.s3_server import delay_proxy, serve_s3
@@ -57,7 +59,17 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
     shutil.copytree(FORMATS / "mds-gz", root / "mds")
     shutil.copytree(FORMATS / "lit-photos", root / "lit")
+    (root / "corpus").mkdir()
+    for number, tokens in enumerate(np.split(documents(10_000), [6_001])):
+        tokens.tofile(root / "corpus" / f"{number:03d}.bin")
     return root
+
+
+def documents(count: int) -> npt.NDArray[np.uint16]:
+    """Tokens in a circle, so that a model can learn the next one; every 90th or so ends a document."""
+    tokens = np.arange(count) * 7 % 255 + 1
+    tokens[89::90] = tokens[-1] = 0
+    return tokens.astype(np.uint16)
 
 
 def photo(number: int) -> bytes:
