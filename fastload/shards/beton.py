@@ -26,7 +26,7 @@ from fastload.formats.pieces import Splitter
 from fastload.formats.shard_index import Offsets
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.column_fields import Column, ColumnFields
+from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import read_head
@@ -133,6 +133,7 @@ class BetonDataset(ShardDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
+        check_decode(fields, decode)
         kept_in = as_cache(cache)
         shards = ShardList(
             url,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.images.by_epoch import all_transforms
-from fastload.images.transforms import Crop
+from fastload.images.crop import Crop
 
-__all__ = ["Column", "ColumnFields"]
+__all__ = ["Column", "ColumnFields", "check_decode"]
 
 _BAD_VALUES = (
     ValueError, TypeError, KeyError, IndexError, EOFError, OSError, OverflowError, RecursionError,
@@ -146,6 +146,15 @@ class ColumnFields:
                 "transform={'image': RandomResizedCrop(224)}"
             )
         return images
+
+
+def check_decode(fields: Any, decode: Any) -> None:
+    """Raise `ArgumentError` where two arguments say what a sample is."""
+    if fields is not None and callable(decode):
+        raise ArgumentError(
+            "fields= and a function as decode= both say what a sample is: leave one out, or pass "
+            "decode={column: function of its bytes}"
+        )
 
 
 def _is_fused(part: Any) -> bool:

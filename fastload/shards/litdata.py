@@ -26,7 +26,7 @@ from fastload.formats.offset_table import OffsetSplitter, parse_table, table_siz
 from fastload.formats.pieces import MOST_UNKNOWN
 from fastload.formats.shard_index import Offsets
 from fastload.images.decode import decode_pil
-from fastload.shards.column_fields import Column, ColumnFields
+from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import check_name, list_shards, read_head, read_json
@@ -149,6 +149,7 @@ class LitDataset(ShardDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
+        check_decode(fields, decode)
         kept_in = as_cache(cache)
         root, found = read_json(url, "chunks", "LitDataset", storage_options or {})
         try:

@@ -17,7 +17,7 @@ from fastload.formats.offset_table import OffsetSplitter, parse_table, table_siz
 from fastload.formats.packed import as_pil
 from fastload.formats.shard_index import Offsets
 from fastload.images.decode import Oriented, decode_pil
-from fastload.shards.column_fields import Column, ColumnFields
+from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import check_name, list_shards, read_head, read_json
@@ -119,6 +119,7 @@ class MDSDataset(ShardDataset):
         refresh: bool = False,
     ) -> None:
         shape = None if fields is None else Shape(fields)
+        check_decode(fields, decode)
         kept_in = as_cache(cache)
         root, told = read_json(url, "shards", "MDSDataset", storage_options or {})
         found = _shards(root, told["shards"])
