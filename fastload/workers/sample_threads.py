@@ -62,9 +62,11 @@ class SampleThreads:
         self._seeds = seeds
         self._turn = None if seeds is None else Turn()
         self._shares = shares
-        lock = threading.RLock()  # reentrant: an iterator that is collected cancels, in any thread
-        self._work = threading.Condition(lock)
-        self._finished = threading.Condition(lock)
+        # Reentrant: an iterator that is collected closes this, in any thread. `with` takes the lock itself,
+        # not a condition, whose `__exit__` is Python code: Ctrl-C there would leave it locked.
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
         self._queue: deque[Task] = deque()
         self._threads = ThreadTeam(self._run, "fastload-sample")
         self._closed = False
@@ -75,7 +77,7 @@ class SampleThreads:
     def submit(self, index: Any, make: Callable[[], Any], *, last: bool = False) -> Task:
         """Have a sample made after those that were submitted before."""
         task = Task(index, make, last)
-        with self._work:
+        with self._lock:
             self._queue.append(task)
             busy = len(self._threads) - self._threads.idle
             self._threads.grow(min(self._count, busy + len(self._queue)))
@@ -112,7 +114,7 @@ class SampleThreads:
         """End the threads, each after the sample that it is making. Harmless if repeated."""
         if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
             return
-        with self._work:
+        with self._lock:
             self._closed = True
             self._queue.clear()
             self._work.notify_all()
@@ -144,7 +146,7 @@ class SampleThreads:
         self._turn.acquire()
 
     def _wait(self, task: Task) -> None:
-        with self._finished:
+        with self._lock:
             while not task.done:
                 if self._closed:
                     raise RuntimeError("the loader was closed during a wait for a sample")
@@ -161,7 +163,7 @@ class SampleThreads:
             del task  # an idle thread holds no sample
 
     def _next(self) -> Task | None:
-        with self._work:
+        with self._lock:
             woken = self._threads.wait(self._work, lambda: self._queue or self._closed)
             return self._queue.popleft() if woken and not self._closed else None
 
@@ -174,7 +176,7 @@ class SampleThreads:
                 self._call(task)
                 if task.last:
                     task.states = GeneratorStates()
-        with self._finished:
+        with self._lock:
             task.done = True
             if task.cancelled:
                 task.value = task.error = None

@@ -50,13 +50,14 @@ class Turn:
     """
 
     def __init__(self) -> None:
-        self._free = threading.Condition(threading.RLock())  # reentrant: see `SampleThreads`
+        self._lock = threading.RLock()  # see `SampleThreads`
+        self._free = threading.Condition(self._lock)
         self._taken = self._first_waits = self._closed = False
         self.mine = False  # the thread that waits for the samples has it
 
     def close(self) -> None:
         """Raise `TurnOver` in each thread that waits for the turn, now or later."""
-        with self._free:
+        with self._lock:
             self._closed = True
             self._free.notify_all()
 
@@ -93,7 +94,7 @@ class Turn:
             states.restore()
 
     def _acquire(self) -> None:
-        with self._free:
+        with self._lock:
             while (self._taken or self._first_waits) and not self._closed:
                 self._free.wait(_LOOK_SECONDS)
             if self._closed:
@@ -101,7 +102,7 @@ class Turn:
             self._taken = True
 
     def _release(self) -> None:
-        with self._free:
+        with self._lock:
             self._taken = self.mine = False
             self._free.notify_all()
 
@@ -110,7 +111,7 @@ class Turn:
     def acquire(self, timeout: float | None = None) -> None:
         """Take the turn before the other threads, unless it is `mine`; give up after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._free:
+        with self._lock:
             self._first_waits = True
             try:
                 while self._taken and not self.mine and (deadline is None or time.monotonic() < deadline):

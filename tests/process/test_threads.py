@@ -256,7 +256,8 @@ def test_ctrl_c_interrupts_the_wait_for_a_sample_and_the_loader_goes_on_with_the
         next(iterator)
     thread.join()
     dataset.end.set()
-    assert torch.cat(list(iterator)).tolist() == list(range(4, 24))
+    # Where it came before the wait began, the batch is made again.
+    assert torch.cat(list(iterator)).tolist() in (list(range(24)), list(range(4, 24)))
 
 
 @pytest.mark.parametrize("deed", ["kill", "exit"])
