@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from fastload.errors import (
 )
 from fastload.store import retry
 from fastload.store.client_process import ClientProcess, clients_live_here
+from fastload.store.ranged_file import RangedFile
 from fastload.store.retry import Wait
 
 __all__ = ["Buffer", "ObjectInfo", "Page", "Reading", "Store"]
@@ -142,6 +144,34 @@ class Store(ABC):
         if start == stop:
             return b""
         return self._retried(lambda: self._attempt("_read_range", key, start, stop, version), wait)
+
+    def open(self, key: str, *, buffer_size: int = 1 << 20) -> io.BufferedReader:
+        """Open one object as a binary file, for libraries that read from one, such as PyAV or soundfile.
+
+        The file reads ranges of `buffer_size` bytes as they are asked for, of the version that is there now.
+
+        Example::
+
+            import fastload
+
+            store = fastload.open_store("s3://bucket/train")
+            with store.open("cat/0000.jpg") as file:
+                file.seek(-2, 2)
+                file.read()  # the last two bytes
+
+        Args:
+            key: the object.
+            buffer_size: bytes of a request, at least 1. A reader that jumps needs a small one: what it jumps
+                over was read in vain.
+
+        Raises:
+            ArgumentError: of `buffer_size`.
+            NotFoundError, ObjectChangedError, StoreError: here, or by a read.
+        """
+        if buffer_size < 1:
+            raise ArgumentError(f"buffer_size must be at least 1, found {buffer_size!r}")
+        info = self.head(key)
+        return io.BufferedReader(RangedFile(self, key, info.size, info.version), buffer_size)
 
     def write(self, key: str, body: Buffer | Path, *, wait: Wait = retry.sleep) -> None:
         """Put an object there, in place of one that has this key already. `wait` as in `read`.
