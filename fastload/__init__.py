@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.loader.watch import watch
+    from fastload.shards.parquet import ParquetDataset
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
     from fastload.store import open_store
@@ -36,6 +37,7 @@ _HOME = {
     "ImageFolder": "fastload.datasets.image_folder",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
+    "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
@@ -55,6 +57,7 @@ __all__ = [
     "ImageFolder",
     "Normalize",
     "ObjectDataset",
+    "ParquetDataset",
     "RandomResizedCrop",
     "ShardSampler",
     "TFRecordDataset",

@@ -31,6 +31,7 @@ __all__ = [
     "decode_oriented",
     "decode_pil",
     "decode_resized",
+    "is_image",
     "open_image",
     "shrink",
 ]
@@ -230,6 +231,14 @@ def _as_bytes(image: Source) -> memoryview:
     if not data.c_contiguous:
         return memoryview(data.tobytes())
     return data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def is_image(data: Source) -> bool:
+    """Whether bytes begin like an image of a format that is decoded here."""
+    try:
+        return bool(_sniff(_as_bytes(data)))
+    except DecodeError:
+        return False
 
 
 def _sniff(data: memoryview) -> str:

@@ -16,11 +16,12 @@ from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError
 from fastload.images.rng import sample_seed
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.index import ShardIndex
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_id import RecordId
@@ -66,6 +67,7 @@ class ShardDataset(StoreDataset):
         form: ShardFormat,
         fields: Fields | None,
         *,
+        shape: Shape | None = None,
         names: Wanted,
         decode: Callable[[Any], Any] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
@@ -84,6 +86,7 @@ class ShardDataset(StoreDataset):
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
         super().__init__(url, decode)
         self._fields = fields
+        self._shape = shape
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)
@@ -118,7 +121,7 @@ class ShardDataset(StoreDataset):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None) -> None:
-        self._maker = SampleMaker(self._fields, self.decode is not None, transform)
+        self._maker = SampleMaker(self._fields, self.decode is not None, transform, self._shape)
         self._transform = transform
 
     def __len__(self) -> int:
@@ -354,7 +357,12 @@ class ShardDataset(StoreDataset):
             read_again=self._read_again,
             options=self._options,
             counters=self.counters,
+            blocks=self._blocks(),
         )
+
+    def _blocks(self) -> RecordBlocks | None:
+        """What the records are read in, where they cannot be read one by one."""
+        return None
 
     def _read_again(self, record: int) -> Any:
         """A record that the cache had and lost, as the cache would have it."""

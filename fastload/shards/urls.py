@@ -30,6 +30,7 @@ _INDEX_FILES = r".*\.(?:idx|index)"
 _KINDS = (
     (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
     (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
+    (re.compile(r".*\.(?:parquet|pq)"), "a Parquet file", "ParquetDataset"),
 )
 
 

@@ -48,6 +48,7 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
 SAME_SUBJECT = {
     "tar.py",
     "tfrecord.py",
+    "parquet.py",
     "base.py",
     "index.py",
     "cache.py",

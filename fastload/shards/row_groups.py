@@ -1,0 +1,252 @@
+"""Rows of Parquet files: row group by row group for streams, and one at random.
+
+    store ─ footer ─▶ ranges of the wanted columns, side by side ─▶ pyarrow ─▶ values ─▶ one record a row
+
+The thread that gets the last range decodes the row group, while the rows of others are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from fastload.errors import DecodeError, FastloadError
+from fastload.fetch.source import plan_ranges
+from fastload.fetch.threads import ReadPool
+from fastload.formats.packed_row import dump_row
+from fastload.formats.parquet import Ranges, column_ranges, parse_footer, read_row_group
+from fastload.formats.pieces import Record
+from fastload.metrics.counters import Counters
+from fastload.shards.catalog import ShardList
+from fastload.shards.parquet_fields import column_values
+from fastload.shards.parquet_files import ParquetFiles
+from fastload.shards.reader import PIECES
+from fastload.shards.stream import Span
+from fastload.store.retry import Wait
+
+__all__ = ["RowGroupReader", "RowGroups"]
+
+_FOOTERS = 32 << 20  # bytes of footers that a process keeps
+
+
+class _Rows:
+    """The samples [first, ...) of a file that lie in one row group."""
+
+    def __init__(self, first: int, positions: list[int], columns: Mapping[str, list[Any]]) -> None:
+        self._first = first
+        self._positions = positions  # of the samples, in the row group
+        self._columns = columns
+
+    def record(self, ordinal: int) -> memoryview:
+        at = self._positions[ordinal - self._first]
+        return dump_row({name: values[at] for name, values in self._columns.items()})
+
+
+class RowGroups:
+    """The row groups of a dataset, in one process. See `RecordBlocks`.
+
+    Args:
+        shards, files: what to read.
+        counters: get.* are added here.
+    """
+
+    def __init__(self, shards: ShardList, files: ParquetFiles, counters: Counters) -> None:
+        self.key = files.digest
+        self._shards = shards
+        self._files = files
+        self._counters = counters
+        self._footers: dict[int, tuple[Any, int]] = {}  # shard -> metadata, bytes
+        self._lock = threading.Lock()
+        self._last: tuple[tuple[int, int], _Rows] | None = None
+        self._last_lock = threading.Lock()
+
+    def spans(self) -> list[Span]:
+        return self._files.row_groups()
+
+    def most_open(self, most_bytes: int) -> int:
+        return max(1, most_bytes // (2 * max(1, self._files.largest())))
+
+    def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> RowGroupReader:
+        return RowGroupReader(self, span, ordinal, offset, pool)
+
+    def read_one(self, shard: int, ordinal: int, wait: Wait) -> memoryview:
+        """A row as a record, out of its row group. That is kept until a row of another one is asked for.
+
+        One row group at a time, however many threads ask: each may be hundreds of megabytes.
+        """
+        group = self.group_of(shard, ordinal)
+        with self._last_lock:
+            if self._last is None or self._last[0] != (shard, group):
+                self._last = None
+                read = functools.partial(self.read_range, shard, wait)
+                pieces = [(start, read(start, stop)) for start, stop in self.ranges(shard, group, wait)]
+                self._last = (shard, group), self.decode(shard, group, pieces, wait)
+            rows = self._last[1]
+        return rows.record(ordinal)
+
+    def group_of(self, shard: int, ordinal: int) -> int:
+        return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
+
+    def sizes(self, shard: int, first: int, stop: int) -> list[list[int]]:
+        """(row number, bytes) of the samples [first, stop)."""
+        found: list[list[int]] = self._files.files[shard].offsets()[first:stop].tolist()
+        return found
+
+    def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
+        """The bytes of a row group to read, in pieces."""
+        file, size = self._files.files[shard], self._shards[shard].size
+        columns = self._files.columns
+        whole, _ = column_ranges(self._metadata(shard, wait), group, columns, size, file.footer)
+        return [
+            (start + first, start + last)
+            for start, stop in whole
+            for first, last in plan_ranges(stop - start, PIECES.usual)
+        ]
+
+    def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
+        """A range of a file, of the version that was listed."""
+        self._counters.add("get.requests")
+        file = self._shards[shard]
+        try:
+            body = self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
+        except FastloadError as error:
+            if error.key is None:
+                error.key = file.key
+            raise
+        self._counters.add("get.bytes", stop - start)
+        return body
+
+    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> _Rows:
+        """The samples of a row group.
+
+        Raises:
+            DecodeError: it is damaged.
+        """
+        metadata, file = self._metadata(shard, wait), self._files.files[shard]
+        table = read_row_group(metadata, group, self._files.columns, pieces, self._shards[shard].size)
+        stops, first = file.row_stops(), int(file.rows[:group].sum())
+        if len(table) != file.rows[group]:
+            raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
+        if file.chosen is None:
+            return _Rows(first, list(range(len(table))), _columns(table))
+        begin, end = np.searchsorted(file.chosen, [first, stops[group]]).tolist()
+        return _Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
+
+    def _metadata(self, shard: int, wait: Wait) -> Any:
+        """The metadata of a file, read by this process unless it has it."""
+        with self._lock:
+            found = self._footers.get(shard)
+        if found is not None:
+            return found[0]
+        size, footer = self._shards[shard].size, self._files.files[shard].footer
+        metadata = parse_footer(self.read_range(shard, wait, size - footer, size))
+        with self._lock:
+            while self._footers and sum(used for _, used in self._footers.values()) + footer > _FOOTERS:
+                del self._footers[next(iter(self._footers))]
+            self._footers[shard] = metadata, footer
+        return metadata
+
+
+def _columns(table: Any) -> dict[str, list[Any]]:
+    return {name: column_values(table[name]) for name in table.column_names}
+
+
+class RowGroupReader:
+    """The rows of a part of one row group, in order, out of the store. See `Reader`.
+
+    Args:
+        groups: reads and decodes.
+        span: the samples of the row group, or some of them.
+        ordinal, offset: of the first one to give.
+        pool: the threads that read.
+    """
+
+    ready = False
+    compressed = True  # to read one record again costs its row group
+    all_requested = True
+
+    def __init__(self, groups: RowGroups, span: Span, ordinal: int, offset: int, pool: ReadPool) -> None:
+        self.ordinal, self.offset = ordinal, offset
+        self._groups = groups
+        self._shard, self._first, self._stop = span.shard, ordinal, span.stop or 0
+        self._pool = pool
+        self._rows: _Rows | DecodeError | None = None
+        self._done: Future[_Rows] = Future()
+        self._lock = threading.Lock()
+        self._missing = 0
+        self._closed = False
+        self._sizes: list[list[int]] = []
+        if ordinal < self._stop:
+            pool.submit(functools.partial(self._try, self._begin))
+
+    def next(self) -> Record | None:
+        """The next row as a record, or None at the end. Blocks until its row group is here.
+
+        Raises:
+            StoreError: it cannot be read. Damage is an error of each of its rows.
+        """
+        if self.ordinal >= self._stop:
+            return None
+        if self._rows is None:
+            try:
+                self._rows = self._pool.wait(self._done)
+            except DecodeError as error:
+                self._rows = error
+            self._sizes = self._groups.sizes(self._shard, self._first, self._stop)
+        ordinal = self.ordinal
+        offset, size = self._sizes[ordinal - self._first]
+        self.ordinal, self.offset = ordinal + 1, offset + 1
+        if isinstance(self._rows, DecodeError):
+            return Record(offset, size, None, DecodeError(self._rows.message))
+        assert self._rows is not None
+        payload = self._rows.record(ordinal)
+        return Record(offset, len(payload), payload)
+
+    def close(self) -> None:
+        """Let go of the row group."""
+        self._closed = True
+        self._stop = self.ordinal
+        self._rows = None
+
+    # --- in the threads of the pool
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do a part of the reading; its error is that of the row group."""
+        if self._closed or self._done.done():
+            return
+        try:
+            work()
+        except BaseException as error:
+            with self._lock:
+                if not self._done.done():
+                    self._done.set_exception(error)
+
+    def _begin(self) -> None:
+        group = self._groups.group_of(self._shard, self._first)
+        ranges = self._groups.ranges(self._shard, group, self._pool.pause)
+        pieces: list[tuple[int, Any]] = [(start, b"") for start, _ in ranges]
+        self._missing = len(ranges)
+        for number in range(len(ranges)):
+            read = functools.partial(self._read, group, pieces, number, *ranges[number])
+            self._pool.submit(functools.partial(self._try, read))
+        if not ranges:
+            self._decode(group, pieces)
+
+    def _read(self, group: int, pieces: list[tuple[int, Any]], number: int, start: int, stop: int) -> None:
+        pieces[number] = start, self._groups.read_range(self._shard, self._pool.pause, start, stop)
+        with self._lock:
+            self._missing -= 1
+            last = not self._missing
+        if last:
+            self._decode(group, pieces)
+
+    def _decode(self, group: int, pieces: list[tuple[int, Any]]) -> None:
+        rows = self._groups.decode(self._shard, group, pieces, self._pool.pause)
+        with self._lock:
+            if not self._done.done():
+                self._done.set_result(rows)
