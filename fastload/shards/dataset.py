@@ -67,7 +67,6 @@ class ShardDataset(StoreDataset):
         form: ShardFormat,
         fields: Fields | None,
         *,
-        shape: Shape | None = None,
         names: Wanted,
         decode: Callable[[Any], Any] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
@@ -80,13 +79,13 @@ class ShardDataset(StoreDataset):
         compression: str | None,
         storage_options: dict[str, Any] | None,
         refresh: bool,
+        shape: Shape | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
         super().__init__(url, decode)
-        self._fields = fields
-        self._shape = shape
+        self._fields, self._shape = fields, shape
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)

@@ -17,6 +17,7 @@ from fastload.images.by_epoch import all_transforms
 from fastload.images.transforms import Crop
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import RecordBlocks
+from fastload.shards.index import RecordOffsets
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource
 from fastload.shards.urls import Wanted
@@ -40,10 +41,12 @@ _NAMES = Wanted(
 class _Parquet:
     """See `ShardFormat`. Rows are read by `RowGroups`, and not cut out of bytes by these methods."""
 
+    own_index = None  # ParquetDataset gives it: it depends on the columns and filters
+
     def __init__(self) -> None:
         self.name = "parquet-1"  # and the columns, once they are known
 
-    def splitter(self, offset: int, end: int | None) -> Splitter:
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
         raise NotImplementedError
 
     def unwrap(self, record: memoryview) -> memoryview:
@@ -168,7 +171,6 @@ class ParquetDataset(ShardDataset):
             url,
             form,
             columns,
-            shape=shape,
             names=_NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
@@ -181,6 +183,7 @@ class ParquetDataset(ShardDataset):
             compression="",
             storage_options=storage_options,
             refresh=refresh,
+            shape=shape,
         )
         directory = None if self.cache is None else self.cache.manifests
         self._files = ParquetFiles(self._shards, columns.wanted, row_filter, directory)
