@@ -82,6 +82,8 @@ def column_ranges(
     row_group = metadata.row_group(group)
     found: Ranges = []
     inflated = 0
+    if not row_group.num_rows:  # its columns lie nowhere
+        return found, inflated
     for leaf in _leaves(metadata, columns):
         chunk = row_group.column(leaf)
         starts = [chunk.data_page_offset]
@@ -136,7 +138,8 @@ def read_row_group(
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(_Pieces(pieces, size), metadata=metadata) as file:
+        source = _Pieces(pieces, size)
+        with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file:
             return file.read_row_group(group, columns=list(columns), use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DecodeError(f"row group {group} cannot be read: {_first_line(error)}") from error

@@ -111,7 +111,7 @@ class RecordBlocks(Protocol):
         """All blocks, as the records of their shards."""
 
     def most_open(self, most_bytes: int) -> int:
-        """How many blocks one process may have open, so that these and as many more hold so many bytes."""
+        """How many blocks a process may have open so that these, and those read ahead, take so many bytes."""
 
     def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> Reader:
         """A reader of a block, or of a part of one, from a record on. It starts to read the block at once."""
@@ -208,7 +208,7 @@ class EpochStreams:
         readers = max(1, options.cycle_length // plan.per_rank)
         limit, most_bytes = process_share(self._shards.store)
         if self._blocks is not None:
-            readers = min(readers, self._blocks.most_open(most_bytes))
+            readers = min(readers, self._blocks.most_open(most_bytes)) if plan.shuffle else 1
         ahead = ReadAhead.of(most_bytes, readers)
         requests = readers * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
         pool = ReadPool(max(1, min(requests, limit.most)), self._counters)

@@ -110,10 +110,13 @@ class ParquetDataset(ShardDataset):
     Parquet can be read by row groups only. So an epoch is streamed as long as the cache lacks a row: row
     groups in random order, several open at once, and their rows shuffled in blocks. Once the cache has all
     rows, samples are read at random from it, with an exact shuffle. Without a cache every epoch is streamed.
+    Streamed with `shuffle=False`, each worker reads its part of the rows in the order of the files, and the
+    batches of the workers take turns: with one worker, or none, that is the order of the files.
 
-    The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: those
-    that a worker has open and those that it reads ahead take 256 MiB, or are two. `dataset[i]`, `Subset` and
-    the like read a whole row group for a row that the cache does not have.
+    The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: a
+    worker opens as many as fit four times into 256 MiB (one is used, one is read ahead, and decoding doubles
+    them), and one at least. `dataset[i]`, `Subset` and the like read a whole row group for a row that the
+    cache does not have.
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
@@ -195,6 +198,10 @@ class ParquetDataset(ShardDataset):
         form.name += f" {read.hexdigest()}"
         for shard in range(len(self._shards)):
             self._index.add(shard, self._files.records(shard))
+
+    def close(self) -> None:
+        super().close()
+        self._groups.drop()
 
     def _identity(self, shard: int) -> str:
         return super()._identity(shard) + self._files.digest

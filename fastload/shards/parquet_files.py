@@ -195,9 +195,10 @@ class ParquetFiles:
         assert self._filter is not None
         found, first = [np.empty(0, np.int64)], 0
         for group in range(metadata.num_row_groups):
-            if self._filter.may_pass(partial(statistics, metadata, group)):
+            rows = metadata.row_group(group).num_rows
+            if rows and self._filter.may_pass(partial(statistics, metadata, group)):
                 found.append(np.flatnonzero(self._filter.mask(read(group))) + first)
-            first += metadata.row_group(group).num_rows
+            first += rows
         return np.concatenate(found)
 
     def _schema(self, shards: ShardList) -> Any:

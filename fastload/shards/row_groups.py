@@ -52,7 +52,7 @@ class RowGroups:
 
     Args:
         shards, files: what to read.
-        counters: get.* are added here.
+        counters: streams add get.* here.
     """
 
     def __init__(self, shards: ShardList, files: ParquetFiles, counters: Counters) -> None:
@@ -61,7 +61,9 @@ class RowGroups:
         self._files = files
         self._counters = counters
         self._footers: dict[int, tuple[Any, int]] = {}  # shard -> metadata, bytes
-        self._lock = threading.Lock()
+        self._reading: dict[int, threading.Lock] = {}  # by shard
+        self._lock = threading.Lock()  # of both
+        self._decoding = threading.Lock()
         self._last: tuple[tuple[int, int], _Rows] | None = None
         self._last_lock = threading.Lock()
 
@@ -69,22 +71,26 @@ class RowGroups:
         return self._files.row_groups()
 
     def most_open(self, most_bytes: int) -> int:
-        return max(1, most_bytes // (2 * max(1, self._files.largest())))
+        # As many are read ahead, and one that is decoded takes its bytes twice.
+        return max(1, most_bytes // (4 * max(1, self._files.largest())))
 
     def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> RowGroupReader:
-        return RowGroupReader(self, span, ordinal, offset, pool)
+        return RowGroupReader(self, span, ordinal, offset, pool, self._counters)
 
     def read_one(self, shard: int, ordinal: int, wait: Wait) -> memoryview:
         """A row as a record, out of its row group. That is kept until a row of another one is asked for.
 
-        One row group at a time, however many threads ask: each may be hundreds of megabytes.
+        One row group at a time, however many threads ask: each may be hundreds of megabytes. The prefetcher
+        counts the row as one request.
         """
         group = self.group_of(shard, ordinal)
         with self._last_lock:
             if self._last is None or self._last[0] != (shard, group):
                 self._last = None
-                read = functools.partial(self.read_range, shard, wait)
-                pieces = [(start, read(start, stop)) for start, stop in self.ranges(shard, group, wait)]
+                pieces = [
+                    (start, self.read_range(shard, wait, start, stop))
+                    for start, stop in self.ranges(shard, group, wait)
+                ]
                 self._last = (shard, group), self.decode(shard, group, pieces, wait)
             rows = self._last[1]
         return rows.record(ordinal)
@@ -110,16 +116,13 @@ class RowGroups:
 
     def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
         """A range of a file, of the version that was listed."""
-        self._counters.add("get.requests")
         file = self._shards[shard]
         try:
-            body = self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
+            return self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
         except FastloadError as error:
             if error.key is None:
                 error.key = file.key
             raise
-        self._counters.add("get.bytes", stop - start)
-        return body
 
     def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> _Rows:
         """The samples of a row group.
@@ -128,7 +131,8 @@ class RowGroups:
             DecodeError: it is damaged.
         """
         metadata, file = self._metadata(shard, wait), self._files.files[shard]
-        table = read_row_group(metadata, group, self._files.columns, pieces, self._shards[shard].size)
+        with self._decoding:
+            table = read_row_group(metadata, group, self._files.columns, pieces, self._shards[shard].size)
         stops, first = file.row_stops(), int(file.rows[:group].sum())
         if len(table) != file.rows[group]:
             raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
@@ -138,18 +142,24 @@ class RowGroups:
         return _Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
 
     def _metadata(self, shard: int, wait: Wait) -> Any:
-        """The metadata of a file, read by this process unless it has it."""
+        """The metadata of a file, read once by this process unless it has dropped it."""
         with self._lock:
-            found = self._footers.get(shard)
-        if found is not None:
-            return found[0]
-        size, footer = self._shards[shard].size, self._files.files[shard].footer
-        metadata = parse_footer(self.read_range(shard, wait, size - footer, size))
+            found, reading = self._footers.get(shard), self._reading.setdefault(shard, threading.Lock())
+        if found is None:
+            with reading:  # by one thread, while the others that want it wait
+                with self._lock:
+                    found = self._footers.get(shard)
+                if found is None:
+                    size, footer = self._shards[shard].size, self._files.files[shard].footer
+                    found = parse_footer(self.read_range(shard, wait, size - footer, size)), footer
+                    self._keep_footer(shard, found)
+        return found[0]
+
+    def _keep_footer(self, shard: int, found: tuple[Any, int]) -> None:
         with self._lock:
-            while self._footers and sum(used for _, used in self._footers.values()) + footer > _FOOTERS:
+            while self._footers and sum(used for _, used in self._footers.values()) + found[1] > _FOOTERS:
                 del self._footers[next(iter(self._footers))]
-            self._footers[shard] = metadata, footer
-        return metadata
+            self._footers[shard] = found
 
 
 def _columns(table: Any) -> dict[str, list[Any]]:
@@ -164,17 +174,27 @@ class RowGroupReader:
         span: the samples of the row group, or some of them.
         ordinal, offset: of the first one to give.
         pool: the threads that read.
+        counters: get.* are added here.
     """
 
     ready = False
     compressed = True  # to read one record again costs its row group
     all_requested = True
 
-    def __init__(self, groups: RowGroups, span: Span, ordinal: int, offset: int, pool: ReadPool) -> None:
+    def __init__(
+        self,
+        groups: RowGroups,
+        span: Span,
+        ordinal: int,
+        offset: int,
+        pool: ReadPool,
+        counters: Counters,
+    ) -> None:
         self.ordinal, self.offset = ordinal, offset
         self._groups = groups
         self._shard, self._first, self._stop = span.shard, ordinal, span.stop or 0
         self._pool = pool
+        self._counters = counters
         self._rows: _Rows | DecodeError | None = None
         self._done: Future[_Rows] = Future()
         self._lock = threading.Lock()
@@ -238,7 +258,9 @@ class RowGroupReader:
             self._decode(group, pieces)
 
     def _read(self, group: int, pieces: list[tuple[int, Any]], number: int, start: int, stop: int) -> None:
+        self._counters.add("get.requests")
         pieces[number] = start, self._groups.read_range(self._shard, self._pool.pause, start, stop)
+        self._counters.add("get.bytes", stop - start)
         with self._lock:
             self._missing -= 1
             last = not self._missing
