@@ -73,7 +73,7 @@ class _RowSource(RecordSource):
 
 
 class ParquetDataset(ShardDataset):
-    """The rows of Parquet files, for example of a dataset of Hugging Face's hub.
+    """The rows of Parquet files, for example of a dataset of Hugging Face's hub (`hf://datasets/ORG/NAME/...`).
 
     A sample has the columns that `fields` names, in its structure: ("image", "label") gives tuples as
     torchvision's datasets do, {"x": "image", "y": "label"} dicts. Without it, a sample is a dict of all
@@ -98,7 +98,7 @@ class ParquetDataset(ShardDataset):
         from fastload import DataLoader, ParquetDataset, RandomResizedCrop
 
         dataset = ParquetDataset(
-            "hf://datasets/org/name/data/train-*.parquet",
+            "s3://bucket/parquet/train-*.parquet",
             fields=("image", "label"),
             transform=RandomResizedCrop(224, flip=0.5),
             cache="/ssd/cache",

@@ -2,6 +2,7 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
+parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
 and spectra/*.bin, 32 float32 numbers each.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -17,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fastload.demo.s3_server import delay_proxy, serve_s3
@@ -48,10 +52,27 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record_writer.close()
         (root / "shards" / f"train-{shard:05d}.tar").write_bytes(tar.getvalue())
         (root / "shards" / f"train-{shard:05d}.tfrecord").write_bytes(records.getvalue())
+    write_parquet(root / "parquet")
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
     return root
+
+
+def write_parquet(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(2):
+        rows = range(12 * number, 12 * number + 12)
+        columns = {
+            "image": [{"bytes": photo(row), "path": f"{row}.jpg"} for row in rows],
+            "label": [row % 2 for row in rows],
+            "width": [320 for row in rows],
+            "split": ["val" if row % 4 == 3 else "train" for row in rows],
+        }
+        features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+        told = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = pa.table(columns).replace_schema_metadata(told)
+        pq.write_table(table, folder / f"train-{number:05d}.parquet", row_group_size=5)
 
 
 def photo(number: int) -> bytes:
