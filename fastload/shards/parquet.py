@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ParquetDataset"]
 
+_PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
+
 # The objects below a prefix that are shards.
 _NAMES = Wanted(
     r".*\.(?:parquet|pq)",
@@ -57,19 +59,32 @@ class _Parquet:
 
 
 class _RowSource(RecordSource):
-    """A sample is a row, read with its row group."""
+    """A sample is a row, read with its row group.
 
-    def __init__(self, source: RecordSource, groups: RowGroups) -> None:
+    Args:
+        source: of the same dataset.
+        groups: reads the rows.
+        cache: takes the other rows of a row group too, as they are read; or None.
+    """
+
+    def __init__(self, source: RecordSource, groups: RowGroups, cache: Cache | None) -> None:
         vars(self).update(vars(source))
         self._groups = groups
+        self._cache = cache
 
     def read(self, index: int, wait: Wait) -> Buffer:
         shard, ordinal = RecordId.unpack(index)
         try:
-            return self._groups.read_one(shard, ordinal, wait)
+            rows, new = self._groups.read_one(shard, ordinal, wait)
         except FastloadError as error:
             error.key = self.name(index)
             raise
+        if new and self._cache is not None:
+            for other in rows.ordinals:
+                key = self.cache_key(RecordId(shard, other).pack())
+                if other != ordinal and not self._cache.write(key, rows.record(other), _PATIENCE):
+                    break  # the cache is full, or its disk too slow
+        return rows.record(ordinal)
 
 
 class ParquetDataset(ShardDataset):
@@ -116,7 +131,7 @@ class ParquetDataset(ShardDataset):
     The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: a
     worker opens as many as fit four times into 256 MiB (one is used, one is read ahead, and decoding doubles
     them), and one at least. `dataset[i]`, `Subset` and the like read a whole row group for a row that the
-    cache does not have.
+    cache does not have; a cache in mode "raw" then keeps all its rows.
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
@@ -207,7 +222,8 @@ class ParquetDataset(ShardDataset):
         return super()._identity(shard) + self._files.digest
 
     def _source(self) -> RecordSource:
-        return _RowSource(super()._source(), self._groups.get())
+        cache = self.cache if self._step.prepare is None else None
+        return _RowSource(super()._source(), self._groups.get(), cache)
 
     def _blocks(self) -> RecordBlocks:
         return self._groups.get()

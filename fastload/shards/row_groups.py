@@ -8,6 +8,7 @@ The thread that gets the last range decodes the row group, while the rows of oth
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -29,18 +30,25 @@ from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
 from fastload.store.retry import Wait
 
-__all__ = ["RowGroupReader", "RowGroups"]
+__all__ = ["RowGroupReader", "RowGroups", "Rows"]
+
+_log = logging.getLogger("fastload")
 
 _FOOTERS = 32 << 20  # bytes of footers that a process keeps
+_RECENT = 128 << 20  # bytes of row groups that a process keeps of which single rows were asked for
 
 
-class _Rows:
+class Rows:
     """The samples [first, ...) of a file that lie in one row group."""
 
     def __init__(self, first: int, positions: list[int], columns: Mapping[str, list[Any]]) -> None:
         self._first = first
         self._positions = positions  # of the samples, in the row group
         self._columns = columns
+
+    @property
+    def ordinals(self) -> range:
+        return range(self._first, self._first + len(self._positions))
 
     def record(self, ordinal: int) -> memoryview:
         at = self._positions[ordinal - self._first]
@@ -64,8 +72,10 @@ class RowGroups:
         self._reading: dict[int, threading.Lock] = {}  # by shard
         self._lock = threading.Lock()  # of both
         self._decoding = threading.Lock()
-        self._last: tuple[tuple[int, int], _Rows] | None = None
-        self._last_lock = threading.Lock()
+        self._read_once: set[tuple[int, int]] = set()  # for a row alone
+        self._warned = False
+        self._recent: dict[tuple[int, int], Rows] = {}  # (shard, row group), of which a row alone was read
+        self._recent_lock = threading.Lock()
 
     def spans(self) -> list[Span]:
         return self._files.row_groups()
@@ -77,31 +87,52 @@ class RowGroups:
     def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> RowGroupReader:
         return RowGroupReader(self, span, ordinal, offset, pool, self._counters)
 
-    def read_one(self, shard: int, ordinal: int, wait: Wait) -> memoryview:
-        """A row as a record, out of its row group. That is kept until a row of another one is asked for.
+    def read_one(self, shard: int, ordinal: int, wait: Wait) -> tuple[Rows, bool]:
+        """The rows of the row group in which a row lies, and whether they were read now.
 
-        One row group at a time, however many threads ask: each may be hundreds of megabytes. The prefetcher
-        counts the row as one request.
+        The last ones are kept. One row group at a time is read, however many threads ask: each may be
+        hundreds of megabytes. The prefetcher counts the row as one request.
         """
         group = self.group_of(shard, ordinal)
-        with self._last_lock:
-            if self._last is None or self._last[0] != (shard, group):
-                self._last = None
-                pieces = [
-                    (start, self.read_range(shard, wait, start, stop))
-                    for start, stop in self.ranges(shard, group, wait)
-                ]
-                self._last = (shard, group), self.decode(shard, group, pieces, wait)
-            rows = self._last[1]
-        return rows.record(ordinal)
+        with self._recent_lock:
+            rows = self._recent.get((shard, group))
+            if rows is not None:
+                return rows, False
+            self._make_room(int(self._files.files[shard].sizes[group]))
+            self._warn_of_rereads(shard, group)
+            pieces = [
+                (start, self.read_range(shard, wait, start, stop))
+                for start, stop in self.ranges(shard, group, wait)
+            ]
+            rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+            return rows, True
+
+    def _make_room(self, size: int) -> None:
+        """Let go of the row groups that were read first, until one of `size` bytes fits."""
+        held = {kept: int(self._files.files[kept[0]].sizes[kept[1]]) for kept in self._recent}
+        while self._recent and sum(held.values()) + size > _RECENT:
+            first = next(iter(self._recent))
+            del self._recent[first], held[first]
+
+    def _warn_of_rereads(self, shard: int, group: int) -> None:
+        if (shard, group) in self._read_once and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rows of %r are read at random, and row group %d is read again for one of them (%.0f MB): "
+                "fill the cache first, by iterating over the whole dataset once, or write smaller row groups",
+                self._shards[shard].key,
+                group,
+                self._files.files[shard].sizes[group] / 1e6,
+            )
+        self._read_once.add((shard, group))
 
     def group_of(self, shard: int, ordinal: int) -> int:
         return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
 
-    def sizes(self, shard: int, first: int, stop: int) -> list[list[int]]:
-        """(row number, bytes) of the samples [first, stop)."""
-        found: list[list[int]] = self._files.files[shard].offsets()[first:stop].tolist()
-        return found
+    def numbers(self, shard: int, first: int, stop: int) -> list[int]:
+        """The numbers of the rows in their file, of the samples [first, stop)."""
+        chosen = self._files.files[shard].chosen
+        return list(range(first, stop)) if chosen is None else chosen[first:stop].tolist()
 
     def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
         """The bytes of a row group to read, in pieces."""
@@ -124,7 +155,7 @@ class RowGroups:
                 error.key = file.key
             raise
 
-    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> _Rows:
+    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Rows:
         """The samples of a row group.
 
         Raises:
@@ -137,9 +168,9 @@ class RowGroups:
         if len(table) != file.rows[group]:
             raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
         if file.chosen is None:
-            return _Rows(first, list(range(len(table))), _columns(table))
+            return Rows(first, list(range(len(table))), _columns(table))
         begin, end = np.searchsorted(file.chosen, [first, stops[group]]).tolist()
-        return _Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
+        return Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
 
     def _metadata(self, shard: int, wait: Wait) -> Any:
         """The metadata of a file, read once by this process unless it has dropped it."""
@@ -195,12 +226,12 @@ class RowGroupReader:
         self._shard, self._first, self._stop = span.shard, ordinal, span.stop or 0
         self._pool = pool
         self._counters = counters
-        self._rows: _Rows | DecodeError | None = None
-        self._done: Future[_Rows] = Future()
+        self._rows: Rows | DecodeError | None = None
+        self._done: Future[Rows] = Future()
         self._lock = threading.Lock()
         self._missing = 0
         self._closed = False
-        self._sizes: list[list[int]] = []
+        self._numbers: list[int] = []
         if ordinal < self._stop:
             pool.submit(functools.partial(self._try, self._begin))
 
@@ -217,12 +248,11 @@ class RowGroupReader:
                 self._rows = self._pool.wait(self._done)
             except DecodeError as error:
                 self._rows = error
-            self._sizes = self._groups.sizes(self._shard, self._first, self._stop)
-        ordinal = self.ordinal
-        offset, size = self._sizes[ordinal - self._first]
+            self._numbers = self._groups.numbers(self._shard, self._first, self._stop)
+        ordinal, offset = self.ordinal, self._numbers[self.ordinal - self._first]
         self.ordinal, self.offset = ordinal + 1, offset + 1
         if isinstance(self._rows, DecodeError):
-            return Record(offset, size, None, DecodeError(self._rows.message))
+            return Record(offset, 0, None, DecodeError(self._rows.message))
         assert self._rows is not None
         payload = self._rows.record(ordinal)
         return Record(offset, len(payload), payload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -138,14 +139,30 @@ def test_many_readers_share_a_single_file(tmp_path: Path) -> None:
     assert sorted(itertools.chain(*found)) == list(range(100))
 
 
-def test_subset_reads_rows_by_their_row_groups(tmp_path: Path) -> None:
-    with FaultServer(files()) as server:
+def test_subset_fills_the_cache_with_whole_row_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FaultServer({"a.parquet": parquet(table(range(64)), 16)}) as server:
         data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
-        loader = fastload.DataLoader(Subset(data, range(3, 30)), 8)
-        assert numbers(loader) == list(range(3, 30))
-        data.flush_cache()
         since = len(server.requests)
-        assert numbers(loader) == list(range(3, 30)) and len(server.requests) == since
+        loader = fastload.DataLoader(Subset(data, [3, 40, 20, 5, 60, 41, 21]), 1)
+        assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
+        data.flush_cache()
+        assert all(data.contains(index) for index in range(64))
+        assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
+        assert len(spans(server, "a.parquet", since)) == 1 + 4  # the footer, and the row groups
+    assert not caplog.messages
+
+
+def test_rows_at_random_without_a_cache_bring_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.shards.row_groups._RECENT", 0)  # as if row groups were large
+    data = closing(ParquetDataset(write(tmp_path, {"a.parquet": parquet(table(range(40)), 10)}), "label"))
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert [data[index] for index in (1, 2, 11, 12)] == [1, 2, 11, 12] and not caplog.messages
+        assert [data[index] for index in (3, 13, 4)] == [3, 13, 4]
+    assert len(caplog.messages) == 1 and "row group 0 is read again" in caplog.text
 
 
 def test_row_lost_by_the_cache_is_read_again(tmp_path: Path) -> None:
