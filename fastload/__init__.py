@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fastload.shards.parquet import ParquetDataset
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
+    from fastload.shards.tokens import TokenDataset
     from fastload.store import open_store
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
@@ -42,6 +43,7 @@ _HOME = {
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TarDataset": "fastload.shards.tar",
+    "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
     "open_store": "fastload.store",
     "watch": "fastload.loader.watch",
@@ -62,6 +64,7 @@ __all__ = [
     "ShardSampler",
     "TFRecordDataset",
     "TarDataset",
+    "TokenDataset",
     "__version__",
     "cached",
     "open_store",

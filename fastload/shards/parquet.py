@@ -176,7 +176,8 @@ class ParquetDataset(ShardDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
-        # These import pyarrow.
+        # These import pyarrow; the first one says so where it is missing.
+        import fastload.datasets.arrow_values  # noqa: F401
         from fastload.shards.parquet_fields import ColumnFields
         from fastload.shards.parquet_files import ParquetFiles
         from fastload.shards.parquet_filter import RowFilter

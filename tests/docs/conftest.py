@@ -3,7 +3,8 @@
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
 parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
-and spectra/*.bin, 32 float32 numbers each.
+spectra/*.bin, 32 float32 numbers each;
+and corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -56,6 +58,9 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
+    (root / "corpus").mkdir()
+    for number, tokens in enumerate(np.split(documents(10_000), [6_001])):
+        tokens.tofile(root / "corpus" / f"{number:03d}.bin")
     return root
 
 
@@ -73,6 +78,13 @@ def write_parquet(folder: Path) -> None:
         told = {"huggingface": json.dumps({"info": {"features": features}})}
         table = pa.table(columns).replace_schema_metadata(told)
         pq.write_table(table, folder / f"train-{number:05d}.parquet", row_group_size=5)
+
+
+def documents(count: int) -> npt.NDArray[np.uint16]:
+    """Tokens in a circle, so that a model can learn the next one; every 90th or so ends a document."""
+    tokens = np.arange(count) * 7 % 255 + 1
+    tokens[89::90] = tokens[-1] = 0
+    return tokens.astype(np.uint16)
 
 
 def photo(number: int) -> bytes:

@@ -53,6 +53,7 @@ SAME_SUBJECT = {
     "index.py",
     "cache.py",
     "warm.py",
+    "tokens.py",
     "__init__.py",
     "__main__.py",
 }
