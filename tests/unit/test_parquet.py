@@ -404,7 +404,7 @@ def test_names_of_other_kinds_point_to_their_dataset(url: str, tmp_path: Path) -
 
 
 class _Hub(MemoryFileSystem):
-    """A file system that names versions as huggingface_hub's does."""
+    """A file system that names files and their versions as huggingface_hub's does."""
 
     protocol = "hf"
     store: dict[str, Any] = {}  # noqa: RUF012 - as in the class above
@@ -415,29 +415,31 @@ class _Hub(MemoryFileSystem):
         return path.removeprefix("hf://").strip("/")
 
     def info(self, path: str, **arguments: Any) -> dict[str, Any]:
-        found = dict(super().info(path, **arguments))
-        return found if found["type"] == "directory" else _as_hub(found)
+        return _as_hub(super().info(path, **arguments))
 
     def ls(self, path: str, detail: bool = True, **arguments: Any) -> Any:
-        found = super().ls(path, True, **arguments)
-        listed = [one if one["type"] == "directory" else _as_hub(one) for one in found]
+        listed = [_as_hub(one) for one in super().ls(path, True, **arguments)]
         return listed if detail else [one["name"] for one in listed]
 
 
 def _as_hub(info: dict[str, Any]) -> dict[str, Any]:
-    del info["created"]
-    return info | {"blob_id": f"blob-{info['size']}", "name": info["name"].strip("/")}
+    found = info | {"name": info["name"].strip("/")}
+    if found["type"] == "file":
+        found["blob_id"] = f"blob-{found['size']}"
+        del found["created"]
+    return found
 
 
-def test_datasets_of_the_hub_are_read_by_fsspec(tmp_path: Path) -> None:
+@pytest.mark.parametrize("branch", ["", "@refs/convert/parquet"])
+def test_datasets_of_the_hub_are_read_by_fsspec(tmp_path: Path, branch: str) -> None:
     fsspec.register_implementation("hf", _Hub, clobber=True)
     try:
         hub = _Hub()
         for key, body in files().items():
-            hub.pipe_file(f"/datasets/org/name/data/{key}", body)
+            hub.pipe_file(f"/datasets/org/name{branch}/data/{key}", body)
         data = closing(
             ParquetDataset(
-                "hf://datasets/org/name/data/part-*.parquet",
+                f"hf://datasets/org/name{branch}/data/part-*.parquet",
                 ("image", "label"),
                 transform=CROP,
                 cache=tmp_path / "cache",
