@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,20 @@ def test_image_without_bytes_is_an_error_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(DecodeError, match=r"column 'image' has only the path 'x/1.jpg'.*embed"):
         data[0]
     assert isinstance(data[1]["image"], Image.Image)
+
+
+def test_missing_pyarrow_is_an_error_with_the_command(url: str) -> None:
+    code = f"""
+import sys
+sys.modules["pyarrow"] = None
+import fastload
+try:
+    fastload.ParquetDataset({url!r})
+except fastload.errors.ArgumentError as error:
+    print(error.message)
+"""
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "pip install 'torch-fastload[parquet]'" in said
 
 
 def test_huge_row_group_brings_a_warning(
