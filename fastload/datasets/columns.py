@@ -8,18 +8,34 @@ str, bytes, everything else        a list of n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from fastload.datasets.protocols import Allocate
 from fastload.errors import DecodeError
 
-__all__ = ["copy_value", "new_column", "number_view", "put_value"]
+__all__ = [
+    "collate_column",
+    "copy_value",
+    "new_column",
+    "number_view",
+    "ordinary_memory",
+    "put_value",
+]
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the rows of a batch that is taken apart into samples, for the user's `collate_fn`.
+
+    Values that differ in length from row to row need no column there.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def new_column(value: Any, n: int, allocate: Allocate) -> Any:
@@ -54,6 +70,12 @@ class _Columns(list[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+def collate_column(values: list[Any]) -> Any:
+    """The column that `default_collate` makes of these values. Raises what that raises."""
+    made = default_collate(values)
+    return _Columns(made) if type(made) is list and isinstance(values[0], list | tuple) else made
 
 
 def put_value(column: Any, row: int, value: Any, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,17 @@ def test_row_lost_by_the_cache_is_read_again(tmp_path: Path) -> None:
         other = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
         other._reads_at_random = True
         assert at_random(other)["label"].tolist() == list(range(TOTAL))
+
+
+def test_cache_is_filled_before_training(tmp_path: Path) -> None:
+    """By row groups: one of which the cache has all rows is not read again."""
+    with FaultServer({"a.parquet": parquet(table(range(64)), 16)}) as server:
+        data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
+        assert data[20][1] == 20
+        data.flush_cache()
+        since = len(server.requests)
+        outcomes = Counter(warmed.outcome for warmed in data.warm_shards([0]))
+        assert outcomes == {"present": 16, "stored": 48}
+        assert len(spans(server, "a.parquet", since)) == 3
+        assert not data.must_stream()
+        assert at_random(data)["label"].tolist() == list(range(64))
