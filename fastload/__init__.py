@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastload.shards.beton import BetonDataset
     from fastload.shards.litdata import LitDataset
     from fastload.shards.mds import MDSDataset
+    from fastload.shards.parquet import ParquetDataset
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
     from fastload.shards.tokens import TokenDataset
@@ -49,6 +50,7 @@ _HOME = {
     "MixtureSampler": "fastload.distributed.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
+    "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
@@ -76,6 +78,7 @@ __all__ = [
     "MixtureSampler",
     "Normalize",
     "ObjectDataset",
+    "ParquetDataset",
     "RandomResizedCrop",
     "ShardSampler",
     "TFRecordDataset",

@@ -22,7 +22,7 @@ from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.own_index import read_own_indexes
@@ -189,6 +189,7 @@ class ShardDataset(FieldsDataset):
             prepare=self._step.prepare,
             key=self._cache_key_at,
             counters=self.counters,
+            blocks=self._blocks(),
         )
         return filling.run(shards)
 
@@ -387,7 +388,12 @@ class ShardDataset(FieldsDataset):
             read_again=self._read_again,
             options=self._options,
             counters=self.counters,
+            blocks=self._blocks(),
         )
+
+    def _blocks(self) -> RecordBlocks | None:
+        """What the records are read in, where they cannot be read one by one."""
+        return None
 
     def _read_again(self, record: int) -> Any:
         """A record that the cache had and lost, as the cache would have it."""

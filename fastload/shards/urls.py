@@ -32,6 +32,7 @@ _KINDS = (
     (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
     (re.compile(r".*\.mds(?:\.\w+)?"), "a shard of MDS, whose folder is a dataset", "MDSDataset"),
     (re.compile(r".*\.beton"), "a file of FFCV", "BetonDataset"),
+    (re.compile(r".*\.(?:parquet|pq)"), "a Parquet file", "ParquetDataset"),
 )
 
 

@@ -2,6 +2,7 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
+parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
 spectra/*.bin, 32 float32 numbers each;
 corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0;
 mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -22,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fastload.demo.s3_server import delay_proxy, serve_s3
@@ -54,6 +58,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record_writer.close()
         (root / "shards" / f"train-{shard:05d}.tar").write_bytes(tar.getvalue())
         (root / "shards" / f"train-{shard:05d}.tfrecord").write_bytes(records.getvalue())
+    write_parquet(root / "parquet")
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
@@ -63,6 +68,22 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(FORMATS / "mds-gz", root / "mds")
     shutil.copytree(FORMATS / "lit-photos", root / "lit")
     return root
+
+
+def write_parquet(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(2):
+        rows = range(12 * number, 12 * number + 12)
+        columns = {
+            "image": [{"bytes": photo(row), "path": f"{row}.jpg"} for row in rows],
+            "label": [row % 2 for row in rows],
+            "width": [320 for row in rows],
+            "split": ["val" if row % 4 == 3 else "train" for row in rows],
+        }
+        features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+        told = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = pa.table(columns).replace_schema_metadata(told)
+        pq.write_table(table, folder / f"train-{number:05d}.parquet", row_group_size=5)
 
 
 def documents(count: int) -> npt.NDArray[np.uint16]:

@@ -51,6 +51,7 @@ SAME_SUBJECT = {
     "mds.py",
     "litdata.py",
     "beton.py",
+    "parquet.py",
     "base.py",
     "index.py",
     "cache.py",
