@@ -103,7 +103,7 @@ def opened(no_leaks: None) -> Iterator[Callable[[Any], Any]]:
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of any size are worth a request each, where index files name their places."""
-    monkeypatch.setattr("fastload.shards.dataset._SMALL_RECORD", 0)
+    monkeypatch.setattr("fastload.shards.dataset.SMALL_RECORD", 0)
 
 
 def told(batch: Any) -> Any:

@@ -452,7 +452,7 @@ def number_of(sample: Any) -> int:
 def test_map_of_shards_is_streamed_and_then_read_at_random(
     tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr("fastload.shards.dataset._SMALL_RECORD", 0)
+    monkeypatch.setattr("fastload.shards.dataset.SMALL_RECORD", 0)
     write(tmp_path / "data", shards("tar"))
     inner = TarDataset(str(tmp_path / "data"), cache=Cache(tmp_path / "cache"))
     dataset = fastload.map(inner, number_of)
