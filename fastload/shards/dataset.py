@@ -16,6 +16,7 @@ from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
+from fastload.datasets.shape import Shape
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
@@ -79,6 +80,7 @@ class ShardDataset(FieldsDataset):
         compression: str | None,
         storage_options: dict[str, Any] | None,
         refresh: bool,
+        shape: Shape | None = None,
         num_samples: int | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
@@ -89,7 +91,7 @@ class ShardDataset(FieldsDataset):
                 f"num_samples must be a whole number >= 1 or None (not known), found {num_samples!r}"
             )
         super().__init__(url, decode)
-        self._fields = fields
+        self._fields, self._shape = fields, shape
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)
@@ -284,11 +286,11 @@ class ShardDataset(FieldsDataset):
     def _new_maker(
         self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     ) -> SampleMaker:
-        fields = self._fields
+        fields, decoded = self._fields, self.decode is not None
         if not isinstance(fields, ChosenFields):
-            return SampleMaker(fields, self.decode is not None, transform)
+            return SampleMaker(fields, decoded, transform, self._shape)
         fields.check(transform)
-        return SampleMaker(fields, False, transform, fields.shape, optional=fields.optional)
+        return SampleMaker(fields, decoded, transform, self._shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()
