@@ -45,7 +45,9 @@ def index(
         Path | None,
         typer.Option(metavar="DIR", help="Write no files: keep the index in this cache, for its trainings."),
     ] = None,
-    kind: Annotated[Kind, typer.Option("--from", help="tar or tfrecord.")] = Kind.auto,
+    kind: Annotated[
+        Kind, typer.Option("--from", help="The kind of the shards: tar or tfrecord.")
+    ] = Kind.auto,
     again: Annotated[
         bool, typer.Option("--again", help="Index all shards, and overwrite index files.")
     ] = False,

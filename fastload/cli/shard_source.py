@@ -25,12 +25,16 @@ __all__ = [
 FieldsOption = Annotated[
     str | None,
     typer.Option(
-        metavar="FIELDS", help="Tar, modes shrunk and decoded: fields= of the training, 'jpg;png,cls'."
+        metavar="FIELDS",
+        help="Shards, modes shrunk and decoded: fields= of the training, as 'jpg;png,cls' or JSON.",
     ),
 ]
 FeaturesOption = Annotated[
     str | None,
-    typer.Option(metavar="FEATURES", help="TFRecord, modes shrunk and decoded: 'image=bytes,label=int'."),
+    typer.Option(
+        metavar="FEATURES",
+        help="TFRecord, modes shrunk and decoded: features= of the training, as 'image=bytes,label=int'.",
+    ),
 ]
 _TYPES: dict[str, Any] = {"bytes": bytes, "str": str, "int": int, "float": float}
 _TYPES |= {f"[{name}]": [kind] for name, kind in _TYPES.items()}
@@ -172,7 +176,7 @@ def contents(form: Any, payload: Any) -> dict[str, Any]:
 
 
 def _parse_fields(text: str) -> Any:
-    """ "jpg;png,cls" -> a tuple; JSON for a dict."""
+    """The tuple of "jpg;png,cls"; JSON gives nested structures and dicts."""
     if not text.startswith(("{", "[")):
         return tuple(text.split(","))
     try:

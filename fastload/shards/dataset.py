@@ -293,11 +293,11 @@ class ShardDataset(FieldsDataset):
     def _new_maker(
         self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     ) -> SampleMaker:
-        fields = self._fields
+        fields, decoded = self._fields, self.decode is not None
         if not isinstance(fields, ChosenFields):
-            return SampleMaker(fields, self.decode is not None, transform, self._shape)
+            return SampleMaker(fields, decoded, transform, self._shape)
         fields.check(transform)
-        return SampleMaker(fields, False, transform, fields.shape, optional=fields.optional)
+        return SampleMaker(fields, decoded, transform, self._shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()

@@ -144,7 +144,7 @@ class Leaf(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Leaf:
-        """ "jpg;jpeg;png", "json?" -> leaf.
+        """The leaf that is written as "jpg;jpeg;png" or "json?".
 
         Raises:
             ArgumentError: a name is empty or occurs twice, or "?" is not at the end.

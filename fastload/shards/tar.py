@@ -138,13 +138,15 @@ class TarDataset(ShardDataset):
                 "fields= and a function as decode= both say what a sample is: leave one out, or pass "
                 "decode={extension: function of its bytes}"
             )
+        chosen = None if fields is None else ChosenFields(members, fields)
         super().__init__(
             url,
             FORM,
-            members if fields is None else ChosenFields(members, fields),
+            members if chosen is None else chosen,
             names=NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
+            shape=None if chosen is None else chosen.shape,
             num_samples=num_samples,
             cycle_length=cycle_length,
             block_length=block_length,

@@ -128,13 +128,15 @@ class TFRecordDataset(ShardDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
+        known = _fields(features, fields, decode, transform)
         super().__init__(
             url,
             FORM,
-            _fields(features, fields, decode, transform),
+            known,
             names=NAMES,
             decode=decode,
             transform=transform,
+            shape=known.shape if isinstance(known, ChosenFields) else None,
             num_samples=num_samples,
             cycle_length=cycle_length,
             block_length=block_length,

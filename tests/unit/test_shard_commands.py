@@ -126,6 +126,21 @@ def test_fields_of_the_training_are_those_of_the_warming(tmp_path: Path) -> None
     assert all(data.contains(number) for number in range(TOTAL))
 
 
+def test_features_and_fields_of_the_training_are_those_of_the_warming(tmp_path: Path) -> None:
+    write(tmp_path / "shards", shards("tfrecord"))
+    options = ["--mode", "shrunk", "--features", "image=bytes,label=int", "--fields", "image,label"]
+    run("warm", tmp_path / "shards", "--cache", tmp_path / "cache", *options)
+    cache = Cache(tmp_path / "cache", "shrunk")
+    features = {"image": bytes, "label": int}
+    data = dataset(
+        "tfrecord", str(tmp_path / "shards"), features=features, fields=("image", "label"), cache=cache
+    )
+    closing(data).transform = {"image": CROP}
+    loader = loader_of(data, 0)
+    assert sorted(torch.cat([labels for _, labels in loader]).tolist()) == list(range(TOTAL))
+    assert not loader.stats()["counters"].get("get.requests")
+
+
 def pairs(tmp_path: Path, fields: Any) -> tuple[torch.Tensor, dict[str, float]]:
     cache = Cache(tmp_path / "cache", "decoded")
     data = closing(fastload.TarDataset(str(tmp_path / "shards"), fields=fields, transform=CROP, cache=cache))
