@@ -25,6 +25,7 @@ from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
 from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.own_index import read_own_indexes
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
@@ -82,6 +83,7 @@ class ShardDataset(FieldsDataset):
         refresh: bool,
         num_samples: int | None = None,
         shape: Shape | None = None,
+        shards: ShardList | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
@@ -98,20 +100,24 @@ class ShardDataset(FieldsDataset):
         self._form = form
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
         directory = None if kept_in is None else kept_in.manifests
-        self._shards = ShardList(
-            url,
-            names,
-            compression=compression,
-            directory=directory,
-            refresh=refresh,
-            storage_options=storage_options or {},
-        )
+        if shards is None:
+            shards = ShardList(
+                url,
+                names,
+                compression=compression,
+                directory=directory,
+                refresh=refresh,
+                storage_options=storage_options or {},
+            )
+        self._shards = shards
         if not self._shards.cacheable:  # a warning has said why
             kept_in = directory = None
         self.cache = kept_in
         self._index = ShardIndex(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._index.add(shard, table)
+        if form.own_index is not None:
+            read_own_indexes(self._shards, self._index, form.own_index)
         self._reads_at_random = False
         self._hint = num_samples
 

@@ -256,7 +256,7 @@ class EpochStreams:
         return ShardReader(
             self._shards.store,
             shard,
-            self._form.splitter,
+            functools.partial(self._form.splitter, records=records),
             ahead=ahead,
             pool=pool,
             counters=self._counters,

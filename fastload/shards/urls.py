@@ -31,6 +31,8 @@ _KINDS = (
     (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
     (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
     (re.compile(r".*\.(?:parquet|pq)"), "a Parquet file", "ParquetDataset"),
+    (re.compile(r".*\.mds(?:\.\w+)?"), "a shard of MDS, whose folder is a dataset", "MDSDataset"),
+    (re.compile(r".*\.beton"), "a file of FFCV", "BetonDataset"),
 )
 
 

@@ -4,12 +4,15 @@ s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 phot
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
 parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
 spectra/*.bin, 32 float32 numbers each;
-and corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0.
+corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0;
+mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
+/data/train.beton is a file of FFCV, with the fields jpg and int among others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import multiprocessing
@@ -32,6 +35,7 @@ from tests.docs.pages import run_page
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
 
+FORMATS = Path(__file__).parent.parent / "data" / "formats"
 SECONDS = 2 * PATIENCE  # a page
 
 
@@ -61,6 +65,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "corpus").mkdir()
     for number, tokens in enumerate(np.split(documents(10_000), [6_001])):
         tokens.tofile(root / "corpus" / f"{number:03d}.bin")
+    shutil.copytree(FORMATS / "mds-gz", root / "mds")
+    shutil.copytree(FORMATS / "lit-photos", root / "lit")
     return root
 
 
@@ -100,6 +106,7 @@ def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     (folder / "home").mkdir()
     for part in ("train", "val"):
         shutil.copytree(bucket / part, folder / "data" / part)
+    (folder / "data" / "train.beton").write_bytes(gzip.decompress((FORMATS / "fields.beton.gz").read_bytes()))
     with serve_s3(tmp_path / "s3", read_only=False) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
         environment = {
             "AWS_ENDPOINT_URL": proxy.url,
