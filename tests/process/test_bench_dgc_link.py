@@ -58,6 +58,7 @@ def test_rows_have_the_link_s_time_and_bytes_without_the_ceiling_s() -> None:
 
 
 @root_only
+@pytest.mark.stress
 def test_a_tiny_run_compares_both_exchanges(tmp_path: Path) -> None:
     tiny = ["--images", "32", "--epochs", "6", "--results", str(tmp_path)]
     done = subprocess.run([*COMMAND, *tiny], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)

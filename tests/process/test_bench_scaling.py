@@ -37,6 +37,7 @@ def test_the_runs_that_the_columns_need_are_added() -> None:
         scaling.counts([0, 2], None)
 
 
+@pytest.mark.stress
 def test_a_tiny_run_puts_two_runs_together(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "scaling", "--ranks", "2", "--images", "48", "--epochs", "2"]
     command += ["--batch-size", "4", "--rate", "100", "--results", str(tmp_path), "--seed", "3"]

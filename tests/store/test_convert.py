@@ -273,7 +273,7 @@ def wait_for_shards(running: subprocess.Popen[str], directory: Path, count: int)
     pytest.fail(f"no {count} shards: {running.communicate() if running.poll() is not None else 'too slow'}")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.stress)])
 def test_interrupted_and_gone_on(how: signal.Signals, s3: S3Server, photos: Path, tmp_path: Path) -> None:
     running = start(s3)
     try:

@@ -165,7 +165,8 @@ def test_the_network_is_that_of_the_checkpoint(tmp_path: Path, variant: dict[str
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-@pytest.mark.parametrize("pruned", [0.0, pytest.param(0.5, marks=pytest.mark.stress)])
+@pytest.mark.stress
+@pytest.mark.parametrize("pruned", [0.0, 0.5])
 def test_table_of_a_small_network_keeps_the_accuracy(tmp_path: Path, pruned: float) -> None:
     """A small network, trained for some seconds. The long form prunes, and quantises again."""
     for part, count in (("train", 48), ("val", 25)):
