@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
     from fastload.datasets.objects import ObjectDataset
+    from fastload.datasets.table import TableDataset
+    from fastload.datasets.table_fields import File
     from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
@@ -33,12 +35,14 @@ _HOME = {
     "Dali": "fastload.gpu.dali",
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.distributed.sampler",
+    "File": "fastload.datasets.table_fields",
     "ImageFolder": "fastload.datasets.image_folder",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
+    "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",
     "cached": "fastload.datasets.cached",
     "open_store": "fastload.store",
@@ -52,12 +56,14 @@ __all__ = [
     "Dali",
     "DataLoader",
     "DistributedSampler",
+    "File",
     "ImageFolder",
     "Normalize",
     "ObjectDataset",
     "RandomResizedCrop",
     "ShardSampler",
     "TFRecordDataset",
+    "TableDataset",
     "TarDataset",
     "__version__",
     "cached",

@@ -99,12 +99,7 @@ class StoreDataset(Dataset[Any]):
 
     def contains(self, index: int) -> bool:
         """Whether the cache has a sample. Does not count as a miss. Raises as `cache_key`."""
-        key = self.cache_key(index)
-        assert self.cache is not None
-        if self.cache.lookup(key) is not None:
-            return True
-        self.cache.counters.add("cache.misses", -1)  # nobody wanted it
-        return False
+        return self._cache_has(self.cache_key(index))
 
     def open_prefetcher(self) -> Prefetcher:
         """The prefetcher of this process, opened on first use and after `close`."""
@@ -198,6 +193,13 @@ class StoreDataset(Dataset[Any]):
 
     def _new_prefetcher(self) -> Prefetcher:
         return Prefetcher(self._source(), self.cache, prepare=self._preparer(), counters=self.counters)
+
+    def _cache_has(self, key: bytes) -> bool:
+        assert self.cache is not None
+        if self.cache.lookup(key) is not None:
+            return True
+        self.cache.counters.add("cache.misses", -1)  # nobody wanted it
+        return False
 
     def _preparer(self) -> Callable[[Any, int], Any] | None:
         """(bytes, record) -> what the cache keeps; None if it is the bytes themselves."""

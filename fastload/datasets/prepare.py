@@ -24,7 +24,7 @@ from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.decode import Oriented, decode_oriented, shrink
 
-__all__ = ["PrepareStep", "asks_for_key", "check_fingerprint"]
+__all__ = ["PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
@@ -82,7 +82,7 @@ class PrepareStep:
         if self.mode == "raw":
             return self._open(payload, key)
         value = self._load(payload, readonly)
-        return value if self._decode is not None else self._map_images(value, _with_orientation)
+        return value if self._decode is not None else self._map_images(value, with_orientation)
 
     # --- what differs for a record of several fields
 
@@ -134,7 +134,8 @@ class PrepareStep:
         return tuple(pixels) if isinstance(pixels, Oriented) else pixels
 
 
-def _with_orientation(image: Any) -> Any:
+def with_orientation(image: Any) -> Any:
+    """What `load` gives of kept pixels -> pixels, or `Oriented`."""
     return Oriented(*image) if type(image) is tuple else image
 
 

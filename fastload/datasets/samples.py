@@ -10,7 +10,7 @@ import torch
 
 from fastload.datasets.base import check_function
 from fastload.datasets.columns import copy_value, new_column, number_view, put_value
-from fastload.datasets.fields import Fields
+from fastload.datasets.fields import SampleFields
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
@@ -56,7 +56,7 @@ class SampleMaker:
     """
 
     def __init__(
-        self, fields: Fields | None, decoded: bool, transform: Transform, shape: Shape | None = None
+        self, fields: SampleFields | None, decoded: bool, transform: Transform, shape: Shape | None = None
     ) -> None:
         self._fields = None if decoded else fields
         self._shape = shape

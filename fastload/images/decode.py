@@ -31,6 +31,7 @@ __all__ = [
     "decode_oriented",
     "decode_pil",
     "decode_resized",
+    "is_image",
     "open_image",
     "shrink",
 ]
@@ -250,6 +251,14 @@ def _sniff(data: memoryview) -> str:
         "not a JPEG, PNG, WebP, GIF, BMP, TIFF or PPM image: "
         f"its {len(data)} bytes start with {head[:8].hex(' ')}"
     )
+
+
+def is_image(data: Source) -> bool:
+    """Whether bytes begin as an image of a known format does."""
+    try:
+        return bool(_sniff(_as_bytes(data)))
+    except DecodeError:
+        return False
 
 
 def _whole(source: Source, width: int, height: int, max_pixels: int, strict: bool) -> Pixels:
