@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from fastload.cache import Cache, as_cache
@@ -120,7 +121,13 @@ class TableDataset(FieldsDataset):
 
     def _read(self, table: Any, options: dict[str, Any], directory: Any, refresh: bool) -> None:
         """Read the columns of the table, and look up the objects that it names."""
+        if find_spec("pyarrow") is None:
+            raise ArgumentError(
+                "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
+            )
+        from fastload.datasets.table_columns import TableColumns
         from fastload.datasets.table_files import read_table
+        from fastload.datasets.table_keys import object_keys
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
         named = {column for leaf in self._files for column in leaf.file.columns}
@@ -130,12 +137,8 @@ class TableDataset(FieldsDataset):
         self._count: int = found.num_rows
         self._columns = None
         if values:
-            from fastload.datasets.table_columns import TableColumns
-
             self._columns = TableColumns.of(found.select(list(values.values())).rename_columns(list(values)))
         if self._files:
-            from fastload.datasets.table_keys import object_keys
-
             root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url)
             table_took_them = isinstance(table, str) and "://" in table and "://" not in root
             self._store = open_store(root, **({} if table_took_them else options))

@@ -17,7 +17,7 @@ from fastload.datasets.arrow_values import check_type, to_python
 from fastload.errors import ArgumentError
 from fastload.store.shared_file import SharedFile
 
-__all__ = ["TableColumns"]
+__all__ = ["TableColumns", "mapped_table", "write_table"]
 
 
 class TableColumns:
@@ -29,7 +29,7 @@ class TableColumns:
 
     def __init__(self, file: SharedFile) -> None:
         self._file = file
-        table = pa.ipc.open_file(pa.py_buffer(file.map)).read_all()
+        table = mapped_table(file)
         self._count: int = table.num_rows
         self._value_of = {name: _reader(table[name].chunk(0)) for name in table.column_names}
 
@@ -41,15 +41,7 @@ class TableColumns:
             ArgumentError: a column has nulls, or values that no sample can have.
         """
         stored = pa.table({name: _storable(name, table[name]) for name in table.column_names})
-
-        def write(descriptor: int) -> None:
-            with (
-                os.fdopen(descriptor, "wb", closefd=False) as file,
-                pa.ipc.new_file(file, stored.schema) as writer,
-            ):
-                writer.write_table(stored)
-
-        return cls(SharedFile.written("fastload-table", write))
+        return cls(SharedFile.written("fastload-table", lambda file: write_table(file, stored)))
 
     def __len__(self) -> int:
         return self._count
@@ -66,6 +58,17 @@ class TableColumns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TableColumns, (self._file,)
+
+
+def write_table(descriptor: int, table: Any) -> None:
+    """Write a `pyarrow.Table` to an empty file, open for writing, in Arrow's IPC format."""
+    with os.fdopen(descriptor, "wb", closefd=False) as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def mapped_table(file: SharedFile) -> Any:
+    """The table in a file that `write_table` wrote: the pages of the file are its memory."""
+    return pa.ipc.open_file(pa.py_buffer(file.map)).read_all()
 
 
 def _reader(column: Any) -> Callable[[int], Any]:

@@ -5,6 +5,8 @@
     .parquet .pq               Apache Parquet
 
 CSV and JSON may be compressed by gzip. The content of a file has to be what its name says.
+
+A file is parsed in a child process, which takes Arrow's threads and the file's bytes with it when it ends.
 """
 
 from __future__ import annotations
@@ -19,18 +21,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from fastload.datasets.table_columns import mapped_table, write_table
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.formats.compression import kind_of
+from fastload.metrics.platform import why_not_linux
 from fastload.store import open_store
+from fastload.store.child import run_in_child
+from fastload.store.client_process import clients_live_here
+from fastload.store.shared_file import SharedFile
 from fastload.store.translate import redacted
-
-try:
-    import pyarrow as pa
-except ImportError as error:
-    raise ArgumentError(
-        f"TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]' ({error})"
-    ) from None
 
 __all__ = ["read_table"]
 
@@ -90,17 +91,31 @@ def read_table(table: Any, columns: Sequence[str], text: Collection[str], option
 def _from_file(url: str, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
     directory, slash, name = url.rpartition("/")
     ending = name.lower().removesuffix(".gz").rpartition(".")[2]
-    kind = _KINDS.get(ending)
-    if kind is None:
+    if ending not in _KINDS:
         raise ArgumentError(
             f"table {redacted(url)!r}: {_NAMES}. Read other files yourself, and pass the data frame"
         )
     store = open_store(directory or slash or ".", **(options if "://" in url else {}))
-    url = redacted(url)
-    try:
-        data = memoryview(store.read(name))
-    except NotFoundError:
-        raise NotFoundError(f"there is no table {url!r}: check its path or URL") from None
+
+    def write(descriptor: int) -> None:
+        def work(report: Any) -> None:
+            try:
+                data = memoryview(store.read(name))
+            except NotFoundError:
+                where = redacted(url)
+                raise NotFoundError(f"there is no table {where!r}: check its path or URL") from None
+            write_table(descriptor, _parsed(data, redacted(url), ending, columns, text))
+
+        if clients_live_here() or why_not_linux():
+            work(None)
+        else:
+            run_in_child(work, lambda count: None)
+
+    return mapped_table(SharedFile.written("fastload-table", write))
+
+
+def _parsed(data: memoryview, url: str, ending: str, columns: Sequence[str], text: Collection[str]) -> Any:
+    kind = _KINDS[ending]
     if kind_of(data) == "gzip":
         try:
             data = memoryview(gzip.decompress(data))
