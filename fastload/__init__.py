@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
     from fastload.images.by_epoch import ByEpoch
+    from fastload.images.fuse import fuse
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.loader.watch import watch
@@ -45,6 +46,7 @@ _HOME = {
     "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",
     "cached": "fastload.datasets.cached",
+    "fuse": "fastload.images.fuse",
     "open_store": "fastload.store",
     "watch": "fastload.loader.watch",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "TarDataset",
     "__version__",
     "cached",
+    "fuse",
     "open_store",
     "watch",
 ]

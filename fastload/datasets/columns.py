@@ -8,7 +8,7 @@ str, bytes, everything else        a list of n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,17 @@ import torch
 from fastload.datasets.protocols import Allocate
 from fastload.errors import DecodeError
 
-__all__ = ["copy_value", "new_column", "number_view", "put_value"]
+__all__ = ["copy_value", "new_column", "number_view", "ordinary_memory", "put_value"]
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for the rows of a batch that is taken apart into samples, for the user's `collate_fn`.
+
+    Values that differ in length from row to row need no column there.
+    """
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def new_column(value: Any, n: int, allocate: Allocate) -> Any:

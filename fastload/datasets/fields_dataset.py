@@ -27,7 +27,10 @@ class FieldsDataset(StoreDataset):
 
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None) -> None:
-        self._maker = self._new_maker(transform)
+        maker = self._new_maker(transform)
+        if "_step" in self.__dict__:  # not in the constructor, where the step is made for this transform
+            self._step.check_transform(transform)
+        self._maker = maker
         self._transform = transform
 
     def start_epoch(self, epoch: int) -> None:

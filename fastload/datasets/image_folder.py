@@ -218,7 +218,7 @@ class ImageFolder(ObjectDataset):
         return errors
 
     def _open(self, value: Any) -> Any:
-        return value if self._fused is not None else decode_pil(value)
+        return value if self._takes_encoded else decode_pil(value)
 
 
 def _checked_names(classes: Any) -> list[str]:

@@ -20,10 +20,10 @@ from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
+from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
-from fastload.images.transforms import Crop
 from fastload.store import open_store
 from fastload.store.keyed_listing import Keys, as_keys
 from fastload.store.manifest import Manifest
@@ -94,6 +94,7 @@ class ObjectDataset(StoreDataset):
         self.transform = transform
         kept_in = as_cache(cache)
         self._step = PrepareStep(kept_in, decode, fingerprint)
+        self._step.check_transform(transform)
         self._store = open_store(url, **(storage_options or {}))
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
@@ -103,6 +104,11 @@ class ObjectDataset(StoreDataset):
         given = None if keys is None else as_keys(keys)
         self._manifest = self._list(given, None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "transform" and "_step" in self.__dict__:
+            self._step.check_transform(value)
+        super().__setattr__(name, value)
 
     def __len__(self) -> int:
         return len(self._manifest)
@@ -145,7 +151,7 @@ class ObjectDataset(StoreDataset):
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
         if self._fused is None:
             return None
-        return allocate((n, *self._fused.sample_shape), torch.uint8)
+        return allocate((n, *self._fused.sample_shape), self._fused.dtype)
 
     def sample(self, batch: Any, row: int) -> Any:
         return batch[row]
@@ -175,6 +181,11 @@ class ObjectDataset(StoreDataset):
             return (
                 "the dataset's transform has to be fastload's RandomResizedCrop or CenterCrop, without any "
                 f"decode=; found transform={self.transform!r}, decode={self.decode!r}"
+            )
+        if not all(transform.runs_on_device for transform in all_transforms(self.transform)):
+            return (
+                "the device makes RGB by interpolation='bilinear', of RandomResizedCrop and CenterCrop "
+                f"themselves, with Normalize as batch_transform=; found transform={self.transform!r}"
             )
         if self._step.mode == "decoded":
             return "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
@@ -235,7 +246,13 @@ class ObjectDataset(StoreDataset):
     @property
     def _fused(self) -> Crop | None:
         transform = current_transform(self.transform)
-        return transform if self.decode is None and isinstance(transform, Crop) else None
+        fused = self.decode is None and isinstance(transform, Crop) and transform.fills_rows
+        return transform if fused else None
+
+    @property
+    def _takes_encoded(self) -> bool:
+        """Whether the transform decodes the image itself."""
+        return self.decode is None and isinstance(current_transform(self.transform), Crop)
 
     def _images_of(self, batch: Any) -> torch.Tensor | EncodedBatch:
         return batch  # type: ignore[no-any-return]
@@ -244,5 +261,5 @@ class ObjectDataset(StoreDataset):
         """The result of the prepare step -> the input of the transform."""
         if isinstance(value, Oriented):
             return value.pixels
-        as_they_are = self.decode is None and self._step.mode != "decoded" and self._fused is None
+        as_they_are = self.decode is None and self._step.mode != "decoded" and not self._takes_encoded
         return bytes(value) if as_they_are else value  # a client's buffer is not what a user expects

@@ -20,6 +20,7 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.datasets.fingerprint import describe
+from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.decode import Oriented, decode_oriented, shrink
@@ -43,6 +44,9 @@ class PrepareStep:
         key: what tells these results apart from those of another prepare step, beside the cache's mode.
         asks_for_key: whether `decode` gets the key of the object.
     """
+
+    _kept = KeptImages()
+    _way_out = "use mode 'raw'"
 
     def __init__(
         self,
@@ -83,6 +87,19 @@ class PrepareStep:
             return self._open(payload, key)
         value = self._load(payload, readonly)
         return value if self._decode is not None else self._map_images(value, with_orientation)
+
+    def check_transform(self, transform: Any) -> None:
+        """Refuse a transform that needs an image's own values, where the cache keeps those of a smaller copy.
+
+        Raises:
+            ArgumentError: it does.
+        """
+        smaller = self.mode in ("shrunk", "decoded") and self._decode is None
+        if smaller and not self._kept.covers(images_kept(transform)):
+            raise ArgumentError(
+                f"cache mode {self.mode!r} keeps smaller copies of images, and interpolation='nearest' and "
+                f"channels=1 need an image's own values: {self._way_out}; found transform={transform!r}"
+            )
 
     # --- what differs for a record of several fields
 

@@ -5,6 +5,8 @@ raw       the record as the shard has it                         its fields
 shrunk    its fields, images as JPEGs with a smaller short side  these fields
 decoded   its fields, images as pixels at a smaller short side,  these fields,
           or what the user's `decode` returned                   or that object
+
+In modes "shrunk" and "decoded" a mask, an image whose transform needs its own values, is kept as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.datasets.fields import Fields
+from fastload.datasets.pairs import images_kept
 from fastload.datasets.prepare import PrepareStep
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
@@ -28,7 +31,10 @@ class RecordPrepareStep(PrepareStep):
         cache, fingerprint: as of `PrepareStep`.
         fields: splits records; None: a record is bytes.
         decode: of the user: the fields, or the bytes, -> object.
+        transform: the first one of the dataset, which tells the masks among the images.
     """
+
+    _way_out = "make a new dataset with this transform="
 
     def __init__(
         self,
@@ -36,9 +42,12 @@ class RecordPrepareStep(PrepareStep):
         fields: Fields | None,
         decode: Callable[[Any], Any] | None,
         fingerprint: str | None,
+        transform: Any = None,
     ) -> None:
         self._fields = fields
-        super().__init__(cache, decode, fingerprint, layout=("" if fields is None else fields.key,))
+        self._kept = images_kept(transform)
+        layout = ["" if fields is None else fields.key, *([f"kept: {self._kept}"] if self._kept else [])]
+        super().__init__(cache, decode, fingerprint, layout=tuple(layout))
 
     def _check(self) -> None:
         if self.asks_for_key:
@@ -62,7 +71,8 @@ class RecordPrepareStep(PrepareStep):
 
     def _map_images(self, value: Any, function: Callable[[Any], Any]) -> Any:
         assert self._fields is not None
-        return value | {name: function(value[name]) for name in self._fields.images(value)}
+        images = [name for name in self._fields.images(value) if name not in self._kept]
+        return value | {name: function(value[name]) for name in images}
 
     def _dump(self, value: Any) -> bytes:
         return dump(_plain(value))

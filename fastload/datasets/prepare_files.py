@@ -7,6 +7,8 @@ mode      the cache keeps of an image                of other objects   of one w
 raw       the object's bytes                         the bytes          the bytes
 shrunk    a JPEG with a smaller short side           the bytes          (refused)
 decoded   pixels at a smaller short side             the bytes          what `decode` returned
+
+In modes "shrunk" and "decoded" a mask, an image whose transform needs its own values, is kept as it is.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fastload.cache import Cache
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
+from fastload.datasets.pairs import images_kept
 from fastload.datasets.prepare import PrepareStep, with_orientation
 from fastload.errors import DecodeError
 from fastload.formats.sample import dump
-from fastload.images.decode import is_image
+from fastload.images.decode import find_format
 
 __all__ = ["FilePrepareStep", "Picture"]
 
@@ -30,7 +34,25 @@ class Picture(NamedTuple):
 
 
 class FilePrepareStep(PrepareStep):
-    """What happens to an object's bytes before the cache, and after it; each time with its key."""
+    """What happens to an object's bytes before the cache, and after it; each time with its key.
+
+    Args:
+        cache, decode, fingerprint: as of `PrepareStep`.
+        transform: the first one of the objects. If it needs an image's own values, such as those of a mask,
+            the cache keeps the object's bytes.
+    """
+
+    _way_out = "make a new dataset with this transform="
+
+    def __init__(
+        self,
+        cache: Cache | None,
+        decode: Callable[..., Any] | None,
+        fingerprint: str | None,
+        transform: Callable[[Any], Any] | None,
+    ) -> None:
+        self._kept = images_kept(transform)
+        super().__init__(cache, decode, fingerprint, layout=("kept",) if self._kept else ())
 
     @property
     def prepare(self) -> Callable[..., bytes] | None:
@@ -54,7 +76,7 @@ class FilePrepareStep(PrepareStep):
         return _opened(key, payload)
 
     def _prepare(self, payload: Any, key: str) -> bytes:
-        if self._decode is None and not _is_image(key, payload):
+        if self._decode is None and (self._kept or not _is_image(key, payload)):
             return dump(bytes(payload)) if self.mode == "decoded" else bytes(payload)
         return self._to_record(payload, key)
 
@@ -63,7 +85,13 @@ def _is_image(key: str, payload: Any) -> bool:
     extension = extension_of(key).lower()
     if extension in IMAGES:
         return True
-    return not has_opener(extension) and is_image(payload)
+    if has_opener(extension):
+        return False
+    try:
+        find_format(payload)
+    except DecodeError:
+        return False
+    return True
 
 
 def _opened(key: str, payload: Any) -> Any:

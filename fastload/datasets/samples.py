@@ -6,16 +6,15 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from fastload.datasets.base import check_function
-from fastload.datasets.columns import copy_value, new_column, number_view, put_value
+from fastload.datasets.columns import copy_value, new_column, number_view, ordinary_memory, put_value
 from fastload.datasets.fields import SampleFields
+from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
-from fastload.images.transforms import Crop
+from fastload.images.crop import Crop
 
 __all__ = ["SampleMaker"]
 
@@ -36,7 +35,7 @@ class _Making(NamedTuple):
 
     rows: int
     allocate: Allocate
-    rest: list[dict[str, Any]]  # the fields of each row that are no images, for `row`
+    rest: list[dict[str, Any]]  # the fields of each row in order, for `row`; None in place of its images
     crops: dict[str, Crop]
     numbers: dict[str, tuple[type, Any]]  # see `number_view`
 
@@ -73,6 +72,7 @@ class SampleMaker:
                 f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "
                 "function of what decode returns"
             )
+        check_cut_alike(transform)
 
     def _part_names(self) -> list[str]:
         fields = self._transform
@@ -90,8 +90,9 @@ class SampleMaker:
 
     @property
     def fused(self) -> bool:
-        """Whether images are written straight into the batch."""
-        return any(isinstance(current_transform(part), Crop) for part in self._parts())
+        """Whether images are written straight into the batch: all that have a fused transform."""
+        fused = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
+        return bool(fused) and all(part.fills_rows for part in fused)
 
     @property
     def runs_user_code(self) -> bool:
@@ -111,14 +112,18 @@ class SampleMaker:
             return value if transform is None else transform(value)
         crops = self._crops(value)
         rest = self._open(value, crops)
-        made = {name: crops[name](value[name]) if name in crops else rest[name] for name in value}
+        images = transform_together(crops, value)
+        made = {name: images[name] if name in images else rest[name] for name in value}
         sample = self._shaped(made)
         return transform(sample) if callable(transform) and not crops else sample
 
     # --- rows of a batch
 
     def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
-        """A batch of `n` rows. Its columns are made with the first row, one for each of its fields."""
+        """A batch of `n` rows. Its columns are made with the first row, one for each of its fields.
+
+        In `ordinary_memory` only its images get columns: the other fields are handed out row by row.
+        """
         self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {})
         return {}
 
@@ -135,17 +140,18 @@ class SampleMaker:
             made.crops.update(crops)
             for name in fields:
                 if name in crops:
-                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), torch.uint8)
-                else:
+                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
+                elif made.allocate is not ordinary_memory:
                     batch[name] = new_column(rest[name], made.rows, made.allocate)
                     if (view := number_view(batch[name], rest[name])) is not None:
                         made.numbers[name] = view
-        if crops.keys() != made.crops.keys() or batch.keys() != fields.keys():
+        columns = crops if made.allocate is ordinary_memory else fields
+        if crops.keys() != made.crops.keys() or batch.keys() != columns.keys():
             raise DecodeError(_differs(fields, batch))
         for name, column in batch.items():
             if name not in crops:
                 self._put(column, row, name, rest[name])
-        made.rest[row] = rest
+        made.rest[row] = {name: rest.get(name) for name in fields}
         return {name: fields[name] for name in crops}
 
     def _put(self, column: Any, row: int, name: str, value: Any) -> None:
@@ -163,18 +169,14 @@ class SampleMaker:
     ) -> list[tuple[int, DecodeError]]:
         """Decode images into their rows; (position in `rows`, error) of those that failed.
 
-        All images of a sample are drawn with the same seed: two views of one size are cut alike. A mask is no
-        such view, for its class numbers would be interpolated, and made RGB: see `_warn_of_masks`.
+        All images of a sample are drawn with the same seed; see `fastload.datasets.pairs`.
         """
-        bad: dict[int, DecodeError] = {}
-        for name, encoded in images.items():
-            bad.update(self._made.crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds))
-        return sorted(bad.items())
+        return fill_together(self._made.crops, batch, rows, images, seeds)
 
     def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
         rest, crops = self._made.rest[row], self._made.crops
-        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in batch})
+        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in rest})
 
     def finish(self, batch: dict[str, Any]) -> Any:
         """The filled batch, as `default_collate` would make it of the samples."""
@@ -235,16 +237,14 @@ class SampleMaker:
         assert self._fields is not None
         if self._warned or len(self._fields.images(fields)) < 2:
             return
-        masks = [name for name in crops if _may_be_mask(fields[name])]
+        masks = [name for name in crops if not crops[name].own_values and _may_be_mask(fields[name])]
         if masks:
             self._warned = True
             _log.warning(
-                "%r of %s is a greyscale or palette PNG. If it is a mask: fused transforms interpolate "
-                "its values and make them RGB; use decode={%r: function of its bytes}, and transform= a "
-                "function of the sample",
+                "%r of %s is a greyscale or palette PNG. If it is a mask: this transform interpolates its "
+                "values and makes them RGB; give it interpolation='nearest' and channels=1",
                 masks[0],
                 _name(fields),
-                masks[0],
             )
 
     def _open(self, fields: Mapping[str, Any], crops: Mapping[str, Crop]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.by_epoch import all_transforms
-from fastload.images.transforms import Crop
+from fastload.images.crop import Crop
 from fastload.store import open_store
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
@@ -105,7 +105,9 @@ class TableDataset(FieldsDataset):
         kept_in = as_cache(cache)
         self._shape = Shape(fields, (str, File), _name_of)
         self._files = [
-            FileLeaf(name, leaf, FilePrepareStep(kept_in, leaf.decode, leaf.fingerprint))
+            FileLeaf(
+                name, leaf, FilePrepareStep(kept_in, leaf.decode, leaf.fingerprint, _of(name, transform))
+            )
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)
         ]
@@ -301,7 +303,8 @@ class TableDataset(FieldsDataset):
         return f"{self._manifest.key(one)} ({self._files[number].name} of row {row})"
 
     def _check_transform(self, transform: Transform) -> None:
-        """Refuse a transform that names what no sample has, or fused ones without an image of their own.
+        """Refuse a transform that names what no sample has, a fused one without an image of its own, and one
+        that needs more of an image than the cache keeps.
 
         Raises:
             ArgumentError: it does.
@@ -321,10 +324,17 @@ class TableDataset(FieldsDataset):
                 f"transform takes one image, and fields has {len(images)} objects without decode=: name the "
                 "image, as in transform={'image': RandomResizedCrop(224)}"
             )
+        for leaf in self._files:
+            leaf.step.check_transform(_of(leaf.name, transform))
 
 
 def _name_of(leaf: str | File) -> str:
     return leaf if isinstance(leaf, str) else leaf.columns[-1]
+
+
+def _of(name: str, transform: Transform) -> Callable[[Any], Any] | None:
+    """The transform of one value; that of the whole sample is the one of its image too."""
+    return transform.get(name) if isinstance(transform, Mapping) else transform
 
 
 def _is_fused(transform: Any) -> bool:

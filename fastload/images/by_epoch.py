@@ -7,7 +7,7 @@ from typing import Any
 
 from fastload.errors import ArgumentError, refuse_class
 
-__all__ = ["ByEpoch", "all_transforms", "current_transform"]
+__all__ = ["ByEpoch", "all_transforms", "current_transform", "first_epochs", "transform_at"]
 
 
 class ByEpoch:
@@ -49,7 +49,7 @@ class ByEpoch:
 
     def start_epoch(self, epoch: int) -> None:
         """From now on, samples are of this epoch."""
-        self.current = self.transforms[max(first for first in self.transforms if first <= epoch)]
+        self.current = transform_at(self, epoch)
 
     def __call__(self, sample: Any) -> Any:
         return self.current(sample)
@@ -66,3 +66,15 @@ def current_transform(transform: Any) -> Any:
 def all_transforms(transform: Any) -> list[Any]:
     """The transforms of all epochs."""
     return list(transform.transforms.values()) if isinstance(transform, ByEpoch) else [transform]
+
+
+def first_epochs(transform: Any) -> list[int]:
+    """The epochs from which on another transform is in use."""
+    return list(transform.transforms) if isinstance(transform, ByEpoch) else [0]
+
+
+def transform_at(transform: Any, epoch: int) -> Any:
+    """The transform of one epoch."""
+    if not isinstance(transform, ByEpoch):
+        return transform
+    return transform.transforms[max(first for first in transform.transforms if first <= epoch)]

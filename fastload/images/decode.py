@@ -11,6 +11,7 @@ every cache mode, for a transform that applies it (`ImageOps.exif_transpose`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,9 +30,11 @@ __all__ = [
     "Oriented",
     "decode_image",
     "decode_oriented",
+    "decode_other",
     "decode_pil",
     "decode_resized",
-    "is_image",
+    "find_format",
+    "is_pixels",
     "open_image",
     "shrink",
 ]
@@ -115,7 +118,7 @@ def decode_pil(
         ) from None
     opened = _open(data, max_pixels, strict)
     source, width, height, _ = opened
-    if not _is_pixels(source):
+    if not is_pixels(source):
         denominator = 1
         while min_size is not None and denominator < 8 and min(width, height) >= 2 * denominator * min_size:
             denominator *= 2
@@ -165,7 +168,7 @@ def shrink(
     only its header and its end marker are checked.
     """
     opened = _open(data, max_pixels, strict)
-    if not _is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
+    if not is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
         return bytes(opened.source)
     pixels = _resized(opened, short_side, max_pixels, strict)
     encoded: bytes = simplejpeg.encode_jpeg(pixels, quality, "RGB", "420", fastdct=False)
@@ -191,21 +194,21 @@ def open_image(image: Source, max_pixels: int, strict: bool) -> tuple[Source, in
 
 def _open(image: Source, max_pixels: int, strict: bool) -> _Opened:
     pixels, orientation = image if isinstance(image, Oriented) else (image, 1)
-    if _is_pixels(pixels):
+    if is_pixels(pixels):
         pixels = _check_pixels(pixels)
         return _Opened(pixels, pixels.shape[1], pixels.shape[0], orientation)
-    data = _as_bytes(image)
-    if _sniff(data) == "JPEG":
+    data, name = find_format(image)
+    if name == "JPEG":
         try:
             width, height = active().jpeg_size(data, max_pixels, strict)
         except ValueError as error:
             raise DecodeError(str(error)) from error
         return _Opened(data, width, height, None)
-    pixels, orientation = _decode_other(data, max_pixels)
+    pixels, orientation = decode_other(data, name, max_pixels)
     return _Opened(pixels, pixels.shape[1], pixels.shape[0], orientation)
 
 
-def _is_pixels(image: Source) -> bool:
+def is_pixels(image: Source) -> bool:
     """Whether this is decoded pixels, not the bytes of a file."""
     return isinstance(image, np.ndarray) and image.ndim != 1
 
@@ -217,6 +220,16 @@ def _check_pixels(image: np.ndarray[Any, Any]) -> Pixels:
             "pass (height, width, 3) uint8, or the bytes of an image file"
         )
     return image if image.strides[1:] == (3, 1) else np.ascontiguousarray(image)
+
+
+def find_format(image: Source) -> tuple[memoryview, str]:
+    """(bytes of an image file, Pillow's name of its format by its first bytes).
+
+    Raises:
+        DecodeError: it is no image of a known format.
+    """
+    data = _as_bytes(image)
+    return data, _sniff(data)
 
 
 def _as_bytes(image: Source) -> memoryview:
@@ -253,17 +266,9 @@ def _sniff(data: memoryview) -> str:
     )
 
 
-def is_image(data: Source) -> bool:
-    """Whether bytes begin as an image of a known format does."""
-    try:
-        return bool(_sniff(_as_bytes(data)))
-    except DecodeError:
-        return False
-
-
 def _whole(source: Source, width: int, height: int, max_pixels: int, strict: bool) -> Pixels:
     """All pixels of an opened image."""
-    if not _is_pixels(source):
+    if not is_pixels(source):
         return _decode_jpeg(source, width, height, 1, max_pixels, strict)
     pixels: Pixels = source
     return pixels
@@ -280,9 +285,22 @@ def _decode_jpeg(
     return out
 
 
-def _decode_other(data: memoryview, max_pixels: int) -> tuple[Pixels, int]:
-    """(RGB pixels, EXIF orientation) of an image of another format, by Pillow."""
-    name = _sniff(data)
+def _rgb(image: Image) -> Pixels:
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        # The same colours. Converting straight to RGB, Pillow would warn about every such image.
+        return np.array(image.convert("RGBA").convert("RGB"))
+    return np.array(image.convert("RGB"))
+
+
+def decode_other(
+    data: memoryview, name: str, max_pixels: int, pixels_of: Callable[[Image], Pixels] = _rgb
+) -> tuple[Pixels, int]:
+    """(pixels, EXIF orientation) of an image of another format than JPEG, by Pillow.
+
+    Args:
+        name: Pillow's, of the format.
+        pixels_of: an opened image -> its pixels.
+    """
     try:
         from PIL import Image, features
     except ImportError:
@@ -298,12 +316,9 @@ def _decode_other(data: memoryview, max_pixels: int) -> tuple[Pixels, int]:
                 raise ValueError(
                     f"{image.width} x {image.height} pixels are more than max_pixels={max_pixels}"
                 )
-            if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-                # The same colours. Converting straight to RGB, Pillow would warn about every such image.
-                pixels = np.array(image.convert("RGBA").convert("RGB"))
-            else:
-                pixels = np.array(image.convert("RGB"))
-            return pixels, _orientation_of(image)
+            return pixels_of(image), _orientation_of(image)
+    except DecodeError:  # of `pixels_of`
+        raise
     except Exception as error:  # on hostile bytes, Pillow's plugins raise exceptions of any type
         raise DecodeError(f"{name}: {error}") from error
 

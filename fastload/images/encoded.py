@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
+from fastload.images.crop import Crop
 from fastload.images.headers import is_plain_jpeg
 from fastload.images.kernel import Item, Pixels, Source
 from fastload.images.rng import SampleRng
-from fastload.images.transforms import Crop
 
 __all__ = ["EncodedBatch", "EncodedImages", "decode_by_kernel"]
 

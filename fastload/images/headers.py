@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["exif_of", "is_plain_jpeg", "jpeg_orientation", "with_orientation"]
+__all__ = ["exif_of", "is_plain_jpeg", "jpeg_components", "jpeg_orientation", "with_orientation"]
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
@@ -48,6 +48,14 @@ def is_plain_jpeg(data: Any) -> bool:
             all_in_one_scan = len(body) > 0 and body[0] * 3 == len(components)
             return all_in_one_scan and (len(components) == 3 or _is_ycbcr(components, jfif, adobe))
     return False
+
+
+def jpeg_components(data: Any) -> int:
+    """The number of components in a JPEG's frame: 1 is grey. 0 where the header is damaged."""
+    for marker, body in _segments(memoryview(data).cast("B")):
+        if marker in (_SOF0, _SOF1) or marker in _OTHER_FRAMES:
+            return body[5] if len(body) > 5 else 0
+    return 0
 
 
 def jpeg_orientation(data: Any) -> int:

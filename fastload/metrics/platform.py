@@ -12,7 +12,15 @@ from fastload.errors import PlatformError
 __all__ = ["ANYWHERE", "importable", "memory_file", "need_linux", "why_not_linux"]
 
 # Public names that need nothing of POSIX.
-ANYWHERE = ("ByEpoch", "CenterCrop", "DistributedSampler", "Normalize", "RandomResizedCrop", "ShardSampler")
+ANYWHERE = (
+    "ByEpoch",
+    "CenterCrop",
+    "DistributedSampler",
+    "Normalize",
+    "RandomResizedCrop",
+    "ShardSampler",
+    "fuse",
+)
 
 _MFD_CLOEXEC = 1
 

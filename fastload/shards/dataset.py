@@ -84,7 +84,7 @@ class ShardDataset(FieldsDataset):
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)
         self._form = form
-        self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint)
+        self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
         directory = None if kept_in is None else kept_in.manifests
         self._shards = ShardList(
             url,

@@ -46,10 +46,9 @@ class TarDataset(ShardDataset):
     index, id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle,
     .pth, .pt) are refused. No name in a tar ever becomes a path on this machine.
 
-    Segmentation masks are treated as ordinary images, which destroys their class numbers: palettes become
-    RGB, and fused transforms and the cache modes "shrunk" and "decoded" interpolate. For a mask, pass
-    `decode={"png": function of bytes}`, whose result stays as it is, and crop the mask together with its
-    image in a `transform` that takes the whole sample.
+    Give a segmentation mask a fused transform with interpolation="nearest" and channels=1: it is cut like its
+    image, and its class numbers stay, in every cache mode. Otherwise it is treated as an ordinary image, in
+    RGB and interpolated.
 
     Example::
 

@@ -11,7 +11,7 @@ from fastload.formats.example import Spec
 from fastload.formats.shard_index import Offsets, parse_tfrecord_index
 from fastload.formats.tfrecord import TFRecordSplitter, unframe
 from fastload.images.by_epoch import all_transforms
-from fastload.images.transforms import Crop
+from fastload.images.crop import Crop
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.record_fields import ExampleFields
 from fastload.shards.urls import Wanted

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import (
     Allocate,
     EncodedRows,
@@ -81,7 +80,7 @@ class RowBatches(_Batches):
         self._name = name
 
     def new_batch(self, n: int) -> Any | None:
-        return self._rows.new_batch(n, self._allocate if self._collation.direct else _ordinary)
+        return self._rows.new_batch(n, self._allocate if self._collation.direct else ordinary_memory)
 
     def finish(self, batch: Any, indices: list[Any]) -> Any:
         """The batch itself, or that which a user's `collate_fn` makes of its rows."""
@@ -134,7 +133,3 @@ class EncodedRowBatches(_Batches):
     def finish(self, batch: Any, indices: list[Any]) -> Any:
         with self._collation.on_host():
             return self._encoded.finish_encoded_batch(batch)
-
-
-def _ordinary(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")

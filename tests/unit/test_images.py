@@ -182,7 +182,7 @@ def test_failures_are_returned_and_the_rest_is_done(path: str) -> None:
         lambda: RandomResizedCrop(True),
         lambda: RandomResizedCrop(()),
         lambda: CenterCrop(224, resize=0),
-        lambda: CenterCrop(224, resize=(256, 256)),
+        lambda: CenterCrop(224, resize=(256, 256, 3)),
         lambda: CenterCrop(224, resize=256.0),
         lambda: CenterCrop(224, resize=True),
     ],

@@ -18,6 +18,7 @@ from fastload.errors import ArgumentError
 from fastload.images import SampleRng, decode_image, fallback, sample_seed
 from fastload.images import kernel as native
 from fastload.images.rng import TorchRng
+from tests.laws import far, kolmogorov
 from tests.photos import pillow_jpeg, psnr, scene
 
 transforms: Any = torchvision.transforms
@@ -75,7 +76,7 @@ def test_called_on_an_image_it_draws_torchvisions_boxes(shape: tuple[int, int], 
         flip = bool(torch.rand(1) < 0.5)  # RandomHorizontalFlip's draw
         torch.manual_seed(seed)
         place = transform.box_for(*shape, TorchRng())
-        assert place == ((left, top, left + width, top + height), flip, None)
+        assert place == ((left, top, left + width, top + height), flip, None, False)
 
 
 @pytest.mark.parametrize("size", [64, (40, 72), (300, 20), 1, [33]])
@@ -103,19 +104,8 @@ def test_called_on_an_image_it_gives_torchvisions_pixels(path: str, size: Any, f
         assert psnr(encoded.permute(1, 2, 0).numpy(), np.asarray(expected)) > 45
 
 
-def kolmogorov(a: Any, b: Any) -> float:
-    """The largest distance between the distribution functions of two samples."""
-    a, b = np.sort(a), np.sort(b)
-    points = np.concatenate([a, b])
-    return float(
-        np.abs(
-            np.searchsorted(a, points, "right") / len(a) - np.searchsorted(b, points, "right") / len(b)
-        ).max()
-    )
-
-
 DRAWS = 5000
-FAR = 1.95 * math.sqrt(2 / DRAWS)  # two samples of one law are that far apart once in a thousand times
+FAR = far(DRAWS)
 
 
 def features(box: Any, width: int, height: int) -> list[float]:
@@ -264,10 +254,13 @@ def test_arguments_of_torchvision_are_taken_in_its_order(bilinear: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"interpolation": "bicubic"}, "interpolation must be 'bilinear', found 'bicubic'.*any callable"),
-        ({"interpolation": transforms.InterpolationMode.NEAREST}, "interpolation must be 'bilinear'"),
-        ({"interpolation": 3}, "interpolation must be 'bilinear', found 3"),
-        ({"interpolation": None}, "interpolation must be 'bilinear', found None"),
+        ({"interpolation": "bicubic"}, "must be 'bilinear' or 'nearest', found 'bicubic'.*any callable"),
+        ({"interpolation": transforms.InterpolationMode.NEAREST_EXACT}, "must be 'bilinear' or 'nearest'"),
+        ({"interpolation": 3}, "must be 'bilinear' or 'nearest', found 3"),
+        ({"interpolation": None}, "must be 'bilinear' or 'nearest', found None"),
+        ({"interpolation": []}, r"must be 'bilinear' or 'nearest', found \[\]"),
+        ({"channels": 4}, r"channels must be 3 \(RGB\) or 1 .*, found 4"),
+        ({"channels": True}, "channels must be 3"),
         ({"antialias": False}, "antialias must be True, found False"),
         ({"antialias": "yes"}, "antialias must be True"),
     ],

@@ -1,0 +1,143 @@
+"""The images of one sample: an image and its mask are cut alike, and a cache keeps the mask as it is.
+
+The fused transforms of one sample draw the same random numbers. Where one of its images needs its own values
+(a mask), the box is drawn for the first image and scaled to the size of the others, which a cache may have
+made smaller. Images without a mask among them are views: each has a box of its own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images.by_epoch import all_transforms, first_epochs, transform_at
+from fastload.images.crop import Crop, Size
+from fastload.images.rng import TorchRng
+
+__all__ = ["KeptImages", "check_cut_alike", "fill_together", "images_kept", "transform_together"]
+
+
+@dataclass(frozen=True)
+class KeptImages:
+    """The images of a sample that a cache has to keep as they are: transforms need their own values.
+
+    Args:
+        names: of these images.
+        every: all images of a sample; then there are no names.
+    """
+
+    names: frozenset[str] = frozenset()
+    every: bool = False
+
+    def __contains__(self, name: str) -> bool:
+        return self.every or name in self.names
+
+    def __bool__(self) -> bool:
+        return self.every or bool(self.names)
+
+    def covers(self, other: KeptImages) -> bool:
+        """Whether these are all that another transform needs."""
+        return self.every or (not other.every and other.names <= self.names)
+
+    def __str__(self) -> str:
+        return "all images" if self.every else ", ".join(sorted(self.names))
+
+
+def images_kept(transform: Any) -> KeptImages:
+    """The images that a cache has to keep as they are for this transform, in all epochs."""
+    if isinstance(transform, Mapping):
+        return KeptImages(frozenset(name for name, part in transform.items() if _needs_own_values(part)))
+    return KeptImages(every=_needs_own_values(transform))
+
+
+def _needs_own_values(transform: Any) -> bool:
+    return any(isinstance(one, Crop) and one.own_values for one in all_transforms(transform))
+
+
+def check_cut_alike(transform: Any) -> None:
+    """Check that a mask and its image are cut by the same rules, in every epoch.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    if not isinstance(transform, Mapping) or not images_kept(transform):
+        return
+    for epoch in sorted({first for part in transform.values() for first in first_epochs(part)}):
+        parts = {name: transform_at(part, epoch) for name, part in transform.items()}
+        crops = {name: part for name, part in parts.items() if isinstance(part, Crop)}
+        for name, crop in crops.items():
+            first = next(iter(crops))
+            if crop.law != crops[first].law:
+                raise ArgumentError(
+                    f"transform[{first!r}] and transform[{name!r}] must cut alike, for a sample with a mask: "
+                    "give both the same scale, ratio and flip, or resize= in the same proportion; found "
+                    f"{crops[first]!r} and {crop!r}"
+                )
+
+
+def transform_together(crops: Mapping[str, Crop], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The images of one sample, transformed; each draws the same numbers from torch's global generator.
+
+    Raises:
+        DecodeError: an image cannot be decoded, or cut like the first one.
+    """
+    if len(crops) < 2:
+        return {name: crop(fields[name]) for name, crop in crops.items()}
+    made: dict[str, Any] = {}
+    first: Size | None = None
+    start = end = torch.get_rng_state()
+    for name, crop in crops.items():
+        torch.set_rng_state(start)
+        with _naming(name):
+            made[name], size = crop.draw(fields[name], TorchRng(), first)
+        if _any_mask(crops) and first is None:
+            first = size
+        if end is start or not crop.fills_rows:  # such a one may have drawn more numbers, after its box
+            end = torch.get_rng_state()
+    torch.set_rng_state(end)
+    return made
+
+
+def fill_together(
+    crops: Mapping[str, Crop],
+    batch: Mapping[str, Any],
+    rows: list[int],
+    images: Mapping[str, list[Any]],
+    seeds: list[int],
+) -> list[tuple[int, DecodeError]]:
+    """Write images into their rows of a batch; (position in `rows`, error) of those that failed.
+
+    Args:
+        images: name -> the encoded images of `rows`.
+        seeds: one for each row, from which all its images are drawn.
+    """
+    bad: dict[int, DecodeError] = {}
+    sizes: list[Size | None] | None = [None] * len(rows) if len(crops) > 1 and _any_mask(crops) else None
+    for name, encoded in images.items():
+        for at, error in crops[name].fill_rows(batch[name].numpy(), rows, encoded, seeds, sizes):
+            if len(crops) > 1:
+                _name(error, name)
+            bad.setdefault(at, error)
+    return sorted(bad.items())
+
+
+def _any_mask(crops: Mapping[str, Crop]) -> bool:
+    return any(crop.own_values for crop in crops.values())
+
+
+def _name(error: DecodeError, name: str) -> None:
+    error.message = f"image {name!r}: {error.message}"
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except DecodeError as error:
+        _name(error, name)
+        raise

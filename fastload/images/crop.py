@@ -1,0 +1,312 @@
+"""What the fused transforms share: decode, crop, resize and flip in one pass over the pixels.
+
+Geometry is torchvision's, in pixels of the full-resolution image; the result is uint8, RGB or the image's own
+single channel. Where `transform` is one of these, only the part of a JPEG that the crop needs is decoded, at
+the smallest scale that has enough pixels, straight into the caller's memory. Nearest neighbour, for masks,
+takes its pixels from the whole decoded image. An EXIF orientation is not applied, as in torchvision's default
+loader.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images.arguments import check_channels, check_size
+from fastload.images.decode import MAX_PIXELS, open_image
+from fastload.images.kernel import Item, Pixels, Source, active
+from fastload.images.masks import nearest, open_grey, open_values, own_channel
+from fastload.images.rng import Rng, SampleRng, TorchRng
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Crop", "CropBox", "Size"]
+
+Box = tuple[float, float, float, float]
+Size = tuple[int, int]  # (width, height) of an image
+
+
+class CropBox(NamedTuple):
+    """Where the pixels of a result come from.
+
+    Attributes:
+        box: (x0, y0, x1, y1) to resize, in pixels of the full-resolution image.
+        flip: whether to flip the result horizontally.
+        inner: (top, left, height, width) of the part of the result that the box fills; the rest is black.
+            None: the box fills all of it.
+        turn: whether to flip it vertically too.
+    """
+
+    box: Box
+    flip: bool = False
+    inner: tuple[int, int, int, int] | None = None
+    turn: bool = False
+
+
+class Crop(ABC):
+    """The base of both crops; a subclass chooses the box.
+
+    Attributes:
+        sample_shape: (channels, H, W), or (H, W, channels) with channels_last.
+        clamp: True leaves pixels outside the box out of the filter (crop, then resize); False includes them
+            (resize, then crop).
+        fills_rows: whether all results have `sample_shape`, so that they can be written into a batch; where
+            not, a dataset calls the transform with each encoded image.
+    """
+
+    clamp: bool
+    fills_rows = True
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        *,
+        interpolation: str = "bilinear",
+        channels: int = 3,
+        channels_last: bool,
+        max_pixels: int,
+        strict: bool,
+    ) -> None:
+        self.height, self.width = check_size(size)
+        self.interpolation = interpolation
+        self.channels = check_channels(channels)
+        self.channels_last = channels_last
+        if not isinstance(max_pixels, int) or max_pixels < 1:
+            raise ArgumentError(f"max_pixels must be a positive integer, not {max_pixels!r}")
+        self.max_pixels = max_pixels
+        self.strict = strict
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int]:
+        return self.shape_of(self.height, self.width)
+
+    def shape_of(self, height: int, width: int) -> tuple[int, int, int]:
+        """The shape of a result of that size."""
+        return (height, width, self.channels) if self.channels_last else (self.channels, height, width)
+
+    def result_size(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) of the result for an image of that size."""
+        return self.height, self.width
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result: uint8."""
+        import torch
+
+        return torch.uint8
+
+    @property
+    def own_values(self) -> bool:
+        """Whether it needs the values of the image itself, not those of a smaller or re-encoded copy."""
+        return self.interpolation == "nearest" or self.channels == 1
+
+    @property
+    def runs_on_device(self) -> bool:
+        """Whether a decoder on the device does the same."""
+        return not self.own_values
+
+    @property
+    @abstractmethod
+    def law(self) -> tuple[Any, ...]:
+        """What decides which part of an image is taken: equal where two transforms cut alike."""
+
+    @abstractmethod
+    def box_for(self, width: int, height: int, rng: Rng) -> CropBox:
+        """Choose the box for an image of that size."""
+
+    def scaled_box(self, width: int, height: int, first: Size, rng: Rng) -> CropBox:
+        """The box for an image of that size which is cut like one of size `first`, with its proportions."""
+        chosen = self.box_for(*first, rng)
+        across, down = width / first[0], height / first[1]
+        x0, y0, x1, y1 = chosen.box
+        return chosen._replace(box=(x0 * across, y0 * down, x1 * across, y1 * down))
+
+    def fill(
+        self,
+        out: np.ndarray[Any, Any],
+        images: Sequence[Source],
+        seeds: Sequence[int],
+        sizes: list[Size | None] | None = None,
+    ) -> list[tuple[int, DecodeError]]:
+        """Transform a batch into memory that the caller owns.
+
+        One call of the kernel, without the GIL, decodes all JPEGs but the padded ones; those follow.
+
+        Args:
+            out: `(n, *sample_shape)` uint8, C-contiguous and writable. Rows of failed images are undefined.
+            images: n encoded images (anything with the buffer protocol) or decoded (H, W, channels) uint8
+                arrays.
+            seeds: n integers; everything random about image k is a function of seeds[k] and its size.
+            sizes: for samples of several images, n entries: None for the first image, whose (width, height)
+                is put there; the others are then cut like the first one.
+
+        Returns:
+            (k, error) of the images that failed, in order of k.
+        """
+        expected = (len(images), *self.sample_shape)
+        if out.shape != expected or out.dtype != np.uint8 or not out.flags.c_contiguous:
+            raise ArgumentError(
+                f"out must be a C-contiguous uint8 array of shape {expected}, not {out.dtype} {out.shape}"
+            )
+        failures: dict[int, DecodeError] = {}
+        items: list[Item] = []
+        for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
+            try:
+                first = None if sizes is None else sizes[k]
+                source, width, height, chosen = self.choose_box(image, SampleRng(seed), first)
+                if sizes is not None and first is None:
+                    sizes[k] = width, height
+                encoded = source is image or isinstance(source, memoryview)
+                if encoded and chosen[2:] == (None, False) and self.interpolation == "bilinear":
+                    items.append((k, source, *chosen.box, chosen.flip))
+                else:  # already decoded (a PNG, say): used at once, so that only one such image is in memory
+                    self.render_one(out[k], source, chosen)
+            except DecodeError as error:
+                failures[k] = error
+        failures.update(self.render(out, items))
+        return sorted(failures.items())
+
+    def __call__(self, image: Any) -> torch.Tensor:
+        """Transform one image: a PIL image, the bytes of a file, or an (H, W, channels) uint8 array.
+
+        Returns:
+            Tensor of `sample_shape`, uint8. Randomness comes from torch's global generator, in torchvision's
+            order of draws.
+
+        Raises:
+            DecodeError: the image cannot be decoded.
+        """
+        return self.draw(image, TorchRng())[0]
+
+    def draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[torch.Tensor, Size]:
+        """Transform one image; (result, size of the image). `first`: as in `choose_box`."""
+        import torch
+
+        out, size = self._pixels(image, rng, first)
+        return torch.from_numpy(out), size
+
+    def _pixels(self, image: Any, rng: Rng, first: Size | None) -> tuple[Pixels, Size]:
+        if hasattr(image, "convert"):
+            image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
+        source, width, height, chosen = self.choose_box(image, rng, first)
+        out = np.empty(self.shape_of(*self.result_size(width, height)), np.uint8)
+        self.render_one(out, source, chosen)
+        return out, (width, height)
+
+    def choose_box(
+        self, image: Source, rng: Rng, first: Size | None = None
+    ) -> tuple[Source, int, int, CropBox]:
+        """Choose where to cut an image. A JPEG is not decoded for it: its header has the size.
+
+        Args:
+            first: the size of the first image of its sample, for which the box is drawn; it is scaled to the
+                size of this image.
+
+        Returns:
+            (source, width, height, box): the JPEG's bytes, or decoded pixels for other formats and for
+            nearest neighbour; the size of the full image; the source of the result's pixels.
+
+        Raises:
+            DecodeError: not an image, a damaged header, cut (if `strict`), or too large; not of one channel,
+                or of other proportions than the first image.
+        """
+        if self.interpolation == "nearest":
+            source: Source = open_values(image, self.channels, self.max_pixels, self.strict)
+            height, width = source.shape[:2]
+        else:
+            open_source = open_image if self.channels == 3 else open_grey
+            source, width, height = open_source(image, self.max_pixels, self.strict)
+        if first is None or first == (width, height):
+            return source, width, height, self.box_for(width, height, rng)
+        if abs(width * first[1] - height * first[0]) > max(width, height, *first):  # a pixel, where rounded
+            raise DecodeError(
+                f"it has {width} x {height} pixels, and the first image of its sample {first[0]} x "
+                f"{first[1]}: images that are cut alike must have the same proportions"
+            )
+        return source, width, height, self.scaled_box(width, height, first, rng)
+
+    def fill_rows(
+        self,
+        images: NDArray[Any],
+        rows: list[int],
+        sources: Sequence[Source],
+        seeds: Sequence[int],
+        sizes: list[Size | None] | None = None,
+    ) -> list[tuple[int, DecodeError]]:
+        """`fill` for some rows of a batch; (position in `rows`, error) of those that failed.
+
+        Args:
+            images: (n, *sample_shape) of `dtype`, the whole batch.
+        """
+        if not rows:
+            return []
+        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        out = images[rows[0] : rows[0] + len(rows)] if adjacent else images[rows]
+        failures = self.fill(out, sources, seeds, sizes)
+        if not adjacent:
+            images[rows] = out
+        return failures
+
+    def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
+        """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""
+        grey = self.channels == 1
+        size = out.shape[1:3] if self.channels_last else out.shape[2:4]
+        into = np.empty((len(out), 3, *size), np.uint8) if grey else out
+        failures = active().crop_resize(
+            into, items, self.channels_last and not grey, self.clamp, self.max_pixels, self.strict
+        )
+        if grey:  # the kernel makes RGB of it, with three equal channels
+            written = [item[0] for item in items]
+            out[written] = into[written, 0, ..., None] if self.channels_last else into[written, :1]
+        return [(row, DecodeError(reason)) for row, reason in failures]
+
+    def render_one(self, out: np.ndarray[Any, Any], source: Source, chosen: CropBox) -> None:
+        """Decode, crop and resize one image into `out`; the frame around `inner` is black.
+
+        Raises:
+            DecodeError: the image cannot be decoded.
+        """
+        box = out
+        height, width = out.shape[:2] if self.channels_last else out.shape[1:]
+        if chosen.inner is not None:
+            top, left, height, width = chosen.inner
+            rows, columns = slice(top, top + height), slice(left, left + width)
+            box = np.empty(self.shape_of(height, width), np.uint8)
+        if self.interpolation == "nearest":
+            self._take_nearest(box, source, chosen, height, width)
+        else:
+            for _, error in self.render(box[None], [(0, source, *chosen.box, chosen.flip)]):
+                raise error
+        if chosen.turn:
+            box[:] = np.flip(box, 0 if self.channels_last else 1).copy()
+        if chosen.inner is not None:
+            out[:] = 0
+            out[(rows, columns) if self.channels_last else (slice(None), rows, columns)] = box
+
+    def _take_nearest(
+        self, out: np.ndarray[Any, Any], source: Pixels, chosen: CropBox, height: int, width: int
+    ) -> None:
+        rows, columns = self._nearest(source.shape[1], source.shape[0], chosen, height, width)
+        pixels = source.take(rows, 0).take(columns[::-1] if chosen.flip else columns, 1)
+        out[:] = pixels if self.channels_last else pixels.transpose(2, 0, 1)
+
+    def _nearest(
+        self, image_width: int, image_height: int, chosen: CropBox, height: int, width: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows and columns of an image that a result of `height` and `width` consists of."""
+        x0, y0, x1, y1 = chosen.box
+        return nearest(y0, y1, height), nearest(x0, x1, width)
+
+    def _options(self) -> str:
+        """The arguments of both crops that `repr` shows, because they differ from their defaults."""
+        shown = f", interpolation={self.interpolation!r}" if self.interpolation != "bilinear" else ""
+        shown += f", channels={self.channels}" if self.channels != 3 else ""
+        shown += f", channels_last={self.channels_last}" if self.channels_last else ""
+        shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
+        return shown + ("" if self.strict else ", strict=False")
