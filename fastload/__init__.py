@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastload.loader.watch import watch
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
+    from fastload.shards.tokens import TokenDataset
     from fastload.store import open_store
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
@@ -45,6 +46,7 @@ _HOME = {
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",
+    "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
     "fuse": "fastload.images.fuse",
     "open_store": "fastload.store",
@@ -67,6 +69,7 @@ __all__ = [
     "TFRecordDataset",
     "TableDataset",
     "TarDataset",
+    "TokenDataset",
     "__version__",
     "cached",
     "fuse",

@@ -48,7 +48,7 @@ class TableDataset(FieldsDataset):
         from fastload import DataLoader, File, RandomResizedCrop, TableDataset
 
         dataset = TableDataset(
-            "labels.csv",
+            "s3://bucket/labels.csv",  # image,label
             (File("image"), "label"),
             url="s3://bucket/train",
             transform=RandomResizedCrop(224, flip=0.5),

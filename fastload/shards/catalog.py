@@ -152,6 +152,11 @@ class ShardList:
             raise ArgumentError(f"index={index!r} holds no index file of any of the {len(self)} shards")
         return indexes
 
+    def heads(self, shards: Sequence[int], most: int) -> list[bytes]:
+        """The first `most` bytes of each of these shards, by one request each."""
+        objects = [(self[shard].key, self[shard].version, self[shard].size) for shard in shards]
+        return _read_all(self.store, objects, most)
+
     def _find(self, named: Named) -> tuple[Store, Manifest]:
         """The objects below a prefix; if there is nothing below it, the one file of that name."""
         store = open_store(named.root, **self._options)
@@ -171,9 +176,8 @@ class ShardList:
         """Those that are not compressed: an index file counts the bytes of the plain file."""
         if self._compressed is not None:
             return [] if self._compressed else shards
-        heads = [(self[shard].key, self[shard].version, self[shard].size) for shard in shards]
-        bodies = _read_all(self.store, heads, most=HEAD)
-        return [shard for shard, head in zip(shards, bodies, strict=True) if not is_compressed(head)]
+        heads = self.heads(shards, HEAD)
+        return [shard for shard, head in zip(shards, heads, strict=True) if not is_compressed(head)]
 
     def _list(self, store: Store, named: Named) -> Manifest:
         return Manifest.open(

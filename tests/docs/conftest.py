@@ -2,7 +2,8 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
-and spectra/*.bin, 32 float32 numbers each.
+labels.csv, the keys and labels (0, 1) of train/; spectra/*.bin, 32 float32 numbers each;
+and corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from fastload.demo.s3_server import delay_proxy, serve_s3
@@ -48,10 +50,22 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record_writer.close()
         (root / "shards" / f"train-{shard:05d}.tar").write_bytes(tar.getvalue())
         (root / "shards" / f"train-{shard:05d}.tfrecord").write_bytes(records.getvalue())
+    labels = [f"{('cat', 'dog')[n % 2]}/{n:04d}.jpg,{n % 2}" for n in range(24)]
+    (root / "labels.csv").write_text("\n".join(["image,label", *labels]))
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
+    (root / "corpus").mkdir()
+    for number, tokens in enumerate(np.split(documents(10_000), [6_001])):
+        tokens.tofile(root / "corpus" / f"{number:03d}.bin")
     return root
+
+
+def documents(count: int) -> npt.NDArray[np.uint16]:
+    """Tokens in a circle, so that a model can learn the next one; every 90th or so ends a document."""
+    tokens = np.arange(count) * 7 % 255 + 1
+    tokens[89::90] = tokens[-1] = 0
+    return tokens.astype(np.uint16)
 
 
 def photo(number: int) -> bytes:

@@ -52,6 +52,7 @@ SAME_SUBJECT = {
     "index.py",
     "cache.py",
     "warm.py",
+    "tokens.py",
     "__init__.py",
     "__main__.py",
 }

@@ -1,0 +1,360 @@
+"""Tokens in large binary objects as a dataset: samples of a fixed number of tokens, read by ranges.
+
+    objects laid end to end:   |-------- a.bin --------|------ b.bin ------|--- c.bin ---|
+    samples of `block` tokens: |-- 0 --|-- 1 --|-- 2 --|-- 3 --|-- 4 --|-- 5 --|-- 6 --|  rest
+
+A record of the cache is a sample. Rejected: larger pieces, such as aligned ones of 1 MiB. In random order the
+samples of a piece are wanted thousands of batches apart, so the first of them would wait for 512 times the
+bytes that it needs, and a cache that cannot hold the corpus would read these in vain in every epoch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastload.cache import Cache, as_cache
+from fastload.datasets.base import StoreDataset
+from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.protocols import Allocate, RowErrors
+from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
+from fastload.formats.tokens import HEAD, TokenHeader, has_header, header_of
+from fastload.shards.catalog import ShardList
+from fastload.shards.reader import Shard
+from fastload.shards.record_source import record_name
+from fastload.shards.urls import Wanted
+from fastload.store.base import Buffer
+from fastload.store.retry import Wait
+
+__all__ = ["TokenDataset"]
+
+# The objects below a prefix that hold tokens.
+_NAMES = Wanted(
+    r".*\.(?:bin|npy)",
+    "named .bin or .npy. Name others with a glob or a list, such as url='s3://bucket/corpus/*.u16'",
+)
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+_MIXED = (
+    "it begins with a header, and other objects of the dataset have none: make one dataset of each kind, and "
+    "join them with torch.utils.data.ConcatDataset"
+)
+_KEY = "tokens-1"  # raise the number when the same bytes would be kept as something else
+
+
+class TokenDataset(StoreDataset):
+    """Samples of `block` tokens each, cut from large objects without padding, read at random by ranges.
+
+    The objects hold token numbers of one integer type, one after the other: raw files, as nanoGPT, Megatron
+    and OLMo write them; `.npy` files; and files with the header of llm.c. The first bytes tell which. In the
+    order of their keys they are laid end to end, so a sample may begin in one object and end in the next.
+    Sample i has the tokens from `i * block` on. What is left at the end is smaller than a sample and not
+    used: `tokens - (len(dataset) * block + overlap)` tokens.
+
+    It is a map-style dataset: shuffled exactly, by any sampler. A sample that the cache does not have costs
+    one request, and one more for each object that it continues in.
+
+    Example::
+
+        from fastload import DataLoader, TokenDataset
+
+        dataset = TokenDataset("s3://bucket/corpus", "uint16", block=64, overlap=1)
+        for batch in DataLoader(dataset, batch_size=32, shuffle=True, num_workers=8):
+            inputs, targets = batch[:, :-1], batch[:, 1:]  # int64 (32, 64) both, of a batch (32, 65)
+
+    Args:
+        url: a prefix (all objects below it that are named .bin or .npy), one object, `{000..099}`, a glob, or
+            a list of these: any fsspec URL or path.
+        dtype: of the tokens as they are stored: any integer type of numpy that fits into int64, such as
+            "uint16", or ">u2" for big-endian.
+        block: tokens from the beginning of one sample to that of the next, at least 1.
+        overlap: tokens of the next sample that a sample has too, so that it has `block + overlap` tokens.
+            With 1, all tokens but the first are a target once.
+        cache: a `Cache` in mode "raw", or a directory for one; filled during the first epoch.
+        storage_options: for `open_store`.
+        refresh: list the URL again although the cache has an earlier listing.
+
+    Attributes:
+        tokens: in all objects.
+
+    Raises:
+        ArgumentError: of an argument; or an object does not hold whole tokens of `dtype`, is cut, or is
+            compressed; or all objects together hold less than one sample.
+        DecodeError: the header of an object cannot be read.
+        NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
+    """
+
+    settled: ClassVar[frozenset[str]] = StoreDataset.settled | {"dtype", "block", "overlap"}
+    computed: ClassVar[dict[str, str]] = {"tokens": "it is the number of tokens in the objects of url"}
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        dtype: npt.DTypeLike,
+        block: int,
+        *,
+        overlap: int = 0,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        super().__init__(url, None)
+        self.dtype = _checked_dtype(dtype)
+        _check_number("block", block, 1)
+        _check_number("overlap", overlap, 0)
+        self.block, self.overlap = block, overlap
+        kept_in = as_cache(cache)
+        self._step = PrepareStep(kept_in, None)
+        if self._step.mode != "raw":
+            raise ArgumentError(f"cache mode {self._step.mode!r} is for images: tokens need mode 'raw'")
+        shards = ShardList(
+            url,
+            _NAMES,
+            compression="",
+            directory=None if kept_in is None else kept_in.manifests,
+            refresh=refresh,
+            storage_options=storage_options or {},
+        )
+        self.cache = kept_in if shards.cacheable else None  # a warning has said why
+        self._corpus = _Corpus(shards, self.dtype, self.block, self.overlap)
+        if not self._corpus.samples:
+            raise ArgumentError(
+                f"{shards.store.url!r} has {self.tokens:,} tokens of type {self.dtype}, and a sample has "
+                f"{self._corpus.length:,} (block={block}, overlap={overlap}): give a smaller block="
+            )
+
+    @property
+    def tokens(self) -> int:
+        return self._corpus.tokens
+
+    def __len__(self) -> int:
+        return self._corpus.samples
+
+    def __repr__(self) -> str:
+        corpus = self._corpus
+        samples = f"{corpus.samples:,} samples of {corpus.length:,} tokens"
+        cache = "" if self.cache is None else f", cache={self.cache!r}"
+        where = f"{corpus.shards.store.url!r}, {len(corpus.shards):,} objects"
+        return f"{type(self).__name__}({where}, {samples}{cache})"
+
+    # --- RowDataset
+
+    def new_batch(self, n: int, allocate: Allocate) -> torch.Tensor:
+        return allocate((n, self._corpus.length), torch.int64)
+
+    def sample(self, batch: Any, row: int) -> Any:
+        return batch[row]
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        batch[target].copy_(batch[source])
+
+    # --- what `StoreDataset` asks for
+
+    def _source(self) -> _TokenSource:
+        return _TokenSource(self._corpus, self._cache_key)
+
+    def _record(self, index: int) -> int:
+        index = operator.index(index)  # two tensors of one number are not one key
+        n = self._corpus.samples
+        if not -n <= index < n:
+            raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
+        return index % n
+
+    def _name(self, record: int) -> str:
+        return self._corpus.name(record)
+
+    def _cache_key(self, record: int) -> bytes:
+        assert self.cache is not None
+        return self.cache.key(_KEY, *self._corpus.key(record))
+
+    def _sample(self, value: Any) -> torch.Tensor:
+        return torch.from_numpy(np.frombuffer(value, self.dtype).astype(np.int64))
+
+    def _fill_rows(
+        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
+    ) -> RowErrors:
+        with self.counters.timed("decode"):
+            tokens = batch.numpy()
+            for row, value in zip(rows, values, strict=True):
+                tokens[row] = np.frombuffer(value, self.dtype)
+        return []
+
+
+class _Piece(NamedTuple):
+    """The bytes [start, stop) of an object."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+class _Corpus:
+    """Objects of tokens, laid end to end and cut into samples.
+
+    Attributes:
+        shards: the objects.
+        tokens: in all of them.
+        length: tokens of a sample.
+        samples: their number.
+    """
+
+    def __init__(self, shards: ShardList, dtype: np.dtype[Any], block: int, overlap: int) -> None:
+        self.shards = shards
+        self.length = block + overlap
+        self.bytes_per_sample = self.length * dtype.itemsize
+        self._block, self._itemsize = block, dtype.itemsize
+        # Of each object: the bytes before its tokens, and the number of its first token; one more at the end.
+        skipped, counts = _measure(shards, dtype)
+        self._skipped = np.array(skipped, dtype=np.int64)
+        self._firsts = np.cumsum([0, *counts], dtype=np.int64)
+        self.tokens = int(self._firsts[-1])
+        self.samples = max(0, self.tokens - overlap) // block
+
+    def pieces(self, sample: int) -> list[_Piece]:
+        """Where the tokens of a sample are, in order."""
+        first, missing = sample * self._block, self.length
+        shard = int(np.searchsorted(self._firsts, first, side="right")) - 1
+        pieces = []
+        while missing:
+            taken = min(missing, int(self._firsts[shard + 1]) - first)
+            if taken:
+                start = int(self._skipped[shard]) + (first - int(self._firsts[shard])) * self._itemsize
+                pieces.append(_Piece(shard, start, start + taken * self._itemsize))
+            first, missing, shard = first + taken, missing - taken, shard + 1
+        return pieces
+
+    def name(self, sample: int) -> str:
+        """A sample in error messages: where it begins."""
+        first = self.pieces(sample)[0]
+        return record_name(self.shards[first.shard].key, first.start)
+
+    def key(self, sample: int) -> list[str]:
+        """What tells the bytes of a sample from all others."""
+        parts = [self.shards.store.identity]
+        for number, start, stop in self.pieces(sample):
+            shard = self.shards[number]
+            parts += [shard.key, shard.version, str(start), str(stop)]
+        return parts
+
+
+class _TokenSource:
+    """See `Source`. A sample is read by ranges.
+
+    Args:
+        corpus: the samples.
+        key: sample -> cache key.
+    """
+
+    def __init__(self, corpus: _Corpus, key: Callable[[int], bytes]) -> None:
+        self.store = corpus.shards.store
+        self._corpus = corpus
+        self._key = key
+
+    def name(self, index: int) -> str:
+        return self._corpus.name(index)
+
+    def size(self, index: int) -> int:
+        return self._corpus.bytes_per_sample
+
+    def cache_key(self, index: int) -> bytes:
+        return self._key(index)
+
+    def ranges(self, index: int) -> list[tuple[int, int]]:
+        return []
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        # Pieces one after the other: only the last sample of an object has two, as a rule.
+        bodies = [self._read_piece(piece, wait) for piece in self._corpus.pieces(index)]
+        return bodies[0] if len(bodies) == 1 else b"".join(bodies)
+
+    def read_part(self, index: int, start: int, stop: int, wait: Wait) -> Buffer:
+        raise NotImplementedError  # `ranges` offers none
+
+    def refresh(self, index: int, error: ObjectChangedError, wait: Wait) -> None:
+        raise error  # an object of another size moves all samples behind it
+
+    def _read_piece(self, piece: _Piece, wait: Wait) -> Buffer:
+        key, _, version, _ = self._corpus.shards[piece.shard]
+        body = self.store.read_range(key, piece.start, piece.stop, version, wait=wait)
+        if piece.start == 0 and has_header(memoryview(body)):
+            raise DecodeError(_MIXED, key=key)
+        return body
+
+
+def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[int]]:
+    """(bytes before the tokens, number of tokens) of each object.
+
+    The first object tells whether objects have headers. If so, those of all are read; if not, nothing is read
+    of the others.
+
+    Raises:
+        ArgumentError, DecodeError: as `TokenDataset`.
+    """
+    objects = [shards[number] for number in range(len(shards))]
+    for key, *_ in objects:
+        if key.lower().endswith(_COMPRESSED):
+            raise ArgumentError(f"{key!r} is compressed, and tokens are read at random: store them plain")
+    some = next((number for number, shard in enumerate(objects) if shard.size), 0)
+    (head,) = shards.heads([some], HEAD)
+    if _header(objects[some].key, head) is None:
+        return [0] * len(objects), [_whole(shard, shard.size, dtype) for shard in objects]
+    heads = shards.heads(range(len(objects)), HEAD)
+    skipped, counts = [], []
+    for shard, head in zip(objects, heads, strict=True):
+        header = _header(shard.key, head)
+        if header is None:
+            raise DecodeError(_MIXED, key=objects[some].key)
+        if header.dtype != dtype:
+            raise ArgumentError(
+                f"{shard.key!r} has tokens of type {header.dtype}, as its header says: give "
+                f"dtype={header.dtype.str!r} in place of {dtype.str!r}"
+            )
+        found = _whole(shard, shard.size - header.size, dtype)
+        if found != header.tokens:
+            raise ArgumentError(
+                f"{shard.key!r} has {found:,} tokens, and its header says {header.tokens:,}: upload the "
+                "object again if it was cut"
+            )
+        skipped.append(header.size)
+        counts.append(found)
+    return skipped, counts
+
+
+def _header(key: str, head: bytes) -> TokenHeader | None:
+    try:
+        return header_of(head)
+    except DecodeError as error:
+        error.key = key
+        raise
+
+
+def _whole(shard: Shard, size: int, dtype: np.dtype[Any]) -> int:
+    """The number of tokens in `size` bytes of an object."""
+    if size < 0 or size % dtype.itemsize:
+        raise ArgumentError(
+            f"{shard.key!r} has {size:,} bytes of tokens, no whole number of type {dtype}: give another "
+            "dtype=, or upload the object again if it was cut"
+        )
+    return size // dtype.itemsize
+
+
+def _checked_dtype(value: Any) -> np.dtype[Any]:
+    with suppress(TypeError):
+        dtype: np.dtype[Any] = np.dtype(value)
+        if value is not None and dtype.kind in "iu" and np.can_cast(dtype, np.int64):
+            return dtype
+    raise ArgumentError(
+        "dtype must be an integer type of numpy that fits into int64, such as 'uint16' or '>u2', found "
+        f"{value!r}"
+    )
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(f"{name} must be a whole number >= {least}, found {value!r}")
