@@ -12,13 +12,16 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.cache_forecast import Forecaster
+from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_files import FilePrepareStep, Picture
-from fastload.datasets.protocols import Allocate, current_reader
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields
@@ -31,6 +34,9 @@ from fastload.images.crop import Crop
 from fastload.store import open_store
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from fastload.datasets.table_columns import TableColumns  # needs pyarrow
 
 __all__ = ["TableDataset"]
 
@@ -209,9 +215,30 @@ class TableDataset(FieldsDataset):
             prefetcher.cancel([one for index in indices for one in self._objects(self._record(index))])
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        if not self._files and self._transform is None:  # numbers and texts need no sample objects either
-            return self._maker.new_batch(n, allocate)
-        return super().new_batch(n, allocate)
+        if self._flat is None:
+            return super().new_batch(n, allocate)
+        return None if allocate is ordinary_memory else self._flat.new_batch(n, allocate)
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        if self._flat is None:
+            return super().fill(batch, todo, seed, epoch)
+        self._flat.fill(batch, [row for row, _ in todo], [self._record(index) for _, index in todo])
+        self.counters.add("decode.samples", len(todo))
+        return []
+
+    def sample(self, batch: Any, row: int) -> Any:
+        if self._flat is None:
+            return super().sample(batch, row)
+        values = {name: column[row] for name, column in batch.items()}
+        numbers = {name: one.item() for name, one in values.items() if isinstance(one, torch.Tensor)}
+        return self._shape.sample(values | numbers)
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        if self._flat is None:
+            super().copy_row(batch, target, source)
+            return
+        for column in batch.values():
+            copy_value(column, target, source)
 
     # --- what `StoreDataset` and `FieldsDataset` ask for
 
@@ -283,6 +310,14 @@ class TableDataset(FieldsDataset):
                 value = value.source
             row[leaf.name] = value
         return row
+
+    @property
+    def _flat(self) -> TableColumns | None:
+        """The columns, where they alone make the samples: a batch is then written column by column."""
+        flat = (
+            not self._files and self._transform is None and self._columns is not None and self._columns.flat
+        )
+        return self._columns if flat else None
 
     # --- objects
 

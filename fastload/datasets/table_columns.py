@@ -7,13 +7,15 @@ once for all processes of a node.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 
 from fastload.datasets.arrow_values import check_type, to_python
+from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError
 from fastload.store.shared_file import SharedFile
 
@@ -25,13 +27,18 @@ class TableColumns:
 
     Args:
         file: as `TableColumns.of` wrote it.
+
+    Attributes:
+        flat: no column has lists or structs, so that `fill` can write rows of a batch.
     """
 
     def __init__(self, file: SharedFile) -> None:
         self._file = file
         table = mapped_table(file)
         self._count: int = table.num_rows
-        self._value_of = {name: _reader(table[name].chunk(0)) for name in table.column_names}
+        self._columns = {name: table[name].chunk(0) for name in table.column_names}
+        self._value_of = {name: _reader(column) for name, column in self._columns.items()}
+        self.flat = not any(pa.types.is_nested(column.type) for column in self._columns.values())
 
     @classmethod
     def of(cls, table: Any) -> TableColumns:
@@ -50,6 +57,24 @@ class TableColumns:
         """The values of a row, as `arrow_values.to_python` makes them."""
         return {name: value_of(row) for name, value_of in self._value_of.items()}
 
+    def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
+        """An empty batch of `n` rows: a tensor for each column of numbers, a list for each other one."""
+        dtypes = {name: _dtype(column.type) for name, column in self._columns.items()}
+        return {
+            name: [None] * n if dtype is None else allocate((n,), dtype) for name, dtype in dtypes.items()
+        }
+
+    def fill(self, batch: Mapping[str, Any], rows: list[int], records: list[int]) -> None:
+        """Write rows of the table into rows of a batch."""
+        chosen = pa.array(records, pa.int64())
+        for name, column in self._columns.items():
+            values, target = column.take(chosen), batch[name]
+            if isinstance(target, list):
+                for row, value in zip(rows, values.to_pylist(), strict=True):
+                    target[row] = value
+            else:
+                target.numpy()[rows] = values.to_numpy(zero_copy_only=False)
+
     def __fingerprint__(self) -> bytes:
         return bytes(self._file.map)
 
@@ -58,6 +83,16 @@ class TableColumns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TableColumns, (self._file,)
+
+
+def _dtype(kind: Any) -> torch.dtype | None:
+    """That of `default_collate` for values of this type; None if it makes no tensor of them."""
+    types = pa.types
+    if types.is_boolean(kind):
+        return torch.bool
+    if types.is_floating(kind):
+        return torch.float64
+    return torch.int64 if types.is_integer(kind) else None
 
 
 def write_table(descriptor: int, table: Any) -> None:
@@ -93,10 +128,22 @@ def _storable(name: str, column: Any) -> Any:
     # One array has at most 2 GiB of text, unless its offsets have 64 bits.
     if pa.types.is_string(kind) or pa.types.is_string_view(kind):
         column = column.cast(pa.large_string())
+    elif pa.types.is_uint64(kind):
+        column = _signed(name, column)
     elif pa.types.is_binary(kind) or pa.types.is_binary_view(kind):
         column = column.cast(pa.large_binary())
     whole = pa.concat_arrays(column.chunks)
     return _regular(whole)
+
+
+def _signed(name: str, column: Any) -> Any:
+    try:
+        return column.cast(pa.int64())
+    except pa.ArrowInvalid as error:
+        raise ArgumentError(
+            f"column {name!r} of the table has numbers that torch's int64 cannot hold: write them as text "
+            f"({error})"
+        ) from None
 
 
 def _null_row(column: Any) -> int | None:

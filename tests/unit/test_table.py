@@ -229,6 +229,23 @@ def test_tables_without_objects_need_no_store(table: Any, fields: Any) -> None:
     assert found.key(3) == "row 3"
     [batch] = DataLoader(found, batch_size=N)
     assert repr(batch) == repr(default_collate([found[index] for index in range(N)]))
+    [listed] = DataLoader(found, batch_size=N, collate_fn=list)
+    assert listed == [found[index] for index in range(N)]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "uint64", "float16", "float32", "float64", "S3"])
+def test_columns_of_every_type_make_the_batch_of_their_samples(table: Any, dtype: str) -> None:
+    found = table({"a": "a"}, {"a": np.arange(N).astype(dtype)})
+    [batch] = DataLoader(found, batch_size=N)
+    assert repr(batch) == repr(default_collate([found[index] for index in range(N)]))
+
+
+def test_index_outside_of_the_table_is_an_error(table: Any) -> None:
+    found = table("label")
+    assert found[-1] == found[N - 1] == ROWS[-1]["label"]
+    for read in (lambda: found[N], lambda: list(DataLoader(found, batch_sampler=[[0, N]]))):
+        with pytest.raises(IndexError, match="index 12 is out of range for the 12 rows of the table"):
+            read()
 
 
 def test_rows_equal_those_of_an_image_folder(tmp_path: Path, table: Any) -> None:
@@ -496,6 +513,7 @@ def test_file_without_a_column_is_refused(column: Any, message: str) -> None:
         ([{"y": 1}, {"y": "a"}], "column 'y' of the table has values of no one type"),
         ([], "the table has no rows"),
         (7, "table must be the path or URL of a file.*found a int"),
+        ({"y": np.array([2**63], np.uint64)}, "numbers that torch's int64 cannot hold"),
         ({"y": np.array(["2020-01-01"], "datetime64[s]")}, r"column 'y' is timestamp"),
         ({"z": [1]}, "the table has 'z'"),
         (pa.table([[1], [2]], names=["y", "y"]), "has 2 columns 'y'"),
