@@ -117,10 +117,14 @@ class TableDataset(FieldsDataset):
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)
         ]
-        if not self._files and (self.url or kept_in is not None):
+        of_objects = {"url": self.url, "cache": kept_in}
+        if not isinstance(table, str | os.PathLike):
+            of_objects["storage_options"] = storage_options
+        given = [name for name, value in of_objects.items() if value]
+        if given and not self._files:
             raise ArgumentError(
-                f"{'url' if self.url else 'cache'}= is for objects, and fields has none: write File('image') "
-                "for the objects that the column 'image' names"
+                f"{given[0]}= is for objects, and fields has none: write File('image') for the objects that "
+                "the column 'image' names"
             )
         self.transform = transform
         self._read(table, storage_options or {}, None if kept_in is None else kept_in.manifests, refresh)
@@ -139,7 +143,9 @@ class TableDataset(FieldsDataset):
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
         named = {column for leaf in self._files for column in leaf.file.columns}
-        found = read_table(table, sorted(named | set(values.values())), named, options)
+        table_is_remote = isinstance(table, str) and "://" in table
+        of_table = options if table_is_remote or not self._files else {}
+        found = read_table(table, sorted(named | set(values.values())), named, of_table)
         if not found.num_rows:
             raise ArgumentError("the table has no rows")
         self._count: int = found.num_rows
@@ -148,8 +154,7 @@ class TableDataset(FieldsDataset):
             self._columns = TableColumns.of(found.select(list(values.values())).rename_columns(list(values)))
         if self._files:
             root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url)
-            table_took_them = isinstance(table, str) and "://" in table and "://" not in root
-            self._store = open_store(root, **({} if table_took_them else options))
+            self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
             self._manifest = Manifest.open(self._store, directory=directory, refresh=refresh, keys=Keys(keys))
 

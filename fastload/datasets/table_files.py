@@ -60,7 +60,7 @@ def read_table(table: Any, columns: Sequence[str], text: Collection[str], option
             mapping of columns.
         columns: their names, each once.
         text: those among them that are text whatever they look like in a CSV file, such as "0001".
-        options: of the store, if the table is in one.
+        options: of the store of a path or URL.
 
     Raises:
         ArgumentError: a column is missing, the table is of another kind than its name, or it is damaged.
@@ -95,7 +95,7 @@ def _from_file(url: str, columns: Sequence[str], text: Collection[str], options:
         raise ArgumentError(
             f"table {redacted(url)!r}: {_NAMES}. Read other files yourself, and pass the data frame"
         )
-    store = open_store(directory or slash or ".", **(options if "://" in url else {}))
+    store = open_store(directory or slash or ".", **options)
 
     def write(descriptor: int) -> None:
         def work(report: Any) -> None:

@@ -30,6 +30,7 @@ from fastload import (
     ObjectDataset,
     RandomResizedCrop,
     TableDataset,
+    cached,
 )
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from tests.photos import pillow_jpeg, scene
@@ -426,6 +427,18 @@ def test_values_of_several_lengths_reach_a_collate_function_of_the_user(table: A
         next(iter(DataLoader(found, batch_size=N)))
 
 
+def test_cached_knows_tables_of_other_rows_apart(table: Any, tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    fields = {"image": IMAGE, "label": "label"}
+    keys = set()
+    for rows in (ROWS, [{**row, "label": 7} for row in ROWS], ROWS[::-1], ROWS):
+        kept = cached(table(fields, rows, transform=CenterCrop(8)), cache)
+        keys.add(kept.fingerprint)
+        assert kept[0]["label"] == rows[0]["label"]
+    assert len(keys) == 3
+    cache.close()
+
+
 # --- processes
 
 
@@ -472,6 +485,7 @@ def test_copies_share_the_columns_and_pickles_have_them(table: Any) -> None:
         ((), {}, "fields must be a str or File"),
         ("label", {"url": "s3://bucket"}, r"url= is for objects.*write File\('image'\)"),
         ("label", {"cache": "/nowhere"}, "cache= is for objects"),
+        ("label", {"storage_options": {"key": "k"}}, "storage_options= is for objects"),
         ((IMAGE, "label"), {"url": ""}, r"keys such as 'images/000.jpg': pass what they are relative to"),
         ((IMAGE, MASK), {"transform": CenterCrop(8)}, "takes one image, and fields has 2 objects"),
         (
