@@ -122,7 +122,7 @@ def _resize(
 ) -> Pixels:
     """The box of `pixels` resized to `size` (height, width) by an antialiased bilinear filter."""
     if clamp:
-        x0, y0, x1, y1 = (round(edge) for edge in box)
+        (x0, y0), (x1, y1) = map(math.floor, box[:2]), map(math.ceil, box[2:])  # whole pixels, as the kernel
         pixels, box = pixels[y0:y1, x0:x1], (0, 0, x1 - x0, y1 - y0)
     if Image is None:
         return _resize_torch(pixels, box, size, max_pixels)

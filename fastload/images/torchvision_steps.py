@@ -119,7 +119,7 @@ def plan(steps: list[Step]) -> Plan:
 def _kind(step: Any) -> str:
     """The name of torchvision's class, without module; "" for everything else."""
     kind = type(step)
-    known = kind.__module__.partition(".")[0] == "torchvision" and not _hooked(step)
+    known = kind.__module__.startswith("torchvision.transforms") and not _hooked(step)
     return kind.__qualname__ if known else ""
 
 

@@ -77,13 +77,13 @@ def assert_cut_alike(images: torch.Tensor, masks: torch.Tensor) -> None:
 def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mode: str, width: int) -> None:
     """Also a mask of half the size, and a smaller image of the cache beside the mask as it was."""
     cache = None if mode == "none" else Cache(tmp_path / "cache", mode=mode, short_side=160)
-    data = pairs(tmp_path / "data", [mask(width, width * 3 // 4)] * 24, cache=cache)
+    data = pairs(tmp_path / "data", [mask(width, width * 3 // 4)] * 12, cache=cache)
     for _ in range(1 if cache is None else 2):
-        batch = data.new_batch(24, ordinary)
-        assert data.fill(batch, [(row, row) for row in range(24)], 5, 0) == []
+        batch = data.new_batch(12, ordinary)
+        assert data.fill(batch, [(row, row) for row in range(12)], 5, 0) == []
         assert_cut_alike(batch["jpg"], batch["seg.png"])
         torch.manual_seed(0)
-        samples = [data[index] for index in range(24)]
+        samples = [data[index] for index in range(12)]
         assert_cut_alike(
             torch.stack([one["jpg"] for one in samples]), torch.stack([one["seg.png"] for one in samples])
         )

@@ -34,14 +34,14 @@ def values(image: Image.Image) -> np.ndarray[Any, Any]:
     return np.asarray(image)
 
 
-@pytest.mark.parametrize("size", [64, (40, 72), (300, 20), 1, 224])
+@pytest.mark.parametrize("size", [64, (40, 72), (300, 20), 1])
 @pytest.mark.parametrize("nearest", ["nearest", 0, NEAREST])
 def test_random_crop_of_a_mask_is_torchvisions_to_the_bit(size: Any, nearest: Any) -> None:
     theirs = transforms.Compose(
         [transforms.RandomResizedCrop(size, interpolation=NEAREST), transforms.RandomHorizontalFlip()]
     )
     ours = RandomResizedCrop(size, interpolation=nearest, flip=0.5, channels=1)
-    for seed, shape in enumerate(SHAPES * 3):
+    for seed, shape in enumerate(SHAPES * 2):
         image = mask(*shape, seed)
         torch.manual_seed(seed)
         expected = values(theirs(image))
