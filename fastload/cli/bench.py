@@ -1,7 +1,7 @@
 """`fastload bench URL`: the demo's measurement on your own images, by epoch and stage. The JSON document:
 
 {"command": "bench", "date", "machine": {...}, "versions": {...},
- "settings": {"url", "images", "image_bytes", "cache", "num_workers", "batch_size", "size"},
+ "settings": {"url", "kind", "images", "image_bytes", "cache", "num_workers", "batch_size", "size"},
  "listing_seconds", "epochs": [{"images", "bytes", "seconds", "first_batch_seconds", "images_per_second",
  "megabytes_per_second", "counters" (of `DataLoader.stats()`, this epoch alone), "verdict"}, ...]}
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
 
+from fastload.cli.kinds import SHARDS, Kind, find_kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.shard_source import first_records, image_dataset, list_shards
 from fastload.cli.store_options import (
     CORES,
     Anon,
@@ -60,56 +62,80 @@ def bench(
     """Measure fastload on your own images, and find the slowest stage."""
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
-        dataset, seconds = _list(url, size, cache, options, output)
+        source = _open(url, size, cache, options, output)
         settings = {
             "url": url,
-            "images": len(dataset),
+            "kind": source.kind.value,
             "cache": None if cache is None else str(cache),
             "num_workers": num_workers,
             "batch_size": batch_size,
             "size": size,
         }
-        document = _measure(dataset, settings, epochs, output)
-        document["listing_seconds"] = round(seconds, 3)
+        document = _measure(source, settings, epochs, output)
+        document["listing_seconds"] = round(source.seconds, 3)
         _print_report(document, output)
         output.document(document)
 
 
-def _list(
-    url: str, size: int, cache: Path | None, options: dict[str, Any], output: Output
-) -> tuple[Any, float]:
-    """The images under `url`, and the seconds of the listing."""
-    from fastload import Cache, ImageFolder, RandomResizedCrop  # they import torch, which takes seconds
+class _Source(NamedTuple):
+    """What is measured.
+
+    images: in an epoch; an estimate, if the shards are not indexed.
+    seconds: of the listing.
+    """
+
+    kind: Kind
+    dataset: Any
+    images: int
+    seconds: float
+
+
+def _open(url: str, size: int, cache: Path | None, options: dict[str, Any], output: Output) -> _Source:
+    """The images in folders or shards at `url`."""
+    import fastload  # it imports torch, which takes seconds
 
     start = time.perf_counter()
-    dataset = ImageFolder(
-        url,
-        RandomResizedCrop(size, flip=0.5),
-        cache=None if cache is None else Cache(cache),
-        storage_options=options,
-    )
+    kind, transform = find_kind(url, options), fastload.RandomResizedCrop(size, flip=0.5)
+    kept = None if cache is None else fastload.Cache(cache)
+    if kind in SHARDS:
+        dataset, images, text = _open_shards(kind, url, transform, cache=kept, storage_options=options)
+    else:
+        dataset = fastload.ImageFolder(url, transform, cache=kept, storage_options=options)
+        images, text = len(dataset), f"{len(dataset):,} images in {len(dataset.classes):,} classes"
     seconds = time.perf_counter() - start
-    output.console.print(
-        f"{len(dataset):,} images in {len(dataset.classes):,} classes, listed in {seconds:.1f} s",
-        markup=False,
-    )
-    return dataset, seconds
+    output.console.print(f"{text}, listed in {seconds:.1f} s", markup=False)
+    return _Source(kind, dataset, images, seconds)
 
 
-def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output) -> dict[str, Any]:
+def _open_shards(kind: Kind, url: str, transform: Any, **arguments: Any) -> tuple[Any, int, str]:
+    """(the dataset of the images in shards, how many they are, the same in words)"""
+    found = list_shards(kind, url, **arguments)
+    first = first_records(*found)
+    dataset = image_dataset(kind, url, transform, first, **arguments)
+    shards = dataset.shards()
+    total = sum(shards[number].size for number in range(len(shards)))
+    try:
+        images, about = dataset.indexed_length(), ""
+    except TypeError:
+        images, about = max(1, round(total / first.record_bytes)), "about "
+    where = f"{len(shards):,} {kind.value} shards of {format_size(total)}"
+    return dataset, images, f"{about}{images:,} images ({first.image}) in {where}"
+
+
+def _measure(source: _Source, settings: dict[str, Any], epochs: int, output: Output) -> dict[str, Any]:
     """Run the epochs one after the other."""
     import fastload
     from fastload.cli.measurement import describe_machine, measure_epoch, stage_counters
     from fastload.metrics.bottleneck import explain_bottleneck
 
     loader: Any = fastload.DataLoader(
-        dataset, settings["batch_size"], shuffle=True, num_workers=settings["num_workers"]
+        source.dataset, settings["batch_size"], shuffle=True, num_workers=settings["num_workers"]
     )
     results = []
     with Bars(output.console) as bars:
         for number in range(1, epochs + 1):
             before = loader.stats()["counters"]
-            bar = bars.add(f"epoch {number}", len(dataset))
+            bar = bars.add(f"epoch {number}", source.images)
             epoch = measure_epoch(loader, bar.update)
             counters = stage_counters(before, loader.stats()["counters"])
             measured = epoch.as_dict(_image_bytes(counters) * epoch.images)
@@ -117,7 +143,11 @@ def _measure(dataset: Any, settings: dict[str, Any], epochs: int, output: Output
     return {
         "command": "bench",
         **describe_machine(),
-        "settings": {**settings, "image_bytes": round(results[0]["bytes"] / len(dataset))},
+        "settings": {
+            **settings,
+            "images": results[0]["images"],
+            "image_bytes": round(results[0]["bytes"] / results[0]["images"]),
+        },
         "epochs": results,
     }
 

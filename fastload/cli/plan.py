@@ -1,7 +1,7 @@
 """`fastload plan URL`: predict training from a probe of some hundred objects. The JSON document:
 
 {"command": "plan", "date", "machine": {...}, "versions": {...},
- "settings": {"url", "cache_size", "gpus", "gpu_rate", "num_workers", "epochs", "size", "short_side",
+ "settings": {"url", "kind", "cache_size", "gpus", "gpu_rate", "num_workers", "epochs", "size", "short_side",
  "quality"},
  "measured": {"objects", "object_bytes", "request_seconds", "get_cpu", "network", "probed", "disk_write",
  "disk_read", "others_busy_cores",
@@ -21,7 +21,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from fastload.cli.kinds import SHARDS, Kind, find_kind
 from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.shard_source import contents, first_records, list_shards
 from fastload.cli.store_options import (
     CORES,
     Anon,
@@ -84,11 +86,18 @@ def plan(
         capacity = parse_size(cache_size)
         disk = None if cache_dir is None else probe_disk(cache_dir)
         kept = {"short_side": short_side, "quality": quality}
-        probe = probe_store(url, options, objects=objects, size=size, cache=kept)
+        kind = find_kind(url, options)
+        if kind in SHARDS:
+            probe = _probe_shards(
+                kind, url, options, objects=objects, size=size, workers=num_workers, cache=kept
+            )
+        else:
+            probe = probe_store(url, options, objects=objects, size=size, cache=kept)
         node = Node(cores_left(CORES, probe.others), num_workers, capacity, *(disk or (None, None)))
         document = _predict(probe, node, Demand(gpus * gpu_rate, epochs))
         document["settings"] = {
             "url": probe.url,
+            "kind": kind.value,
             "cache_size": capacity,
             "gpus": gpus,
             "gpu_rate": gpu_rate,
@@ -99,6 +108,20 @@ def plan(
         }
         _print_report(document, output)
         output.document(document)
+
+
+def _probe_shards(kind: Kind, url: str, options: dict[str, Any], **arguments: Any) -> Any:
+    """The probe of shards whose samples have an image."""
+    from fastload.plan.shards import probe_shards
+
+    shards, form = list_shards(kind, url, cache=None, storage_options=options)
+    image = first_records(shards, form).image
+
+    def image_of(payload: Any) -> bytes | None:
+        found = contents(form, payload).get(image)
+        return None if found is None else bytes(found)
+
+    return probe_shards(shards, form, image_of, options, **arguments)
 
 
 def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
@@ -142,12 +165,26 @@ def _assumptions(probe: Any, node: Any) -> list[str]:
     disk = "measured" if node.disk_read is not None else "assumed to be fast enough (--cache-dir measures it)"
     network = "the probe reached no ceiling" if probe.data.network is None else "the ceiling of the probe"
     server = "the store runs on this machine and uses its CPU" if probe.server_here else "this process's CPU"
+    streaming = probe.data.streaming
+    if streaming is None:
+        sample = f"{probe.objects} random objects are representative of all {probe.data.objects:,}"
+        requests = "128 requests in flight a worker, 1,024 a node"
+    else:
+        sample = (
+            f"the first {probe.objects} samples of random shards are representative of all, which are about "
+            f"{probe.data.objects:,}"
+        )
+        later = "are read by a request each" if streaming.at_random else "cost an epoch of streams"
+        requests = (
+            f"epoch 1 streams the shards, {streaming.per_request:,.0f} samples a request and "
+            f"{streaming.in_flight:,} requests in flight; later, samples that it lacks {later}"
+        )
     return [
-        f"{probe.objects} random objects are representative of all {probe.data.objects:,}",
+        sample,
         f"other processes keep {probe.others:.1f} of {CORES} cores busy, and will continue to",
         f"CPU per GET: {server}; decoding: measured on one core, and cores add up",
         f"network: {network}; disk: {disk}",
-        "the cache fills in epoch 1 and keeps what it has; 128 requests in flight a worker, 1,024 a node",
+        f"the cache fills in epoch 1 and keeps what it has; {requests}",
     ]
 
 

@@ -28,7 +28,8 @@ CORES = usable_cores()
 FolderUrl = Annotated[
     str,
     typer.Argument(
-        metavar="URL", help="Images in one folder per class: s3://bucket/prefix, gs://, a path, ..."
+        metavar="URL",
+        help="Images in one folder per class, or tar or TFRecord shards: s3://bucket/prefix, a path, ...",
     ),
 ]
 NumWorkers = Annotated[

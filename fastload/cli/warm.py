@@ -1,8 +1,10 @@
 """`fastload warm URL --cache DIR`: fill the cache before training. The JSON document:
 
 {"command": "warm", "date", "machine": {...}, "versions": {...},
- "settings": {"url", "cache", "mode", "short_side", "quality", "size_limit", "num_workers", "shard": [i, n]},
- "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not in the cache),
+ "settings": {"url", "kind", "cache", "mode", "short_side", "quality", "size_limit", "num_workers",
+  "shard": [i, n]},
+ "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not in the cache;
+ null: not known),
  "too_large" (of these: for a record, or for the room left), "full", "interrupted",
  "failures": [{"key", "error"}, ...] (the first), "read_bytes", "seconds", "objects_per_second",
  "megabytes_per_second", "listing_seconds", "cache": {"entries", "bytes"}}
@@ -21,8 +23,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.measurement import Bar, Bars
+from fastload.cli.kinds import SHARDS, Kind, find_kind
+from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.shard_source import FeaturesOption, FieldsOption, open_shards
 from fastload.cli.store_options import (
     CORES,
     Anon,
@@ -37,7 +41,7 @@ from fastload.cli.store_options import (
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.units import format_size
 
-__all__ = ["warm"]
+__all__ = ["check_usable", "warm"]
 
 FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
@@ -63,9 +67,12 @@ def warm(
     objects: Annotated[
         bool,
         typer.Option(
-            "--objects", help="Read all objects, for ObjectDataset. Default: images, for ImageFolder."
+            "--objects",
+            help="Read all objects, for ObjectDataset. Default: shards, or images for ImageFolder.",
         ),
     ] = False,
+    fields: FieldsOption = None,
+    features: FeaturesOption = None,
     num_workers: NumWorkers = CORES,
     shard: Annotated[
         str | None,
@@ -92,16 +99,24 @@ def warm(
         kept = fastload.Cache(
             cache, mode.value, size_limit=size_limit, short_side=short_side, quality=quality
         )
-        _check_usable(kept)
-        kind = fastload.ObjectDataset if objects else fastload.ImageFolder
+        check_usable(kept)
+        kind = Kind.objects if objects else find_kind(url, options)
         start = time.perf_counter()
-        dataset = kind(url, cache=kept, storage_options=options, refresh=refresh)
+        arguments: dict[str, Any] = {"cache": kept, "storage_options": options, "refresh": refresh}
+        dataset: Any
+        if kind in SHARDS:
+            dataset = open_shards(kind, url, fields, features, **arguments)
+        elif fields is not None or features is not None:
+            raise ArgumentError(f"--fields and --features are for shards, and {url!r} holds none")
+        else:
+            kind = Kind.objects if objects else Kind.folder
+            dataset = (fastload.ObjectDataset if objects else fastload.ImageFolder)(url, **arguments)
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         listing_seconds = round(time.perf_counter() - start, 3)
         document = _fill(dataset, wanted, num_workers, output)
         document["listing_seconds"] = listing_seconds
-        document["settings"] = {"url": dataset.url, **document["settings"]}
+        document["settings"] = {"url": dataset.url, "kind": kind.value, **document["settings"]}
         _print_summary(document, output)
         output.document(document)
         if document["interrupted"]:
@@ -110,7 +125,7 @@ def warm(
             raise typer.Exit(1)
 
 
-def _check_usable(cache: Any) -> None:
+def check_usable(cache: Any) -> None:
     """Check the cache before any listing. Unlike training, this command cannot continue without it."""
     try:
         cache.open_or_raise()
@@ -132,59 +147,76 @@ def _parse_shard(text: str | None) -> tuple[int, int] | None:
 
 
 class Tally:
-    """The outcomes of the samples so far, and their rate."""
+    """The outcomes of the samples so far, and their rate.
 
-    def __init__(self) -> None:
+    Args:
+        by_shard: progress is in bytes of shards, for it is not known how many samples they have.
+    """
+
+    def __init__(self, by_shard: bool) -> None:
+        self._by_shard = by_shard
+        self._passed = 0
         self.outcomes: Counter[str] = Counter()
         self.stored: list[int] = []
         self.read_bytes = 0
-        self.failures: list[tuple[int, str]] = []
+        self.failures: list[Any] = []
         self.start = time.perf_counter()
-        self._recent = deque([(self.start, 0, 0)])  # (time, samples, bytes)
+        self._recent = deque([(self.start, 0, 0, 0)])  # (time, samples, their progress, bytes read)
 
     @property
     def done(self) -> int:
         return sum(self.outcomes.values()) - self.outcomes["full"]
 
+    @property
+    def progress(self) -> int:
+        return self._passed if self._by_shard else self.done
+
     def add(self, warmed: Any) -> None:
         self.outcomes[warmed.outcome] += 1
         self.read_bytes += warmed.size
-        if warmed.outcome == "stored":
+        self._passed += warmed.passed
+        if warmed.outcome == "stored" and not self._by_shard:
             self.stored.append(warmed.sample)
         if warmed.outcome == "failed" and len(self.failures) < FAILURES_SHOWN:
-            self.failures.append((warmed.sample, warmed.error))
+            self.failures.append(warmed)
 
     def describe(self, total: int) -> str:
         """The rates of the last seconds, and the time that the rest takes at these rates."""
         now = time.perf_counter()
-        self._recent.append((now, self.done, self.read_bytes))
+        self._recent.append((now, self.done, self.progress, self.read_bytes))
         while len(self._recent) > 2 and now - self._recent[1][0] > RATE_SECONDS:
             self._recent.popleft()
-        then, done, read = self._recent[0]
+        then, done, progress, read = self._recent[0]
         seconds = max(now - then, 1e-9)
-        rate = (self.done - done) / seconds
-        left = f"{(total - self.done) / rate:,.0f} s" if rate else "?"
+        rate, speed = (self.done - done) / seconds, (self.progress - progress) / seconds
+        left = f"{(total - self.progress) / speed:,.0f} s" if speed else "?"
         return f"{rate:6,.0f} objects/s {(self.read_bytes - read) / seconds / 1e6:6,.1f} MB/s, {left} left"
 
 
 def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output: Output) -> dict[str, Any]:
     """Run the workers until all samples are done, the cache is full, or the user interrupts."""
+    import fastload
     from fastload.cli.measurement import describe_machine
-    from fastload.cli.warming import share_of, warming_loader
+    from fastload.cli.warming import Warming, share_of, share_of_shards
 
-    samples, found = share_of(dataset, shard)
-    output.console.print(_announcement(len(samples), len(dataset), found, shard), markup=False)
-    tally, interrupted = Tally(), False
+    if isinstance(dataset, fastload.ObjectDataset):
+        samples, found = share_of(dataset, shard)
+        warming = Warming(dataset, samples)
+    else:
+        warming, found = share_of_shards(dataset, shard)
+    output.console.print(_announcement(warming, found, shard), markup=False)
+    tally, interrupted = Tally(warming.by_shard), False
     with Bars(output.console) as bars:
         try:
-            _follow(warming_loader(dataset, samples, num_workers), tally, bars.add("warming", len(samples)))
+            _follow(warming, num_workers, tally, bars)
         except KeyboardInterrupt:
             interrupted = True
     seconds = time.perf_counter() - tally.start
-    if tally.outcomes["full"] or tally.outcomes["too large"]:
-        _recount(dataset, samples, tally)
+    if not warming.by_shard and (tally.outcomes["full"] or tally.outcomes["too large"]):
+        _recount(dataset, warming.samples, tally)
     counts = tally.outcomes
-    left = len(samples) - counts["stored"] - counts["present"] - counts["failed"]
+    total = _number_of_samples(warming)
+    left = None if total is None else total - counts["stored"] - counts["present"] - counts["failed"]
     info = dataset.cache.info()
     return {
         "command": "warm",
@@ -197,7 +229,7 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
             "num_workers": num_workers,
             "shard": list(found),
         },
-        "objects": len(samples),
+        "objects": tally.done if total is None else total,
         "stored": counts["stored"],
         "skipped": counts["present"],
         "failed": counts["failed"],
@@ -205,7 +237,9 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
         "too_large": counts["too large"],
         "full": counts["full"] > 0,
         "interrupted": interrupted,
-        "failures": [{"key": dataset.key(sample), "error": error} for sample, error in tally.failures],
+        "failures": [
+            {"key": one.key or dataset.key(one.sample), "error": one.error} for one in tally.failures
+        ],
         "read_bytes": tally.read_bytes,
         "seconds": round(seconds, 3),
         "objects_per_second": round((counts["stored"] + counts["failed"]) / seconds, 1),
@@ -224,15 +258,35 @@ def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
     tally.outcomes["present"] = sum(map(kept, samples)) - tally.outcomes["stored"]
 
 
-def _follow(loader: Any, tally: Tally, bar: Bar) -> None:
-    total = len(loader.dataset.samples)
-    for outcomes in loader:
+def _number_of_samples(warming: Any) -> int | None:
+    """Of the share; None: of shards that are not indexed."""
+    if not warming.by_shard:
+        return len(warming.samples)
+    try:
+        return int(warming.dataset.indexed_length())
+    except TypeError:
+        return None
+
+
+def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
+    from fastload.cli.warming import warming_loader
+
+    if warming.by_shard:
+        total = sum(warming.dataset.shards()[number].size for number in warming.samples.tolist())
+        bar = bars.add("warming", total, format_size)
+    else:
+        total = len(warming.samples)
+        bar = bars.add("warming", total)
+    for outcomes in warming_loader(warming, num_workers):
         for warmed in outcomes:
             tally.add(warmed)
-        bar.show(tally.done, tally.describe(total))
+        bar.show(tally.progress, tally.describe(total))
 
 
-def _announcement(samples: int, objects: int, found: tuple[int, int], given: tuple[int, int] | None) -> str:
+def _announcement(warming: Any, found: tuple[int, int], given: tuple[int, int] | None) -> str:
+    if warming.by_shard:
+        return f"{len(warming.samples):,} shards, read by {type(warming.dataset).__name__}"
+    samples, objects = len(warming.samples), len(warming.dataset)
     if found[1] == 1:
         return f"{samples:,} objects"
     source = "--shard" if given is not None else "torchrun or SLURM; for all objects give --shard 0/1"
@@ -263,7 +317,8 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
             "--size-limit); training reads them from the store",
             soft_wrap=True,
         )
+    left = "the other" if document["left"] is None else f"{document['left']:,}"
     if document["full"]:
-        console.print(f"the cache is full: training will read {document['left']:,} objects from the store")
+        console.print(f"the cache is full: training will read {left} objects from the store")
     if document["interrupted"]:
-        console.print(f"interrupted, {document['left']:,} objects left: run the same command to resume")
+        console.print(f"interrupted, {left} objects left: run the same command to resume")

@@ -10,35 +10,67 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, get_worker_info
 
 import fastload
+from fastload.distributed import find_rank
 from fastload.errors import ArgumentError
 
-__all__ = ["Warming", "share_of", "warming_loader"]
+__all__ = ["Warming", "share_of", "share_of_shards", "warming_loader"]
 
 OUTCOMES_A_MESSAGE = 16
 
 
 class Warming(IterableDataset[Any]):
-    """A `Warmed` tuple, the outcome, for each of `samples` (int64) of a `fastload.ObjectDataset`."""
+    """A `Warmed` tuple, the outcome, for each sample of a share of a dataset.
 
-    def __init__(self, dataset: Any, samples: npt.NDArray[np.int64]) -> None:
+    Args:
+        dataset: a `fastload.ObjectDataset`, or one of shards.
+        samples: the share (int64).
+        by_shard: the share is all samples of these shards.
+    """
+
+    def __init__(self, dataset: Any, samples: npt.NDArray[np.int64], *, by_shard: bool = False) -> None:
         self.dataset = dataset
         self.samples = samples
+        self.by_shard = by_shard
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         part = self.samples if worker is None else self.samples[worker.id :: worker.num_workers]
-        yield from self.dataset.warm(index.item() for index in part)
+        warm = self.dataset.warm_shards if self.by_shard else self.dataset.warm
+        yield from warm(index.item() for index in part)
 
 
-def warming_loader(dataset: Any, samples: npt.NDArray[np.int64], num_workers: int) -> Any:
+def warming_loader(warming: Warming, num_workers: int) -> Any:
     """A loader over lists of `Warmed` tuples, from `num_workers` processes (0: from this one)."""
     return fastload.DataLoader(
-        Warming(dataset, samples),
+        warming,
         OUTCOMES_A_MESSAGE,
         num_workers=num_workers,
         collate_fn=list,
         in_order=False,
     )
+
+
+def share_of_shards(dataset: Any, shard: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
+    """What this node warms of a dataset of shards, and (shard, shards).
+
+    All shards are streamed. A share is the one of `share_of`, read by a request a sample, for which the
+    shards must be indexed and not be compressed.
+    """
+    alone = (shard or find_rank())[1] == 1
+    if alone:
+        return Warming(dataset, np.arange(len(dataset.shards())), by_shard=True), (0, 1)
+    try:
+        samples, found = share_of(dataset, shard)
+    except TypeError:
+        raise ArgumentError(
+            "a share of shards is a share of their samples, and they are not indexed: run fastload index "
+            "first, or give --shard 0/1 to warm all of them"
+        ) from None
+    if any(dataset.index_of(number).compressed for number in range(len(dataset.shards()))):
+        raise ArgumentError(
+            "compressed shards are read whole, so a share of them costs as much as all: give --shard 0/1"
+        )
+    return Warming(dataset, samples), found
 
 
 def share_of(dataset: Any, shard: tuple[int, int] | None) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:

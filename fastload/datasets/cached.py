@@ -12,6 +12,7 @@ from fastload.cache import Cache, as_cache
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.prepare import check_fingerprint
 from fastload.datasets.protocols import check_dataset
+from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump, load
 from fastload.metrics.counters import Counters
@@ -66,7 +67,7 @@ def cached(
         )
     check_fingerprint(fingerprint)
     if fingerprint is None:
-        fingerprint = f"{len(dataset)} {describe(dataset, 'dataset')}"  # type: ignore[arg-type]
+        fingerprint = f"{indexed_length(dataset)} {describe(dataset, 'dataset')}"
     return CachedDataset(dataset, kept_in, fingerprint)
 
 

@@ -13,11 +13,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from fastload.datasets.protocols import Allocate
 from fastload.errors import DecodeError
 
-__all__ = ["copy_value", "new_column", "number_view", "ordinary_memory", "put_value"]
+__all__ = [
+    "collate_column",
+    "copy_value",
+    "new_column",
+    "number_view",
+    "ordinary_memory",
+    "put_value",
+]
 
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -62,6 +70,12 @@ class _Columns(list[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+def collate_column(values: list[Any]) -> Any:
+    """The column that `default_collate` makes of these values. Raises what that raises."""
+    made = default_collate(values)
+    return _Columns(made) if type(made) is list and isinstance(values[0], list | tuple) else made
 
 
 def put_value(column: Any, row: int, value: Any, path: str) -> None:

@@ -40,7 +40,7 @@ class FieldsDataset(StoreDataset):
     # --- RowDataset
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        return self._maker.new_batch(n, allocate) if self._maker.fused else None
+        return self._maker.new_batch(n, allocate) if self._maker.by_rows else None
 
     def finish_batch(self, batch: Any) -> Any:
         """See `fastload.datasets.protocols.finish_batch`."""

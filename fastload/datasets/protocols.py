@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset
 
+from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError
 from fastload.metrics.counters import Counters
 
@@ -163,7 +164,7 @@ def as_streams(dataset: Any) -> StreamDataset | None:
     inner = _chosen_from(dataset)
     if isinstance(inner, StreamDataset):
         try:
-            len(inner)  # type: ignore[arg-type]
+            indexed_length(inner)
         except TypeError as error:
             raise ArgumentError(f"a Subset chooses samples by index: {error}") from error
     return None

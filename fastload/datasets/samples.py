@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from fastload.datasets.base import check_function
-from fastload.datasets.columns import copy_value, new_column, number_view, ordinary_memory, put_value
+from fastload.datasets.columns import (
+    collate_column,
+    copy_value,
+    new_column,
+    number_view,
+    ordinary_memory,
+    put_value,
+)
 from fastload.datasets.fields import SampleFields
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
@@ -21,8 +28,9 @@ __all__ = ["SampleMaker"]
 _log = logging.getLogger("fastload")
 
 _ADVICE = (
-    "Give transform= a function of the whole sample that makes all alike, or write the shards again with the "
-    "same members in each sample (fastload convert --to tfrecord calls the first image of each 'image')"
+    "Name what a sample consists of, with alternatives and optional members: "
+    "fields=('jpg;jpeg;png;webp', 'cls', 'json?'); or give transform= a function of the whole sample that "
+    "makes all alike"
 )
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_COLOUR = 25  # where its header says: 0 grey, 2 RGB, 3 palette, 4 grey and alpha, 6 RGB and alpha
@@ -49,16 +57,25 @@ class SampleMaker:
         transform: a callable on the sample; a fused transform, for the one image among the fields; or a dict
             {field: either}.
         shape: of the samples; its names are the fields'. None: a sample is the dict of its fields.
+        optional: the fields that may be None. Their column is a list, whatever is in it: its type must not
+            depend on the batch.
 
     Raises:
         ArgumentError: the transform wants fields, and there are none.
     """
 
     def __init__(
-        self, fields: SampleFields | None, decoded: bool, transform: Transform, shape: Shape | None = None
+        self,
+        fields: SampleFields | None,
+        decoded: bool,
+        transform: Transform,
+        shape: Shape | None = None,
+        *,
+        optional: Collection[str] = (),
     ) -> None:
         self._fields = None if decoded else fields
         self._shape = shape
+        self._optional = optional
         self._transform = transform
         self._making: _Making | None = None
         self._warned = False  # of masks
@@ -93,6 +110,15 @@ class SampleMaker:
         """Whether images are written straight into the batch: all that have a fused transform."""
         fused = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
         return bool(fused) and all(part.fills_rows for part in fused)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether batches are made row by row: with fused images, or with columns that may hold None.
+
+        `default_collate` refuses None. What a transform of the whole sample makes of it is for the user.
+        """
+        crops = any(isinstance(current_transform(part), Crop) for part in self._parts())
+        return self.fused or (bool(self._optional) and not crops and not callable(self._transform))
 
     @property
     def runs_user_code(self) -> bool:
@@ -141,7 +167,11 @@ class SampleMaker:
             for name in fields:
                 if name in crops:
                     batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
-                elif made.allocate is not ordinary_memory:
+                elif made.allocate is ordinary_memory:
+                    continue
+                elif name in self._optional or not crops:
+                    batch[name] = [None] * made.rows
+                else:
                     batch[name] = new_column(rest[name], made.rows, made.allocate)
                     if (view := number_view(batch[name], rest[name])) is not None:
                         made.numbers[name] = view
@@ -180,6 +210,11 @@ class SampleMaker:
 
     def finish(self, batch: dict[str, Any]) -> Any:
         """The filled batch, as `default_collate` would make it of the samples."""
+        if not self.fused:
+            batch = {
+                name: column if name in self._optional else collate_column(column)
+                for name, column in batch.items()
+            }
         return batch if self._shape is None else self._shape.batch(batch)
 
     def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
@@ -258,7 +293,11 @@ class SampleMaker:
         }
         transform = current_transform(self._transform)
         if isinstance(transform, Mapping):
-            rest |= {name: part(rest[name]) for name, part in transform.items() if name not in crops}
+            rest |= {
+                name: part(rest[name])
+                for name, part in transform.items()
+                if name not in crops and (rest[name] is not None or name not in self._optional)
+            }
         return rest
 
 

@@ -238,6 +238,10 @@ class TableDataset(FieldsDataset):
         numbers = {name: one.item() for name, one in values.items() if isinstance(one, torch.Tensor)}
         return self._shape.sample(values | numbers)
 
+    def finish_batch(self, batch: Any) -> Any:
+        """See `fastload.datasets.protocols.finish_batch`."""
+        return super().finish_batch(batch) if self._flat is None else self._shape.batch(batch)
+
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         if self._flat is None:
             super().copy_row(batch, target, source)

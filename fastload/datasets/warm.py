@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fastload.cache import Cache
 from fastload.errors import (
@@ -24,7 +24,7 @@ from fastload.errors import (
 )
 from fastload.fetch.prefetcher import Prefetcher
 
-__all__ = ["Warmed", "warm"]
+__all__ = ["Outcome", "Warmed", "put", "warm"]
 
 _AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight
 _DISK_SECONDS = 120.0  # a disk that writes nothing for so long is broken
@@ -32,6 +32,9 @@ _LOCKED_SECONDS = 5.0  # without a result of any other run, until we read its sa
 _LOCKED_POLL = 0.02
 # Errors of one object. Others say that the store is down or refuses us.
 _BAD = (DecodeError, NotFoundError, ObjectChangedError, ShortReadError)
+
+
+Outcome = Literal["stored", "present", "failed", "too large", "full"]
 
 
 class Warmed(NamedTuple):
@@ -44,12 +47,16 @@ class Warmed(NamedTuple):
             "full": the cache takes no more, and the samples that follow were not read.
         size: bytes of the object that were read from the store.
         error: what failed, in words, or "".
+        key: of a record that failed in a shard: its name. Else the dataset's `key(sample)` names it.
+        passed: of a record in a shard: its bytes, read or not.
     """
 
     sample: int
-    outcome: Literal["stored", "present", "failed", "too large", "full"]
+    outcome: Outcome
     size: int = 0
     error: str = ""
+    key: str = ""
+    passed: int = 0
 
 
 def warm(
@@ -131,21 +138,31 @@ class _Filling:
             if not isinstance(error, _BAD):
                 raise
             return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
-        if self._cache.write(key, payload, wait=_DISK_SECONDS):
-            return Warmed(index, "stored", size)
-        self._cache.flush()  # records in the queue may be counted twice; now it is known what is left
-        fit = self._cache.fits(memoryview(payload).nbytes)
-        if fit == "yes" and self._cache.write(key, payload, wait=_DISK_SECONDS):
-            return Warmed(index, "stored", size)
-        if fit == "yes" or self._cache.counters["cache.failures"]:
-            raise CacheError(
-                f"cache {self._cache.path} takes no more records (see the warning above); "
-                "its present records stay"
-            )
-        return Warmed(index, fit, size)
+        return Warmed(index, put(self._cache, key, payload), size)
 
     def close(self) -> None:
         for index in self._requested:
             self._cache.unlock_inflight(self._key(index))
         self._prefetcher.close()
         self._cache.flush()
+
+
+def put(cache: Cache, key: bytes, payload: Any) -> Outcome:
+    """Hand a payload to the cache's writer, and wait for the disk: "stored", "too large" or "full".
+
+    A cache that is nearly full may still drop what is "stored" here, once the writer comes to it.
+
+    Raises:
+        CacheError: the cache cannot be written.
+    """
+    if cache.write(key, payload, wait=_DISK_SECONDS):
+        return "stored"
+    cache.flush()  # records in the queue may be counted twice; now it is known what is left
+    fit = cache.fits(memoryview(payload).nbytes)
+    if fit == "yes" and cache.write(key, payload, wait=_DISK_SECONDS):
+        return "stored"
+    if fit == "yes" or cache.counters["cache.failures"]:
+        raise CacheError(
+            f"cache {cache.path} takes no more records (see the warning above); its present records stay"
+        )
+    return fit

@@ -23,7 +23,7 @@ from fastload.distributed.agreement import can_agree
 from fastload.distributed.partition import RankPosition, find_position, node_order, node_shares
 from fastload.errors import ArgumentError
 
-__all__ = ["DistributedSampler", "ShardSampler"]
+__all__ = ["DistributedSampler", "ShardSampler", "indexed_length"]
 
 _VERSION = 1
 _MODES = ("train", "eval")
@@ -117,6 +117,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
                 f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]: "
                 "pass both rank and num_replicas, or neither"
             )
+        indexed_length(dataset)
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.mode = mode
         self.exchange = exchange
@@ -139,7 +140,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         assert self._start is not None
         epoch, start, replicas = self.epoch, self._start, self.num_replicas
         self._start, self._begun = None, True
-        length = len(self.dataset)  # type: ignore[arg-type]
+        length = indexed_length(self.dataset)
         first = start + self._column
         last = first + self._share(start) * replicas
         nodes, exchange = self._dealt
@@ -256,7 +257,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
 
     def _length(self) -> int | None:
         """The length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
-        return len(self.dataset)  # type: ignore[arg-type]
+        return indexed_length(self.dataset)
 
     def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return False
@@ -321,10 +322,10 @@ class ShardSampler(DistributedSampler):
         del self.num_samples, self.total_size  # of (): see `__getattr__`
 
     def __len__(self) -> int:
-        """Samples of this rank in a whole epoch.
+        """Samples of this rank in a whole epoch; by the dataset's `num_samples=` until it is indexed.
 
         Raises:
-            TypeError: the shards of the dataset are not indexed yet.
+            TypeError: the shards of the dataset are not indexed yet, and it has no such hint.
         """
         return self._share(0)
 
@@ -351,12 +352,24 @@ class ShardSampler(DistributedSampler):
 
     def _length(self) -> int | None:
         try:
-            return len(self.dataset)  # type: ignore[arg-type]
+            return indexed_length(self.dataset)
         except TypeError:
             return None
 
     def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
         return state_dict["length"] is None or self._length() is None
+
+
+def indexed_length(dataset: Any) -> int:
+    """The number of samples that can be asked for by index. `len()` of shards may be a hint instead.
+
+    It is the result of the dataset's `indexed_length`, if it has this method.
+
+    Raises:
+        TypeError: the samples are not indexed yet.
+    """
+    counted = getattr(dataset, "indexed_length", None)
+    return len(dataset) if counted is None else int(counted())
 
 
 def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:

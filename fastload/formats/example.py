@@ -44,10 +44,13 @@ def check_spec(features: Spec) -> None:
             )
 
 
-def parse_example(record: memoryview, features: Spec) -> dict[str, Any]:
+def parse_example(record: memoryview, features: Spec, *, lacking: bool = False) -> dict[str, Any]:
     """The wanted features of one serialised Example, in the order of the spec.
 
     Single bytes come as views of the record.
+
+    Args:
+        lacking: leave out features that are missing, and those of one value that have none.
 
     Raises:
         DecodeError: not an Example; or a wanted feature is missing, is of another kind, or has no single
@@ -55,7 +58,11 @@ def parse_example(record: memoryview, features: Spec) -> dict[str, Any]:
     """
     try:
         found = _features(record, features)
-        return {name: _value(name, wanted, found) for name, wanted in features.items()}
+        return {
+            name: _value(name, wanted, found)
+            for name, wanted in features.items()
+            if not (lacking and _lacks(name, wanted, found))
+        }
     except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, DecodeError):
             raise
@@ -75,6 +82,13 @@ def read_example(record: memoryview) -> dict[str, list[memoryview] | NDArray[Any
         return {name: [] if values is None else values for name, (_, values) in found.items()}
     except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
         raise DecodeError(f"not a tf.train.Example: {error}") from error
+
+
+def _lacks(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> bool:
+    if name not in found:
+        return True
+    number, values = found[name]
+    return not isinstance(wanted, list) and (number == 0 or not len(values))
 
 
 def _value(name: str, wanted: Any, found: Mapping[str, tuple[int, Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""Index files beside shards, written by other tools: the offset of each record of one shard.
+"""Index files beside shards, in the formats of other tools: the offset of each record of one shard.
 
 tfrecord2idx     "offset size" per record, the size with its framing          (NVIDIA DALI, tfrecord)
 wds2idx          "v1.1 n" or "v1.2 n", then per sample: "extension offset size [name]" for each member,
@@ -15,12 +15,60 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-from fastload.formats.tar import BLOCK
+from fastload.formats.tar import BLOCK, Member
 
-__all__ = ["Offsets", "parse_tfrecord_index", "parse_wds_index", "parse_wids"]
+__all__ = [
+    "Offsets",
+    "index_name",
+    "parse_tfrecord_index",
+    "parse_wds_index",
+    "parse_wids",
+    "tfrecord_index",
+    "wds_index",
+]
 
 # (offset, size) of each record of one shard, in order: uint64, shape (n, 2).
 Offsets = NDArray[np.uint64]
+
+_ENDINGS = ("tar", "tfrecord", "tfrecords", "tfrec")
+
+
+def index_name(shard: str) -> str:
+    """The name that wds2idx gives the index of a shard: "train-000.idx" of "train-000.tar".
+
+    A shard that is named in another way ("part-00000-of-00012") has ".idx" behind its whole name: without its
+    ending it could be that of another shard.
+    """
+    stem, dot, ending = shard.rpartition(".")
+    return f"{stem if dot and ending in _ENDINGS else shard}.idx"
+
+
+def tfrecord_index(offsets: Offsets) -> bytes:
+    """The lines of tfrecord2idx."""
+    return "".join(f"{start} {size}\n" for start, size in offsets.tolist()).encode()
+
+
+def wds_index(samples: list[tuple[int, list[Member]]]) -> bytes:
+    """The lines of wds2idx, in version 1.2; in 1.1, which has no names, where a name has white space.
+
+    Args:
+        samples: (offset of the record, its members), in order.
+
+    Raises:
+        DecodeError: an extension has white space, for which the format has no form.
+    """
+    named = all(len(member.name.split()) == 1 for _, members in samples for member in members)
+    lines = [f"v1.{2 if named else 1} {len(samples)}"]
+    for offset, members in samples:
+        words = []
+        for name, extension, start, stop in members:
+            if len(extension.split()) != 1:
+                raise DecodeError(
+                    f"member {name!r} has an extension with white space, which wds2idx's format cannot hold"
+                )
+            words += [extension, str(offset + start), str(stop - start), *([name] if named else [])]
+        lines.append(" ".join(words))
+    return ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
 
 
 def parse_tfrecord_index(text: bytes, shard_size: int) -> Offsets:

@@ -21,7 +21,7 @@ from fastload.errors import DecodeError
 from fastload.formats.compression import hint
 from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
 
-__all__ = ["BLOCK", "TarSplitter", "read_sample", "sample_name"]
+__all__ = ["BLOCK", "Member", "TarSplitter", "read_members", "read_sample", "sample_name"]
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
@@ -154,13 +154,28 @@ def sample_name(name: str) -> tuple[str, str]:
     return match[1], match[2].lower()
 
 
+class Member(NamedTuple):
+    """A member of a sample: its whole name, its extension, and where its content lies in the record."""
+
+    name: str
+    extension: str
+    start: int
+    stop: int
+
+
 def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
     """(key, extension -> content) of a record: the slice of a shard with one sample.
 
     Raises:
         DecodeError: the slice does not hold exactly one sample.
     """
-    at, sample, members = 0, "", dict[str, memoryview]()
+    key, members = read_members(record)
+    return key, {member.extension: record[member.start : member.stop] for member in members}
+
+
+def read_members(record: memoryview) -> tuple[str, list[Member]]:
+    """(key, members) of a record, as `read_sample`."""
+    at, sample, members = 0, "", dict[str, Member]()
     while at < len(record):
         member = _parse(record, at) if len(record) - at >= BLOCK else BLOCK + at
         if not isinstance(member, _Member) or member.end > len(record):
@@ -176,10 +191,10 @@ def read_sample(record: memoryview) -> tuple[str, dict[str, memoryview]]:
         if extension in members or (sample and key != sample):
             raise DecodeError(f"member {member.name!r} does not belong to sample {sample!r} before it")
         sample = key
-        members[extension] = record[member.start : member.stop]
+        members[extension] = Member(member.name, extension, member.start, member.stop)
     if not sample:
         raise DecodeError("this record has no member of a sample: the index belongs to another shard")
-    return sample, members
+    return sample, list(members.values())
 
 
 def _parse(view: memoryview, at: int) -> _Member | int:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fastload.distributed.sampler import ShardSampler
+from fastload.distributed.sampler import ShardSampler, indexed_length
 from fastload.errors import ArgumentError
 from fastload.loader.position import Order, Progress, draw_seed, read_generator, write_generator
 from fastload.loader.stream_epoch import Streams, check_streams
@@ -206,7 +206,7 @@ def _is_iterable(loader: Any) -> bool:
 
 def _length(thing: Any) -> int | None:
     try:
-        return len(thing)
+        return indexed_length(thing)
     except (TypeError, NotImplementedError):
         return None
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fastload.datasets.protocols import StreamDataset, as_streams
 from fastload.distributed.agreement import Ranks, can_agree
-from fastload.distributed.sampler import ShardSampler
+from fastload.distributed.sampler import ShardSampler, indexed_length
 from fastload.errors import ArgumentError, WorkerError
 from fastload.workers.stream_reader import TakeNext
 
@@ -48,6 +48,8 @@ class Streams:
             ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
         """
         sampler, dataset = loader.sampler, as_streams(loader.dataset)
+        if dataset is not None and not isinstance(sampler, ShardSampler):
+            indexed_length(dataset)  # its `len()` may be a hint, by which torch's samplers give indices
         if dataset is None or not isinstance(sampler, ShardSampler) or (self._indexed and saved is None):
             return None
         count = saved["count"] if saved is not None else max(1, loader.num_workers)

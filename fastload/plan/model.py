@@ -9,6 +9,9 @@ rate of all. With h, the share of samples in the cache (it fills, then stops, so
     workers       workers / core-seconds of the one decoding thread of a worker
     disk read     bytes per second / stored bytes / h
     disk write    bytes per second / stored bytes / (the share that fits)    while the cache fills
+
+Shards are streamed in epoch 1: a request brings a range with many samples. Later epochs read at random what
+the cache lacks, a request a sample; where that does not pay, as for small samples, they stream everything.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ __all__ = [
     "Mode",
     "Node",
     "Prediction",
+    "Streaming",
     "connections_needed",
     "cores_left",
     "hit_rate",
@@ -35,17 +39,33 @@ MODES = ("raw", "shrunk", "decoded")
 RECORD_BYTES = 200  # header and padding of a record, and its place in the index
 WORKER_REQUESTS = 128
 NODE_REQUESTS = 1024
+MOSTLY_CACHED = 0.9  # of the samples: then shards are read at random, whatever the size of the others
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Shards read as streams: samples in a request, its seconds, core-seconds a sample, requests in flight.
+
+    `at_random`: whether later epochs may read a sample by a request of its own.
+    """
+
+    per_request: float
+    request_seconds: float
+    get_cpu: float
+    in_flight: int
+    at_random: bool
 
 
 @dataclass(frozen=True)
 class Data:
-    """The objects, and the cost of one GET: seconds without other requests, and core-seconds."""
+    """The samples, and the cost of one GET: seconds without other requests, and core-seconds."""
 
     objects: int
     object_bytes: float
     request_seconds: float
     get_cpu: float
     network: float | None = None  # bytes per second, where the probe reached a ceiling
+    streaming: Streaming | None = None  # of shards
 
 
 @dataclass(frozen=True)
@@ -123,17 +143,32 @@ def connections_needed(rate: float, misses: float, request_seconds: float) -> in
 def predict(data: Data, mode: Mode, node: Node, demand: Demand) -> Prediction:
     """A whole run in one cache mode."""
     hits = hit_rate(node.cache_bytes, data.objects, mode.stored_bytes)
-    first = predict_epoch(data, mode, node, demand, hits=0.0, filling=hits)
-    later = predict_epoch(data, mode, node, demand, hits=hits)
+    streamed = data.streaming is not None
+    first = predict_epoch(data, mode, node, demand, hits=0.0, filling=hits, streamed=streamed)
+    # A shard of which the cache lacks a record is streamed as a whole.
+    again = data.streaming is not None and not data.streaming.at_random and hits < MOSTLY_CACHED
+    later = predict_epoch(data, mode, node, demand, hits=0.0 if again else hits, streamed=again)
     total = first.seconds + (demand.epochs - 1) * later.seconds
     return Prediction(data.objects * (mode.stored_bytes + RECORD_BYTES), hits, first, later, total)
 
 
 def predict_epoch(
-    data: Data, mode: Mode, node: Node, demand: Demand, *, hits: float, filling: float = 0.0
+    data: Data,
+    mode: Mode,
+    node: Node,
+    demand: Demand,
+    *,
+    hits: float,
+    filling: float = 0.0,
+    streamed: bool = False,
 ) -> Epoch:
-    """One epoch in which the share `hits` of samples comes from the cache, and `filling` goes into it."""
-    stages = _stages(data, mode, node, hits, filling)
+    """One epoch in which the share `hits` of samples comes from the cache, and `filling` goes into it.
+
+    Args:
+        streamed: whether shards are read as streams.
+    """
+    reading = data.streaming if streamed and data.streaming is not None else _at_random(data, node)
+    stages = _stages(data, mode, node, hits, filling, reading)
     limit = min(stages, key=lambda name: stages[name])
     rate = stages[limit]
     misses = 1 - hits
@@ -142,23 +177,30 @@ def predict_epoch(
         stages=stages,
         rate=rate,
         limit="GPUs" if demand.rate <= rate else limit,
-        requests=data.objects * misses,
+        requests=data.objects * misses / reading.per_request,
         egress_bytes=data.objects * misses * data.object_bytes,
-        connections=connections_needed(demand.rate, misses, data.request_seconds),
+        connections=connections_needed(demand.rate / reading.per_request, misses, reading.request_seconds),
         seconds=data.objects / used,
     )
 
 
-def _stages(data: Data, mode: Mode, node: Node, hits: float, filling: float) -> dict[str, float]:
+def _at_random(data: Data, node: Node) -> Streaming:
+    """A request a sample, in the same terms."""
+    in_flight = min(NODE_REQUESTS, WORKER_REQUESTS * node.workers)
+    return Streaming(1.0, data.request_seconds, data.get_cpu, in_flight, True)
+
+
+def _stages(
+    data: Data, mode: Mode, node: Node, hits: float, filling: float, reading: Streaming
+) -> dict[str, float]:
     misses = 1 - hits
     decoding = mode.transform_cpu + hits * mode.read_cpu
     stages = {
-        "cores": node.cores / (decoding + misses * (data.get_cpu + mode.prepare_cpu)),
+        "cores": node.cores / (decoding + misses * (reading.get_cpu + mode.prepare_cpu)),
         "workers": node.workers / decoding,
     }
     if misses:
-        in_flight = min(NODE_REQUESTS, WORKER_REQUESTS * node.workers)
-        stages["connections"] = in_flight / data.request_seconds / misses
+        stages["connections"] = reading.in_flight / reading.request_seconds * reading.per_request / misses
         if data.network is not None:
             stages["network"] = data.network / data.object_bytes / misses
     if hits and node.disk_read is not None:

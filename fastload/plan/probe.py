@@ -21,7 +21,20 @@ from fastload.metrics.cores import Cores
 from fastload.plan.model import Data, Mode
 from fastload.store.manifest import Manifest
 
-__all__ = ["Disk", "Probe", "probe_disk", "probe_store"]
+__all__ = [
+    "ALONE",
+    "BUSY",
+    "DECODED",
+    "SECONDS",
+    "Disk",
+    "Probe",
+    "busy_cores",
+    "is_here",
+    "probe_disk",
+    "probe_modes",
+    "probe_store",
+    "timed",
+]
 
 ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
@@ -69,19 +82,19 @@ def probe_store(
         deadline = time.monotonic() + SECONDS
         chosen = np.random.default_rng(0).permutation(len(manifest))[: objects + ALONE + 1].tolist()
         alone = _read_alone(store, manifest, chosen[: ALONE + 1], deadline)
-        here, others = _is_here(options), _busy_cores(0.5)
+        here, others = is_here(options), busy_cores(0.5)
         first, rest = chosen[: ALONE + 1], chosen[ALONE + 1 :]
         list(dataset.warm(first))  # the client's start is not part of the cost of a GET
         get = _read_together(dataset, rest or chosen, deadline, others if here else None)
         kept = [index for index in chosen if dataset.contains(index)][:DECODED]
         keys = [dataset.cache_key(index) for index in kept]
-        payloads, read_cpu = _timed(lambda key: bytes(raw.read(key) or b""), keys)
+        payloads, read_cpu = timed(lambda key: bytes(raw.read(key) or b""), keys)
         dataset.close()
     mean = manifest.total_bytes / len(manifest)
     network = get.bytes / get.seconds if _met_a_ceiling(get, alone) else None
     data = Data(len(manifest), mean, alone, get.cpu / max(1, get.objects), network)
     scale = mean * len(payloads) / max(1, sum(map(len, payloads)))  # from the chosen objects to all
-    modes = _probe_modes(payloads, size, cache, read_cpu, scale)
+    modes = probe_modes(payloads, size, cache, read_cpu, scale)
     return Probe(store.url, data, modes, len(chosen), here, others)
 
 
@@ -130,13 +143,13 @@ def _met_a_ceiling(get: _Together, alone: float) -> bool:
     return get.objects / get.seconds < expected / 3 and get.cpu / get.seconds < BUSY
 
 
-def _probe_modes(
+def probe_modes(
     payloads: list[bytes], size: int, cache: dict[str, Any], read_cpu: float, scale: float
 ) -> dict[str, Mode]:
     """Bytes and core-seconds of a sample in each mode; `scale` corrects its bytes to the mean."""
     side, quality = cache["short_side"], cache["quality"]
-    shrunk, shrink_cpu = _timed(lambda data: shrink(data, side, quality), payloads)
-    pixels, decode_cpu = _timed(lambda data: decode_resized(data, side), payloads)
+    shrunk, shrink_cpu = timed(lambda data: shrink(data, side, quality), payloads)
+    pixels, decode_cpu = timed(lambda data: decode_resized(data, side), payloads)
     if not shrunk or not pixels:
         shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
         raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
@@ -151,7 +164,7 @@ def _probe_modes(
         sizes = [sample.nbytes if isinstance(sample, np.ndarray) else len(sample) for sample in samples]
         stored = sum(sizes) / len(sizes)
         batches = [samples[i : i + 8] for i in range(0, len(samples), 8)]
-        _, fill_cpu = _timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
+        _, fill_cpu = timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
         grown = stored * scale if name == "raw" else stored
@@ -159,7 +172,7 @@ def _probe_modes(
     return modes
 
 
-def _timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
+def timed(work: Callable[[Any], Any], items: list[Any]) -> tuple[list[Any], float]:
     """The results of `work` for the items, without bad images, and the core-seconds of each."""
     results = []
     start = time.thread_time()
@@ -209,13 +222,13 @@ def _scratch_file(directory: Path) -> Iterator[int]:
         Path(path).unlink()
 
 
-def _is_here(options: dict[str, Any]) -> bool:
+def is_here(options: dict[str, Any]) -> bool:
     """Whether the store runs on this machine, and takes its CPU from the loader."""
     host = urlsplit(str(options.get("endpoint_url", ""))).hostname or ""
     return host == "localhost" or host.startswith("127.")
 
 
-def _busy_cores(seconds: float) -> float:
+def busy_cores(seconds: float) -> float:
     """The number of cores that other processes keep busy now."""
     before, start = _CORES.busy_seconds(), time.perf_counter()
     time.sleep(seconds)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,12 +16,16 @@ from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
+from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
-from fastload.shards.index import ShardIndex
+from fastload.shards.filling import ShardFilling
+from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.pending import PendingRecords
+from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RecordSource, ShardFormat, record_name
 from fastload.shards.stream import ShuffledStream, StreamedRecord
@@ -28,10 +33,10 @@ from fastload.shards.urls import Wanted
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import sleep
 
-__all__ = ["ShardDataset"]
+__all__ = ["SMALL_RECORD", "ShardDataset"]
 
 _OFFSETS_KEPT = 64  # more than are decoded at a time
-_SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
+SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
 _COMPRESSED_PATIENCE = 1.0  # seconds to wait for the cache's writer: a miss costs a whole shard later
@@ -74,10 +79,15 @@ class ShardDataset(FieldsDataset):
         compression: str | None,
         storage_options: dict[str, Any] | None,
         refresh: bool,
+        num_samples: int | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
+        if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
+            raise ArgumentError(
+                f"num_samples must be a whole number >= 1 or None (not known), found {num_samples!r}"
+            )
         super().__init__(url, decode)
         self._fields = fields
         self.transform = transform
@@ -101,25 +111,86 @@ class ShardDataset(FieldsDataset):
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._index.add(shard, table)
         self._reads_at_random = False
+        self._hint = num_samples
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on the index that reading builds: see `datasets.fingerprint`."""
-        learned = ("_index", "_reads_at_random", "_maker")
+        """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
+        learned = ("_index", "_reads_at_random", "_maker", "_hint")
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 
     def __len__(self) -> int:
+        if not self._index.complete() and self._hint is not None:
+            return self._hint
+        counted = self.indexed_length()
+        if self._hint not in (None, counted):
+            warnings.warn(
+                f"num_samples={self._hint:,} was given for {self.url!r}, and its shards have {counted:,} "
+                f"samples: len() is {counted:,} from now on",
+                stacklevel=2,
+            )
+        self._hint = None
+        return counted
+
+    def indexed_length(self) -> int:
+        """See `fastload.distributed.sampler.indexed_length`."""
         if not self._index.complete():
             raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
         return len(self._index)
 
     def __repr__(self) -> str:
-        samples = f"{len(self._index):,} samples" if self._index.complete() else "samples not counted yet"
+        samples = "samples not counted yet"
+        if self._index.complete():
+            samples = f"{len(self._index):,} samples"
+        elif self._hint is not None:
+            samples = f"about {self._hint:,} samples"
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         where = f"{self._shards.store.url!r}, {len(self._shards):,} shards"
         return f"{type(self).__name__}({where}, {samples}{cache})"
 
     def outstanding(self) -> int:
         return super().outstanding() + len(self._here.get().pending)
+
+    def shards(self) -> ShardList:
+        """The shards as they were listed: key, size and version of each."""
+        return self._shards
+
+    def index_of(self, shard: int) -> RecordOffsets | None:
+        """The records of a shard; None: it is not indexed yet."""
+        return self._index.get(shard)
+
+    def add_index(self, shard: int, records: RecordOffsets) -> None:
+        """Take the records of a shard that was read to its end, and keep them in the cache."""
+        self._index.add_and_keep(shard, records)
+
+    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
+        prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
+        records = (self._record(index) for index in indices)
+        return warm(records, self._filled(), prefetcher, key=self._cache_key, size=self._source().size)
+
+    def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
+        """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
+
+        What the cache has is read again only where a shard has no index, or is compressed.
+        """
+        filling = ShardFilling(
+            self._shards,
+            self._index,
+            self._form,
+            self._filled(),
+            prepare=self._step.prepare,
+            key=self._cache_key_at,
+            counters=self.counters,
+        )
+        return filling.run(shards)
+
+    def _filled(self) -> Cache:
+        if self.cache is None:
+            raise ArgumentError(
+                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
+                "nothing is cached)"
+            )
+        return self.cache
 
     # --- StreamDataset
 
@@ -196,7 +267,7 @@ class ShardDataset(FieldsDataset):
             if ordinal >= len(table.offsets):
                 raise IndexError(f"shard {self._shards[shard].key!r} has {len(table.offsets)} records")
             return index
-        n = ShardDataset.__len__(self)  # a subclass may have another length
+        n = len(self._index)
         if not -n <= index < n:
             raise IndexError(f"index {index} is out of range for {n} samples of {self.url}")
         return self._index.record_id(index % n)
@@ -213,7 +284,11 @@ class ShardDataset(FieldsDataset):
     def _new_maker(
         self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     ) -> SampleMaker:
-        return SampleMaker(self._fields, self.decode is not None, transform)
+        fields = self._fields
+        if not isinstance(fields, ChosenFields):
+            return SampleMaker(fields, self.decode is not None, transform)
+        fields.check(transform)
+        return SampleMaker(fields, False, transform, fields.shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()
@@ -256,7 +331,7 @@ class ShardDataset(FieldsDataset):
                 self.cache.close()
             if absent <= (0 if compressed else _MOST_CACHED_MISSING * len(sound)):
                 return True
-        return not compressed and self._index.total_bytes() >= _SMALL_RECORD * count
+        return not compressed and self._index.total_bytes() >= SMALL_RECORD * count
 
     def _identity(self, shard: int) -> str:
         key, size, version, _ = self._shards[shard]

@@ -2,6 +2,7 @@
 
     TFRecord   the features that the spec names         {"image": view of the bytes, "label": 7}
     tar        the members, by their extension          {"__key__": "0001", "jpg": view, "cls": view}
+    either     those that `fields=` names, by leaf      {"jpg": view of the png, "cls": view, "json": None}
 
 Images stay encoded, for a fused transform or for the cache.
 """
@@ -9,15 +10,18 @@ Images stay encoded, for a fused transform or for the cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
+from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
-from fastload.formats.example import Spec, check_spec, parse_example
+from fastload.formats.example import Spec, check_spec, parse_example, read_example
 from fastload.formats.tar import read_sample
+from fastload.images.by_epoch import all_transforms
 from fastload.images.decode import Oriented, decode_pil
+from fastload.images.transforms import Crop
 
-__all__ = ["ExampleFields", "MemberFields"]
+__all__ = ["ChosenFields", "ExampleFields", "Leaf", "MemberFields", "shape_of"]
 
 
 class ExampleFields:
@@ -26,11 +30,13 @@ class ExampleFields:
     Args:
         features: see `Spec`.
         images: the features that are encoded images; None: the only one of type bytes.
+        lacking: whether an Example may lack any of the features, which its fields then lack too.
     """
 
-    def __init__(self, features: Spec, images: list[str] | None) -> None:
+    def __init__(self, features: Spec, images: list[str] | None, *, lacking: bool = False) -> None:
         check_spec(features)
         self._features = dict(features)
+        self._lacking = lacking
         single = [name for name, kind in features.items() if kind is bytes]
         self._images = images if images is not None else single if len(single) == 1 else []
         for name in self._images:
@@ -45,7 +51,13 @@ class ExampleFields:
         return repr((sorted((name, repr(kind)) for name, kind in self._features.items()), self._images))
 
     def split(self, payload: memoryview) -> dict[str, Any]:
-        return parse_example(payload, self._features)
+        return parse_example(payload, self._features, lacking=self._lacking)
+
+    def names(self, payload: memoryview) -> list[str]:
+        return list(read_example(payload))
+
+    def is_image(self, name: str) -> bool:
+        return name in self._images
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         return self._images
@@ -90,14 +102,17 @@ class MemberFields:
             )
         return {"__key__": key, **members}
 
+    def names(self, payload: memoryview) -> list[str]:
+        return list(read_sample(payload)[1])
+
+    def is_image(self, name: str) -> bool:
+        return extension_of(name) in IMAGES and self._decoder(name) is None
+
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         # Called twice a sample, and most samples have the same members.
         names, last = tuple(fields), self._last  # reader threads share it
         if names != last[0]:
-            last = self._last = (
-                names,
-                [n for n in names if extension_of(n) in IMAGES and self._decoder(n) is None],
-            )
+            last = self._last = names, [name for name in names if self.is_image(name)]
         return last[1]
 
     def open(self, name: str, value: Any) -> Any:
@@ -119,3 +134,154 @@ class MemberFields:
 
     def _decoder(self, name: str) -> Callable[[bytes], Any] | None:
         return self._decoders.get(name) or self._decoders.get(extension_of(name))
+
+
+class Leaf(NamedTuple):
+    """A leaf of `fields=`: the first of `names` that a record has; None where it may lack all of them."""
+
+    names: tuple[str, ...]
+    optional: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Leaf:
+        """ "jpg;jpeg;png", "json?" -> leaf.
+
+        Raises:
+            ArgumentError: a name is empty or occurs twice, or "?" is not at the end.
+        """
+        names = tuple(text.removesuffix("?").split(";"))
+        if not all(names) or "?" in "".join(names) or len(set(names)) < len(names):
+            raise ArgumentError(
+                f"fields= has the leaf {text!r}: write a name such as 'jpg', alternatives such as "
+                "'jpg;jpeg;png', and '?' behind what a sample may lack, as in 'json?'"
+            )
+        return cls(names, text.endswith("?"))
+
+
+def shape_of(chosen: Any) -> Shape:
+    """The structure that `fields=` gives a sample. A leaf in a tuple is named by its first alternative.
+
+    Raises:
+        ArgumentError: it is no structure of texts, or one of these is not for `Leaf.parse`.
+    """
+    shape = Shape(chosen, name_of=lambda text: Leaf.parse(text).names[0])
+    for text in shape.leaves.values():
+        Leaf.parse(text)
+    return shape
+
+
+class _Splitting(Protocol):
+    """What `ChosenFields` needs beside `Fields`: `ExampleFields` and `MemberFields` have it."""
+
+    @property
+    def key(self) -> str: ...
+    def split(self, payload: memoryview) -> dict[str, Any]: ...
+    def open(self, name: str, value: Any) -> Any: ...
+    def open_image(self, value: Any) -> Any: ...
+
+    def names(self, payload: memoryview) -> list[str]:
+        """All that a record has, for errors."""
+
+    def is_image(self, name: str) -> bool:
+        """Whether a field is an encoded image, by its name."""
+
+
+class ChosenFields:
+    """The fields that `fields=` names, by the names of its leaves. No other field of a record is opened.
+
+    A value is that of the record. Where alternatives are opened in different ways, it is (name, value). Where
+    the record lacks an optional leaf, it is None.
+
+    Args:
+        fields: of the whole record.
+        chosen: for `shape_of`.
+
+    Attributes:
+        shape: of a sample.
+        optional: the names of the leaves that may be None.
+
+    Raises:
+        ArgumentError: as `shape_of`; or a leaf has images and other kinds as alternatives.
+    """
+
+    def __init__(self, fields: _Splitting, chosen: Any) -> None:
+        self.shape = shape_of(chosen)
+        self._fields = fields
+        self._leaves = {name: Leaf.parse(text) for name, text in self.shape.leaves.items()}
+        self.optional = frozenset(name for name, leaf in self._leaves.items() if leaf.optional)
+        self._images = [name for name, leaf in self._leaves.items() if self._is_image(leaf)]
+
+    @property
+    def key(self) -> str:
+        return repr((self._fields.key, [(name, *leaf) for name, leaf in self._leaves.items()]))
+
+    def check(self, transform: Any) -> None:
+        """Raise `ArgumentError` unless the transform goes with these fields."""
+        parts = transform if isinstance(transform, Mapping) else {}
+        for name in parts:
+            if name not in self._leaves:
+                raise ArgumentError(
+                    f"transform names {name!r}, and fields= has {', '.join(self._leaves)}: a leaf in a tuple "
+                    "is named by its first alternative, one in a dict by its key"
+                )
+        if _is_fused(transform):
+            if len(self._images) != 1:
+                raise ArgumentError(
+                    f"the transform takes one image, and fields= has {', '.join(self._images) or 'none'}: "
+                    "name it, as in transform={'jpg': RandomResizedCrop(224)}"
+                )
+            parts = {self._images[0]: transform}
+        for name, part in parts.items():
+            if name in self.optional and _is_fused(part):
+                raise ArgumentError(
+                    f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
+                    "cannot hold None: leave out the '?', or give transform= a function for it"
+                )
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        found = self._fields.split(payload)
+        return {name: self._choose(leaf, found, payload) for name, leaf in self._leaves.items()}
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        if not self.optional:
+            return self._images
+        return [name for name in self._images if fields[name] is not None]
+
+    def open(self, name: str, value: Any) -> Any:
+        names = self._leaves[name].names
+        if value is None:
+            return None
+        return self._fields.open(*value) if len(names) > 1 else self._fields.open(names[0], value)
+
+    def open_image(self, value: Any) -> Any:
+        return self._fields.open_image(value)
+
+    def _choose(self, leaf: Leaf, found: Mapping[str, Any], payload: memoryview) -> Any:
+        for name in leaf.names:
+            if name in found:
+                value = found[name]
+                if len(leaf.names) == 1 or self._fields.is_image(name):
+                    return value
+                return name, bytes(value) if isinstance(value, memoryview) else value
+        if leaf.optional:
+            return None
+        sample = f"sample {found['__key__']!r}" if "__key__" in found else "the record"
+        wanted = ";".join(leaf.names)
+        raise DecodeError(
+            f"{sample} has no {' or '.join(leaf.names)}, which fields= asks for; it has "
+            f"{', '.join(self._fields.names(payload)) or 'nothing'}. Name an alternative, as in "
+            f"'{wanted};other', or make it optional: '{wanted}?'"
+        )
+
+    def _is_image(self, leaf: Leaf) -> bool:
+        images = [self._fields.is_image(name) for name in leaf.names]
+        if any(images) and not all(images):
+            raise ArgumentError(
+                f"fields= has the alternatives {';'.join(leaf.names)!r}, of which some are images and some "
+                "are not: name images alone"
+            )
+        return all(images)
+
+
+def _is_fused(transform: Any) -> bool:
+    return any(isinstance(one, Crop) for one in all_transforms(transform))

@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache
+from fastload.errors import ArgumentError
 from fastload.formats.shard_index import Offsets, parse_wds_index
 from fastload.formats.tar import TarSplitter
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.record_fields import MemberFields
+from fastload.shards.record_fields import ChosenFields, MemberFields
 from fastload.shards.urls import Wanted
 
-__all__ = ["TarDataset"]
+__all__ = ["FORM", "NAMES", "TarDataset"]
 
 # The objects below a prefix that are shards.
-_NAMES = Wanted(
+NAMES = Wanted(
     r".*\.(?:tar|tgz|tar\.gz)",
     "named as a tar (.tar, .tar.gz, .tgz). Read TFRecord files with fastload.TFRecordDataset, and objects "
     "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
@@ -38,13 +39,17 @@ class _Tar:
         return parse_wds_index(body, shard_size)
 
 
+FORM = _Tar()
+
+
 class TarDataset(ShardDataset):
     """The samples of tar files in WebDataset's layout: members that differ only in their extension.
 
-    A sample is a dict: "__key__", the members' path up to the first dot of its last component, and each
-    extension in lower case with its content: jpg, jpeg, png, webp, ... a `PIL.Image` in RGB; cls,
-    index, id an int; json; txt a str; npy an array; anything else its bytes. Pickles (.pyd, .pkl, .pickle,
-    .pth, .pt) are refused. No name in a tar ever becomes a path on this machine.
+    `fields=` names what a sample consists of. Without it, a sample is a dict: "__key__", the members' path up
+    to the first dot of its last component, and each extension in lower case with its content: jpg, jpeg, png,
+    webp, ... a `PIL.Image` in RGB; cls, index, id an int; json; txt a str; npy an array; anything else its
+    bytes. Pickles (.pyd, .pkl, .pickle, .pth, .pt) are refused. No name in a tar ever becomes a path on this
+    machine.
 
     Give a segmentation mask a fused transform with interpolation="nearest" and channels=1: it is cut like its
     image, and its class numbers stay, in every cache mode. Otherwise it is treated as an ordinary image, in
@@ -56,17 +61,18 @@ class TarDataset(ShardDataset):
 
         dataset = TarDataset(
             "s3://bucket/shards/train-{00000..00003}.tar",
+            fields=("jpg;jpeg;png;webp", "cls"),
             transform=RandomResizedCrop(224, flip=0.5),
             cache="/ssd/cache",
         )
-        for batch in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
-            batch["jpg"], batch["cls"]  # uint8 (256, 3, 224, 224), int64 (256,)
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            images, labels  # uint8 (256, 3, 224, 224), int64 (256,)
 
     Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
     comes from index files (DALI's wds2idx), or is made in the first epoch and kept in the cache. Until then
-    `len()` and `[]` raise TypeError, and `fastload.DataLoader` reads it as streams:
-    `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks. The same loop
-    reads both.
+    `[]` raises TypeError, `len()` is the hint `num_samples` or raises too, and `fastload.DataLoader` reads it
+    as streams: `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks. The
+    same loop reads both.
 
     With index files and no cache it is read at random too, unless samples are smaller than 32 KiB on average
     or files are compressed: then every epoch is streamed. A tar without its end marker is accepted
@@ -80,6 +86,13 @@ class TarDataset(ShardDataset):
         transform: a fused transform, which takes the one image of a sample (the sample then has a uint8
             tensor in its place); a dict {extension: function or fused transform}; or any callable on the
             sample. Fused transforms write their images straight into the batch.
+        fields: the structure of a sample: a tuple, a dict, nested or not, or one leaf. A leaf is an
+            extension; alternatives, of which the first that a sample has counts ("jpg;jpeg;png"); or
+            "__key__". "json?" may be absent: the value is None then, and its column in a batch always a list.
+            Other members are not opened, and cache modes "shrunk" and "decoded" do not keep them. In
+            `transform={...}` a leaf has the name of its key in a dict, else of its first alternative. None: a
+            dict of all members.
+        num_samples: a hint for `len()` while the shards are not indexed, for schedules and progress bars.
         cycle_length: files open at once, by all workers of a rank together.
         block_length: samples taken from each file in turn.
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
@@ -103,6 +116,8 @@ class TarDataset(ShardDataset):
         decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
         *,
+        fields: Any = None,
+        num_samples: int | None = None,
         cycle_length: int = 32,
         block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
@@ -115,13 +130,20 @@ class TarDataset(ShardDataset):
         refresh: bool = False,
     ) -> None:
         decoders = decode if isinstance(decode, Mapping) else {}
+        members = MemberFields(decoders, unsafe=unsafe)
+        if fields is not None and callable(decode):
+            raise ArgumentError(
+                "fields= and a function as decode= both say what a sample is: leave one out, or pass "
+                "decode={extension: function of its bytes}"
+            )
         super().__init__(
             url,
-            _Tar(),
-            MemberFields(decoders, unsafe=unsafe),
-            names=_NAMES,
+            FORM,
+            members if fields is None else ChosenFields(members, fields),
+            names=NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
+            num_samples=num_samples,
             cycle_length=cycle_length,
             block_length=block_length,
             shuffle_buffer=shuffle_buffer,

@@ -7,19 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastload.cache import Cache
-from fastload.formats.example import Spec
+from fastload.datasets.fields import Fields
+from fastload.errors import ArgumentError
+from fastload.formats.example import Spec, check_spec
 from fastload.formats.shard_index import Offsets, parse_tfrecord_index
 from fastload.formats.tfrecord import TFRecordSplitter, unframe
 from fastload.images.by_epoch import all_transforms
 from fastload.images.crop import Crop
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.record_fields import ExampleFields
+from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
 from fastload.shards.urls import Wanted
 
-__all__ = ["TFRecordDataset"]
+__all__ = ["FORM", "NAMES", "TFRecordDataset"]
 
 # The objects below a prefix that are shards: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
-_NAMES = Wanted(
+NAMES = Wanted(
     r".*(?:\.tfrecords?(?:[-_.][^/]*)?|-\d{5}-of-\d{5}(?:\.gz|\.zlib)?)(?<!\.idx)(?<!\.index)(?<!\.json)",
     "named as a TFRecord file (.tfrecord, -00000-of-00128). Read a tar with fastload.TarDataset, and objects "
     "of one sample with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
@@ -41,6 +43,9 @@ class _TFRecord:
         return parse_tfrecord_index(body, shard_size)
 
 
+FORM = _TFRecord()
+
+
 class TFRecordDataset(ShardDataset):
     """The records of TFRecord files, read without TensorFlow; both CRCs of every record are checked.
 
@@ -51,16 +56,18 @@ class TFRecordDataset(ShardDataset):
         dataset = TFRecordDataset(
             "s3://bucket/shards/train-*.tfrecord",
             {"image": bytes, "label": int},
+            fields=("image", "label"),
             transform=RandomResizedCrop(224, flip=0.5),
             cache="/ssd/cache",
         )
-        for batch in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
-            batch["image"], batch["label"]  # uint8 (256, 3, 224, 224), int64 (256,)
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            images, labels  # uint8 (256, 3, 224, 224), int64 (256,)
 
     Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
-    comes from index files, or is made in the first epoch and kept in the cache. Until then `len()` and `[]`
-    raise TypeError, and `fastload.DataLoader` reads it as streams: `cycle_length` files at once per rank,
-    read ahead in large ranges, shuffled in blocks. The same loop reads both.
+    comes from index files, or is made in the first epoch and kept in the cache. Until then `[]` raises
+    TypeError, `len()` is the hint `num_samples` or raises too, and `fastload.DataLoader` reads it as streams:
+    `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks. The same loop reads
+    both.
 
     With index files and no cache it is read at random too, unless records are smaller than 32 KiB on average
     or files are compressed: then every epoch is streamed. A damaged record is an error with file and offset,
@@ -75,6 +82,12 @@ class TFRecordDataset(ShardDataset):
         transform: a fused transform, which takes the one feature of type bytes as an image (the sample then
             has a uint8 tensor in its place); a dict {feature: function or fused transform}; or any callable
             on the sample. Fused transforms write their images straight into the batch.
+        fields: the structure of a sample: a tuple, a dict, nested or not, or one leaf. A leaf is the name of
+            a feature; or alternatives, of which the first that a record has counts ("image;image/encoded").
+            "box?" may be absent: the value is None then, and its column in a batch always a list. In
+            `transform={...}` a leaf has the name of its key in a dict, else of its first alternative. None: a
+            dict of the features.
+        num_samples: a hint for `len()` while the files are not indexed, for schedules and progress bars.
         cycle_length: files open at once, by all workers of a rank together.
         block_length: records taken from each file in turn.
         shuffle_buffer: size of a shuffled block per worker: records as int, or bytes as text ("64MB").
@@ -99,6 +112,8 @@ class TFRecordDataset(ShardDataset):
         decode: Callable[[Any], Any] | None = None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
         *,
+        fields: Any = None,
+        num_samples: int | None = None,
         cycle_length: int = 32,
         block_length: int = 1,
         shuffle_buffer: int | str = "64MB",
@@ -109,20 +124,14 @@ class TFRecordDataset(ShardDataset):
         storage_options: dict[str, Any] | None = None,
         refresh: bool = False,
     ) -> None:
-        images = None
-        if isinstance(transform, Mapping):
-            images = [
-                name
-                for name, part in transform.items()
-                if any(isinstance(one, Crop) for one in all_transforms(part))
-            ]
         super().__init__(
             url,
-            _TFRecord(),
-            None if features is None else ExampleFields(features, images or None),
-            names=_NAMES,
+            FORM,
+            _fields(features, fields, decode, transform),
+            names=NAMES,
             decode=decode,
             transform=transform,
+            num_samples=num_samples,
             cycle_length=cycle_length,
             block_length=block_length,
             shuffle_buffer=shuffle_buffer,
@@ -133,3 +142,27 @@ class TFRecordDataset(ShardDataset):
             storage_options=storage_options,
             refresh=refresh,
         )
+
+
+def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> Fields | None:
+    """The fields of a record; `chosen`: the user's `fields=`."""
+    parts = transform.items() if isinstance(transform, Mapping) else []
+    fused = [name for name, part in parts if any(isinstance(one, Crop) for one in all_transforms(part))]
+    if chosen is None:
+        return None if features is None else ExampleFields(features, fused or None)
+    if features is None:
+        raise ArgumentError("fields= names features: pass features= too, a dict of their names and types")
+    if decode is not None:
+        raise ArgumentError("fields= and decode= both say what a sample is: leave one out")
+    check_spec(features)
+    leaves = {name: Leaf.parse(text).names for name, text in shape_of(chosen).leaves.items()}
+    wanted = {feature: features.get(feature) for names in leaves.values() for feature in names}
+    for feature, kind in wanted.items():
+        if kind is None:
+            raise ArgumentError(f"fields= names {feature!r}, and features= has {', '.join(features)}")
+    if fused:
+        images = [feature for name in fused for feature in leaves.get(name, ())]
+    else:  # the one leaf that is bytes
+        encoded = [names for names in leaves.values() if all(wanted[one] is bytes for one in names)]
+        images = list(encoded[0]) if len(encoded) == 1 else []
+    return ChosenFields(ExampleFields(wanted, images, lacking=True), chosen)

@@ -163,7 +163,7 @@ class _Filter:
             kind, reader = _SHARDS[endings]
             why = (
                 f"{count:,} {kind} shards there, and no class/file.jpg: fastload.{reader} reads them; "
-                "ImageFolder and the commands bench, warm and plan read image folders"
+                "ImageFolder reads image folders"
             )
         elif self._labels and self.folders:
             return

@@ -253,7 +253,7 @@ def test_rates_are_documented() -> None:
 
 def keys(document: dict[str, Any]) -> set[str]:
     """The keys of a document, in the notation of the page."""
-    opaque = {"versions", "counters", "stages", "needed"}
+    opaque = {"versions", "counters", "stages", "needed", "streaming"}
     found = set()
     for name, value in document.items():
         name = "MODE" if name in get_args(Mode) else name
@@ -266,7 +266,7 @@ def keys(document: dict[str, Any]) -> set[str]:
     return found
 
 
-COMMON = {"bench", "convert", "demo", "plan", "warm"}
+COMMON = {"bench", "convert", "demo", "index", "plan", "warm"}
 
 
 def check_keys(name: str, document: dict[str, Any]) -> None:
@@ -303,6 +303,12 @@ def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
     check_keys("plan", answer("plan", photos, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
     done = answer("convert", photos, tmp_path / "shards", "--to", "tar")
     check_keys("convert", done | {"faults": [{"shard": "a", "fault": "b"}]})
+    shards = tmp_path / "shards"
+    check_keys("index", answer("index", shards, "--again") | {"faults": [{"shard": "a", "fault": "b"}]})
+    done = answer("warm", shards, "--cache", cache, "--num-workers", 0)
+    check_keys("warm", done | {"failures": [{"key": "a", "error": "b"}]})
+    check_keys("plan", answer("plan", shards, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
+    check_keys("bench", answer("bench", shards, "--num-workers", 0, "--epochs", 1))
 
 
 def test_keys_of_the_demo_are_documented() -> None:

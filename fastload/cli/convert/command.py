@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fastload.cli.kinds import Kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
@@ -27,16 +28,6 @@ from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.metrics.units import format_size
 
 __all__ = ["convert"]
-
-
-class Kind(StrEnum):
-    """What the source is."""
-
-    auto = "auto"
-    folder = "folder"
-    objects = "objects"
-    tar = "tar"
-    tfrecord = "tfrecord"
 
 
 class To(StrEnum):

@@ -17,6 +17,7 @@ from xxhash import xxh3_64
 
 from fastload.cli.convert.records import SPLITTERS, sound_payload
 from fastload.cli.convert.sample_forms import Sample, split_name
+from fastload.cli.kinds import guess_kind
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
@@ -26,7 +27,6 @@ from fastload.metrics.counters import Counters
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
 from fastload.store import ObjectInfo, Store, open_store
-from fastload.store.listing import IMAGE_EXTENSIONS
 from fastload.store.manifest import Manifest
 
 __all__ = ["Input", "open_input"]
@@ -88,16 +88,10 @@ def open_input(url: str, kind: str, options: dict[str, Any], shard_size: int, se
 
 
 def _guess(store: Store) -> str:
-    page = next(store.list(), [])
-    keys = [info.key.lower() for info in page]
+    keys = [info.key for info in next(store.list(), [])]
     if not keys:
         raise NotFoundError(f"{store.url!r}: no objects there", stage="list")
-    if any(key.endswith(_TAR) for key in keys):
-        return "tar"
-    if any(key.endswith(_TFRECORD) for key in keys):
-        return "tfrecord"
-    images = [key for key in keys if key.endswith(IMAGE_EXTENSIONS)]
-    return "folder" if images and all("/" in key for key in images) else "objects"
+    return guess_kind(keys).value
 
 
 def _fingerprint(manifest: Manifest) -> str:

@@ -1,0 +1,188 @@
+"""Filling a cache with the records of shards before training: each shard is read once, as a stream.
+
+    shards ─▶ which records are missing? ─▶ ShardReader, the next one ahead ─▶ prepare ─▶ cache
+                                                         └ at the end of a shard: its index
+
+Of a shard with an index, only the missing records are read. One without an index, or compressed, is read
+whole. Training drops a record if the disk is too slow; this waits for the disk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from fastload.cache import Cache
+from fastload.datasets.warm import Outcome, Warmed, put
+from fastload.errors import CacheError, DecodeError
+from fastload.fetch.concurrency import process_share
+from fastload.fetch.threads import ReadPool
+from fastload.metrics.counters import Counters
+from fastload.shards.catalog import ShardList
+from fastload.shards.index import ShardIndex
+from fastload.shards.reader import ReadAhead, ShardReader
+from fastload.shards.record_id import RecordId
+from fastload.shards.record_source import ShardFormat, record_name
+from fastload.shards.stream import Interleave, Span, StreamedRecord
+
+__all__ = ["ShardFilling"]
+
+_READERS = 2  # the one that is read, and the next
+_AHEAD_BYTES = 128 << 20
+_UNCONFIRMED = 256  # records that were written and not looked up yet
+
+
+class _Written(NamedTuple):
+    """A record that was handed to the cache's writer: what becomes of it, its key, what was written."""
+
+    warmed: Warmed
+    key: bytes
+    payload: Any
+
+
+class ShardFilling:
+    """Puts the records of shards into a cache.
+
+    Args:
+        shards, index, form: what to read.
+        cache: filled.
+        prepare: payload -> what the cache keeps; None: the payload.
+        key: (shard, offset) -> cache key.
+        counters: get.* are added here.
+    """
+
+    def __init__(
+        self,
+        shards: ShardList,
+        index: ShardIndex,
+        form: ShardFormat,
+        cache: Cache,
+        *,
+        prepare: Callable[[Any], Any] | None,
+        key: Callable[[int, int], bytes],
+        counters: Counters,
+    ) -> None:
+        self._shards = shards
+        self._index = index
+        self._form = form
+        self._cache = cache
+        self._prepare = prepare
+        self._key = key
+        self._counters = counters
+        limit, most_bytes = process_share(shards.store)
+        self._ahead = ReadAhead.of(min(most_bytes, _AHEAD_BYTES), _READERS)
+        self._pool = ReadPool(max(1, min(_READERS * self._ahead.pieces, limit.most)), counters)
+        self._written: list[_Written] = []
+
+    def run(self, shards: Iterable[int]) -> Iterator[Warmed]:
+        """The outcome of each record; its `sample` is a packed `RecordId`. Nothing follows "full".
+
+        Raises:
+            StoreError: the store is down, or refuses us. CacheError: the cache cannot be written.
+        """
+        spans: list[Span] = []
+        for shard in shards:
+            yield from self._look(shard, spans)
+        records = Interleave(spans, self._open_reader, cycle_length=1, block_length=1)
+        try:
+            found = records.next()
+            while found is not None or self._written:
+                outcomes = self._confirm() if found is None else self._take(found)
+                for warmed in outcomes:
+                    yield warmed
+                    if warmed.outcome == "full":
+                        return
+                found = None if found is None else records.next()
+        finally:
+            records.close()
+            self._pool.close()
+            self._cache.flush()
+
+    def _look(self, shard: int, spans: list[Span]) -> Iterator[Warmed]:
+        """The records of a shard that need not be read; what has to be read is added to `spans`."""
+        records = self._index.get(shard)
+        if records is None:
+            spans.append(Span(shard))
+            return
+        present, runs = [], list[tuple[int, int]]()
+        for ordinal, (offset, size) in enumerate(records.offsets.tolist()):
+            if self._has(self._key(shard, offset)):
+                present.append(Warmed(RecordId(shard, ordinal).pack(), "present", passed=size))
+            elif runs and runs[-1][1] == ordinal:
+                runs[-1] = runs[-1][0], ordinal + 1
+            else:
+                runs.append((ordinal, ordinal + 1))
+        if runs and records.compressed:
+            spans.append(Span(shard))
+            return
+        count = len(records.offsets)
+        spans += [Span(shard, first, None if stop == count else stop) for first, stop in runs]
+        yield from present
+
+    def _open_reader(self, span: Span, ordinal: int, offset: int | None) -> ShardReader:
+        shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
+        if records is not None:
+            shard = shard._replace(compressed=records.compressed)
+            offset = int(records.offsets[ordinal, 0]) if ordinal else 0
+            if span.stop is not None:
+                stop = span.stop, int(records.offsets[span.stop - 1].sum())
+        return ShardReader(
+            self._shards.store,
+            shard,
+            self._form.splitter,
+            ahead=self._ahead,
+            pool=self._pool,
+            counters=self._counters,
+            ordinal=ordinal,
+            offset=offset or 0,
+            stop=stop,
+            on_end=functools.partial(self._index.add_and_keep, span.shard) if records is None else None,
+        )
+
+    def _take(self, found: StreamedRecord) -> Iterator[Warmed]:
+        """Hand a record to the cache's writer. Its outcome comes now, or with those of `_confirm`."""
+        record, size = found.record, found.record.size
+        warmed = Warmed(RecordId(found.shard, found.ordinal).pack(), "stored", size, passed=size)
+        key = self._key(found.shard, record.offset)
+        if record.error is None and self._has(key):
+            yield warmed._replace(outcome="present")
+            return
+        try:
+            if record.error is not None:
+                raise record.error
+            payload = record.payload if self._prepare is None else self._prepare(record.payload)
+        except DecodeError as error:
+            name = record_name(self._shards[found.shard].key, record.offset)
+            why = f"{type(error).__name__}: {error.message}"
+            yield warmed._replace(outcome="failed", error=why, key=name)
+            return
+        outcome = put(self._cache, key, payload)
+        if outcome != "stored":
+            yield from self._confirm()
+            yield warmed._replace(outcome=outcome)
+            return
+        self._written.append(_Written(warmed, key, payload))
+        if len(self._written) >= _UNCONFIRMED:
+            yield from self._confirm()
+
+    def _confirm(self) -> Iterator[Warmed]:
+        """Wait for the cache's writer, and say of each record whether it is kept: a full cache drops some."""
+        written, self._written = self._written, []
+        if not written:
+            return
+        self._cache.flush()
+        for warmed, key, payload in written:
+            outcome: Outcome = "stored"
+            if not self._has(key):
+                outcome = put(self._cache, key, payload)
+                self._cache.flush()
+                if outcome == "stored" and not self._has(key):
+                    raise CacheError(f"cache {self._cache.path} does not keep what is written to it")
+            yield warmed._replace(outcome=outcome)
+
+    def _has(self, key: bytes) -> bool:
+        if self._cache.lookup(key) is not None:
+            return True
+        self._cache.counters.add("cache.misses", -1)  # nobody wanted it
+        return False
