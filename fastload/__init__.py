@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from fastload.cache import Cache
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
+    from fastload.datasets.map import map
+    from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
     from fastload.datasets.table import TableDataset
     from fastload.datasets.table_fields import File
+    from fastload.distributed.mixture_sampler import MixtureSampler
     from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
     from fastload.loader.watch import watch
+    from fastload.shards.beton import BetonDataset
+    from fastload.shards.litdata import LitDataset
+    from fastload.shards.mds import MDSDataset
+    from fastload.shards.parquet import ParquetDataset
     from fastload.shards.tar import TarDataset
     from fastload.shards.tfrecord import TFRecordDataset
     from fastload.shards.tokens import TokenDataset
@@ -31,6 +38,7 @@ if TYPE_CHECKING:
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
 # child needs none of it.
 _HOME = {
+    "BetonDataset": "fastload.shards.beton",
     "ByEpoch": "fastload.images.by_epoch",
     "Cache": "fastload.cache",
     "CenterCrop": "fastload.images.transforms",
@@ -39,8 +47,13 @@ _HOME = {
     "DistributedSampler": "fastload.distributed.sampler",
     "File": "fastload.datasets.table_fields",
     "ImageFolder": "fastload.datasets.image_folder",
+    "LitDataset": "fastload.shards.litdata",
+    "MDSDataset": "fastload.shards.mds",
+    "Mixture": "fastload.datasets.mixture",
+    "MixtureSampler": "fastload.distributed.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
+    "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
@@ -49,11 +62,13 @@ _HOME = {
     "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
     "fuse": "fastload.images.fuse",
+    "map": "fastload.datasets.map",
     "open_store": "fastload.store",
     "watch": "fastload.loader.watch",
 }
 
 __all__ = [
+    "BetonDataset",
     "ByEpoch",
     "Cache",
     "CenterCrop",
@@ -62,8 +77,13 @@ __all__ = [
     "DistributedSampler",
     "File",
     "ImageFolder",
+    "LitDataset",
+    "MDSDataset",
+    "Mixture",
+    "MixtureSampler",
     "Normalize",
     "ObjectDataset",
+    "ParquetDataset",
     "RandomResizedCrop",
     "ShardSampler",
     "TFRecordDataset",
@@ -73,6 +93,7 @@ __all__ = [
     "__version__",
     "cached",
     "fuse",
+    "map",
     "open_store",
     "watch",
 ]

@@ -71,11 +71,10 @@ def to_python(column: Any, *, views: bool = False) -> list[Any]:
     """
     if isinstance(column, pa.ChunkedArray):
         return [value for chunk in column.chunks for value in to_python(chunk, views=views)]
+    column = _decoded(column)
     kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
-        return to_python(column.storage, views=views)
-    if pa.types.is_dictionary(kind):
-        return to_python(column.dictionary_decode(), views=views)
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return _tensors(column)
     if pa.types.is_struct(kind):
         return _structs(column, views)
     if _is_list(kind):
@@ -84,6 +83,28 @@ def to_python(column: Any, *, views: bool = False) -> list[Any]:
         return _views(column)
     found: list[Any] = column.to_pylist()
     return found
+
+
+def _decoded(column: Any) -> Any:
+    """A dictionary or extension column as what it stands for; tensors and others as they are."""
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _decoded(column.dictionary_decode())
+    if not isinstance(kind, pa.BaseExtensionType) or isinstance(kind, pa.FixedShapeTensorType):
+        return column
+    if kind.extension_name == "arrow.bool8":
+        return column.storage.cast(pa.bool_())
+    return _decoded(column.storage)
+
+
+def _tensors(column: Any) -> list[Any]:
+    """Arrays of the shape that the type has. They are stored flat, perhaps with the axes in another order."""
+    kind = column.type
+    axes = kind.permutation or range(len(kind.shape))
+    return [
+        row.reshape(kind.shape).transpose(axes) if type(row) is np.ndarray else row
+        for row in to_python(column.storage)
+    ]
 
 
 def _structs(column: Any, views: bool) -> list[Any]:
@@ -104,7 +125,7 @@ def _lists(column: Any) -> list[Any]:
         column = pa.array(column.to_pylist(), wanted)  # a list view, whose rows may lie in any order
     offsets = column.offsets.to_numpy().tolist()
     first, last = offsets[0], offsets[-1]
-    inner = column.values.slice(first, last - first)
+    inner = _decoded(column.values.slice(first, last - first))
     bounds = [(start - first, stop - first) for start, stop in itertools.pairwise(offsets)]
     if _is_number(inner.type):
         return _masked(_number_rows(inner, bounds), column)
@@ -131,7 +152,7 @@ def _number_rows(inner: Any, bounds: list[tuple[int, int]]) -> list[Any]:
     if not inner.null_count:
         values = inner.to_numpy(zero_copy_only=False)
         return [values[start:stop].copy() for start, stop in bounds]
-    values = inner.fill_null(0).to_numpy(zero_copy_only=False)
+    values = inner.fill_null(pa.scalar(0).cast(inner.type)).to_numpy(zero_copy_only=False)
     valid = inner.is_valid().to_numpy(zero_copy_only=False)
     return [
         values[start:stop].copy() if valid[start:stop].all() else inner[start:stop].to_pylist()

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.datasets.prepare import PrepareStep
-from fastload.datasets.protocols import RowErrors, RowRequests, current_reader
+from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
@@ -113,8 +113,10 @@ class StoreDataset(Dataset[Any]):
     # --- RowDataset: read ahead, and written straight into the batch
 
     def prefetch(self, indices: Iterable[int]) -> None:
+        indices = list(indices)
         records = [self._record(index) for index in indices]
         if records:
+            note_prefetch(self, indices)
             self._prefetchers.get().request(records, current_reader.get())
 
     def cancel(self, indices: Iterable[int]) -> None:

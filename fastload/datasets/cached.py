@@ -12,6 +12,7 @@ from fastload.cache import Cache, as_cache
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.prepare import check_fingerprint
 from fastload.datasets.protocols import check_dataset
+from fastload.datasets.wrappers import as_rows
 from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump, load
@@ -83,12 +84,8 @@ class CachedDataset(Dataset[Any]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        index = operator.index(index)
-        n = len(self)
-        if not -n <= index < n:
-            raise IndexError(f"index {index} is out of range for {n} samples")
-        index %= n
-        key = self.cache.key("cached", self.fingerprint, str(index))
+        index = self._checked(index)
+        key = self._key(index)
         with self.counters.timed("cache"):
             record = self.cache.read(key)
         if record is not None:
@@ -103,6 +100,26 @@ class CachedDataset(Dataset[Any]):
             error.key = index
             raise
         return sample
+
+    def prefetch(self, indices: list[int]) -> None:
+        """Start reading what `dataset` needs for those samples that the cache does not have."""
+        inner = as_rows(self.dataset)
+        if inner is None:
+            return
+        absent = [at for at in map(self._checked, indices) if self.cache.lookup(self._key(at)) is None]
+        self.cache.counters.add("cache.misses", -len(absent))  # `[]` counts them
+        if absent:
+            inner.prefetch(absent)
+
+    def _checked(self, index: Any) -> int:
+        index = operator.index(index)
+        n = len(self)
+        if not -n <= index < n:
+            raise IndexError(f"index {index} is out of range for {n} samples")
+        return int(index % n)
+
+    def _key(self, index: int) -> bytes:
+        return self.cache.key("cached", self.fingerprint, str(index))
 
     def flush_cache(self) -> None:
         """Wait until all samples that were read are in the cache, for other processes too."""

@@ -10,10 +10,11 @@ cheap. So Python's and numpy's are seeded only if samples draw from them:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,6 +65,17 @@ class SampleSeeds:
 
     def start_epoch(self, seed: int, epoch: int) -> None:
         self._beginning = hashlib.blake2b(f"({seed!r}, {epoch!r}, ".encode(), digest_size=8)
+
+    @contextlib.contextmanager
+    def within(self, part: int) -> Iterator[None]:
+        """Inside, samples get the random numbers of this part of a dataset."""
+        before = self._beginning
+        self._beginning = before.copy()
+        self._beginning.update(f"{part!r}, ".encode())
+        try:
+            yield
+        finally:
+            self._beginning = before
 
     def begin_batch(self, index: Any) -> None:
         """Before a batch whose first sample is `index`: other code may have drawn since the last batch."""

@@ -72,8 +72,8 @@ class Ranks:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_root": None, "_store": None, "_posted": []}  # a store does not pickle
 
-    def begin_epoch(self, summary: dict[str, Any]) -> list[dict[str, Any]]:
-        """Wait until every rank has begun its next epoch; their summaries, by rank.
+    def begin_epoch(self, summary: dict[str, Any], what: str = "to begin the epoch") -> list[dict[str, Any]]:
+        """Wait until every rank has begun its next epoch, or does `what`; their summaries, by rank.
 
         Raises:
             ArgumentError: torch.distributed is not initialized.
@@ -90,9 +90,7 @@ class Ranks:
         self._published, self._seen = 0, dict.fromkeys(self._others, (0, False))
         self._set(f"at/{self.rank}", b"0 0")
         self._post(f"summary/{self.rank}", json.dumps(summary).encode())
-        summaries = [
-            json.loads(self._wait(rank, "summary", "to begin the epoch")) for rank in range(self.ranks)
-        ]
+        summaries = [json.loads(self._wait(rank, "summary", what)) for rank in range(self.ranks)]
         for key in posted:  # every rank has now left the epoch before
             before.delete_key(key)
         return summaries

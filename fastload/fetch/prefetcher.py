@@ -27,7 +27,7 @@ from fastload.fetch.ranged_read import RangedReads
 from fastload.fetch.reader_queues import Part, Read, ReaderQueues
 from fastload.fetch.settings import ReadSettings
 from fastload.fetch.source import Source
-from fastload.fetch.threads import ThreadTeam
+from fastload.fetch.threads import ThreadTeam, this_thread
 from fastload.metrics.counters import Counters
 
 __all__ = ["Outstanding", "Prefetcher"]
@@ -123,6 +123,14 @@ class Prefetcher:
         Raises:
             StoreError, DecodeError: reading or preparing this sample failed; the error carries its key.
         """
+        turn = this_thread.turn
+        if turn is not None:
+            read = self._reads.get(index)
+            if read is None or not read.done:
+                return turn.waiting(lambda: self._get(index))
+        return self._get(index)
+
+    def _get(self, index: int) -> Any:
         read = self._reads.get(index)
         if read is None:
             return self._read_now(index)

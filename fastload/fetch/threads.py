@@ -8,16 +8,30 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from fastload.errors import StoreError
 from fastload.metrics.counters import Counters
 
-__all__ = ["IDLE_SECONDS", "ReadPool", "ThreadTeam"]
+__all__ = ["IDLE_SECONDS", "ReadPool", "ThreadTeam", "this_thread"]
 
 IDLE_SECONDS = 10.0  # after which a thread ends: what nobody closed is collected when its last one has
 _CLOSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
+
+
+class Turn(Protocol):
+    """What a thread gives away while it waits for a read, see `fastload.workers.turns`."""
+
+    def waiting(self, wait: Callable[[], Any]) -> Any:
+        """The result of `wait`, without the turn."""
+
+
+class _ThisThread(threading.local):
+    turn: Turn | None = None
+
+
+this_thread = _ThisThread()
 
 Task = tuple["Future[Any]", Callable[[], Any]]
 

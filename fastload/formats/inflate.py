@@ -1,17 +1,77 @@
-"""Inflates a gzip or zlib shard that is read piece by piece."""
+"""Inflates a shard that is read piece by piece: gzip or zlib, and zstd and bzip2 where a format allows these.
+
+A LitData chunk of zstd frames begins with a table, which is passed over:
+
+    "LDFZ01" 0 0 | uint16 version, flags | uint32 n, rows of a frame, frames | uint32 (n + 1) | 24 bytes a
+    frame
+"""
 
 from __future__ import annotations
 
+import bz2
+import struct
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 from fastload.errors import DecodeError
 
-__all__ = ["Inflater"]
+__all__ = ["FRAMED", "FRAMED_HEAD", "Inflater", "framed_size", "zstd"]
+
+FRAMED = b"LDFZ01\0\0"
+FRAMED_HEAD = struct.Struct("<8sHHIII")
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_BZIP2 = b"BZh"
 
 _AUTOMATIC = 47  # zlib's window bits that recognise both headers
 _MOST = 16 << 20  # bytes inflated at once: the bound on memory, also for a decompression bomb
+
+
+def zstd() -> Any:
+    """The module of zstd: Python has it from 3.14 on.
+
+    Raises:
+        DecodeError: it is not installed.
+    """
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd as module
+        else:
+            from backports import zstd as module  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise DecodeError("the data are compressed by zstd: pip install 'torch-fastload[zstd]'") from None
+    return module
+
+
+def framed_size(count: int, frames: int) -> int:
+    """The bytes before the frames of a LitData chunk of zstd frames, see the module."""
+    return FRAMED_HEAD.size + 4 * (count + 1) + 24 * frames
+
+
+class _Zlib:
+    """zlib's object with the methods that those of bz2 and zstd have."""
+
+    def __init__(self) -> None:
+        self._zlib = zlib.decompressobj(_AUTOMATIC)
+        self._rest: bytes = b""
+
+    @property
+    def eof(self) -> bool:
+        return self._zlib.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._zlib.unused_data
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._rest
+
+    def decompress(self, data: Any, most: int) -> bytes:
+        inflated = self._zlib.decompress(data if len(data) else self._rest, most)
+        self._rest = self._zlib.unconsumed_tail
+        return inflated
 
 
 class Inflater:
@@ -25,9 +85,10 @@ class Inflater:
     def __init__(self, more: Callable[[], Any], skip: int = 0) -> None:
         self._more = more
         self._skip = skip
-        self._zlib = zlib.decompressobj(_AUTOMATIC)
+        self._new: Callable[[], Any] | None = None  # makes what inflates; None: nothing was read yet
+        self._now: Any = None  # inflates the current member, where one has begun
+        self._table = 0  # bytes that are passed over
         self._rest: bytes | memoryview = b""  # compressed bytes that were read but not inflated
-        self._begun = False  # whether any byte of the current member was read
         self._ended = False  # whether a member has ended and no other one has begun
 
     def __call__(self) -> memoryview | None:
@@ -38,9 +99,9 @@ class Inflater:
             Exception: any that `more` raises.
         """
         while True:
-            if not len(self._rest):
+            if not len(self._rest) and (self._now is None or self._now.needs_input):
                 piece = self._more()
-                if piece is None and self._begun:
+                if piece is None and (self._now is not None or self._table):
                     raise DecodeError("the compressed shard was cut: it ends before its own end mark")
                 if piece is None:
                     return None
@@ -53,17 +114,39 @@ class Inflater:
                 return wanted
 
     def _step(self) -> bytes:
+        if self._new is None:
+            self._new = self._kind(self._rest)
+        if self._table:
+            passed = min(self._table, len(self._rest))
+            self._table, self._rest = self._table - passed, self._rest[passed:]
+            return b""
         if self._ended:  # zeros after the last member are padding
             self._rest = bytes(self._rest).lstrip(b"\0")
             if not self._rest:
                 return b""
+        self._ended = False
+        if self._now is None:
+            self._now = self._new()
+        data, self._rest = self._rest, b""
         try:
-            data = self._zlib.decompress(self._rest, _MOST)
-        except zlib.error as error:
+            inflated: bytes = self._now.decompress(data, _MOST)
+        except (zlib.error, OSError, ValueError, EOFError) as error:
             raise DecodeError(f"the shard cannot be decompressed: {error}") from None
-        self._begun, self._ended = True, False
-        self._rest = self._zlib.unconsumed_tail
-        if self._zlib.eof:  # gzip allows several members, one after the other
-            self._rest = self._zlib.unused_data
-            self._zlib, self._begun, self._ended = zlib.decompressobj(_AUTOMATIC), False, True
-        return data
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise DecodeError(f"the shard cannot be decompressed: {error}") from None
+        if self._now.eof:  # gzip, bzip2 and zstd allow several members, one after the other
+            self._rest, self._now, self._ended = self._now.unused_data, None, True
+        return inflated
+
+    def _kind(self, head: bytes | memoryview) -> Callable[[], Any]:
+        """What inflates data that begin like this."""
+        begin = bytes(head[: FRAMED_HEAD.size])
+        if begin.startswith(FRAMED) and len(begin) == FRAMED_HEAD.size:
+            _, _, _, count, _, frames = FRAMED_HEAD.unpack(begin)
+            self._table = framed_size(count, frames)
+        if self._table or begin.startswith(_ZSTD):
+            decompressor: Callable[[], Any] = zstd().ZstdDecompressor
+            return decompressor
+        return bz2.BZ2Decompressor if begin.startswith(_BZIP2) else _Zlib

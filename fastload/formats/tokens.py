@@ -19,7 +19,7 @@ import numpy as np
 
 from fastload.errors import DecodeError
 
-__all__ = ["HEAD", "TokenHeader", "has_header", "header_of"]
+__all__ = ["HEAD", "TokenHeader", "header_of", "is_token_type"]
 
 HEAD = 1024  # bytes that are enough
 _NPY = b"\x93NUMPY"
@@ -48,10 +48,9 @@ class TokenHeader(NamedTuple):
     tokens: int
 
 
-def has_header(head: Any) -> bool:
-    """Whether a file that begins with these bytes, 8 or more, has a header."""
-    begin = bytes(head[:8])
-    return begin.startswith(_NPY) or begin in _LLM_C
+def is_token_type(dtype: np.dtype[Any]) -> bool:
+    """Whether all its values fit into int64, as samples have them."""
+    return dtype.kind in "iu" and np.can_cast(dtype, np.int64)
 
 
 def header_of(head: Any) -> TokenHeader | None:
@@ -61,14 +60,17 @@ def header_of(head: Any) -> TokenHeader | None:
         head: the first 1024 bytes, or all of a smaller file.
 
     Raises:
-        DecodeError: it begins as a .npy file, and is not one of integers in order.
+        DecodeError: it begins as a .npy file, and is not one of integers in order; or it ends within the
+            header of llm.c.
     """
     begin = bytes(head[:HEAD])
     if begin.startswith(_NPY):
         return _npy_header(begin)
     dtype = _LLM_C.get(begin[:8])
-    if dtype is None or len(begin) < 12:
+    if dtype is None:
         return None
+    if len(begin) < _LLM_C_SIZE:
+        raise DecodeError("it begins as a file of llm.c, and ends within the header: upload the object again")
     return TokenHeader(_LLM_C_SIZE, dtype, int.from_bytes(begin[8:12], "little"))
 
 
@@ -81,6 +83,11 @@ def _npy_header(begin: bytes) -> TokenHeader:
         shape, fortran, dtype = _READERS[version](file)
     except Exception as error:  # hostile bytes: what numpy's parser raises is not documented
         raise DecodeError(f"it begins as a .npy file, and its header cannot be read: {error}") from None
+    if not is_token_type(dtype):
+        raise DecodeError(
+            f"it is a .npy file of type {dtype}, and tokens are integers that fit into int64: name other "
+            "objects"
+        )
     if fortran and len(shape) > 1:
         raise DecodeError(
             f"it is a .npy file of shape {shape} in Fortran order: save np.ascontiguousarray(tokens)"

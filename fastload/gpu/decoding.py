@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fastload.datasets.protocols import as_encoded_rows
+from fastload.datasets.wrappers import as_encoded_rows
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
 from fastload.gpu.decoders import (

@@ -34,6 +34,7 @@ __all__ = [
     "decode_pil",
     "decode_resized",
     "find_format",
+    "is_image",
     "is_pixels",
     "open_image",
     "shrink",
@@ -244,6 +245,14 @@ def _as_bytes(image: Source) -> memoryview:
     if not data.c_contiguous:
         return memoryview(data.tobytes())
     return data.cast("B") if data.nbytes else memoryview(b"")
+
+
+def is_image(data: Source) -> bool:
+    """Whether bytes begin like an image of a format that is decoded here."""
+    try:
+        return bool(_sniff(_as_bytes(data)))
+    except DecodeError:
+        return False
 
 
 def _sniff(data: memoryview) -> str:

@@ -15,8 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate
 
-from fastload.datasets.protocols import as_streams, check_dataset, inner_datasets
+from fastload.datasets.inner import inner_datasets
+from fastload.datasets.mixture import Mixture, MixtureRows
+from fastload.datasets.protocols import check_dataset
+from fastload.datasets.seen_rows import Rows
+from fastload.datasets.wrappers import as_streams, see
 from fastload.distributed import find_rank
+from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
@@ -86,15 +91,23 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             `__getitems__` is called for one sample at a time. None: workers are seeded from torch's
             generator, as by torch. (With None too, fastload's fused transforms do not depend on the number of
             workers, unless a subclass of its datasets makes the samples.)
+        threads: of each worker (with num_workers=0: of this process) that make samples at the same time, for
+            a map-style dataset whose `__getitem__` may be called by several threads and waits for something,
+            such as a store. The samples of the coming index batches are made, which then wait in memory;
+            batches, errors and `on_error` are as without threads. A `__getitems__` makes several batches at
+            the same time. With `seed=` one thread runs at a time, and another one while it waits for a read
+            of fastload's datasets; each sample gets the same random numbers as without threads. Without
+            `seed=` the threads draw from the process's generators in any order. No effect on samples that
+            fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
 
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.
 
     A shard dataset without a sampler gets a `fastload.ShardSampler`: each rank reads its own part, as streams
-    until the samples are indexed.
+    until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error or seed has an invalid value.
+        ArgumentError: device, batch_transform, decode, on_error, seed or threads has an invalid value.
         ValueError, TypeError: as torch's.
     """
 
@@ -123,12 +136,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         decode: str | Dali = "cpu",
         on_error: str = "raise",
         seed: int | None = None,
+        threads: int = 0,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        _check_threads(dataset, threads)
+        _check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
             need_linux()
-        if sampler is None and batch_sampler is None and as_streams(dataset) is not None:
-            sampler, shuffle = ShardSampler(dataset, shuffle=bool(shuffle), seed=seed or 0), None
+        if sampler is None and batch_sampler is None:
+            sampler, shuffle = _own_sampler(dataset, shuffle, seed or 0)
         context = LoaderContext()
         if num_workers == "auto":
             num_workers = ceiling()
@@ -157,10 +173,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.decode = decode
         self.on_error = on_error
         self.seed = seed
+        self.threads = threads
         self.loader_context = context
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
-        _warn_of_lone_reads(dataset)
+        if not threads:
+            _warn_of_lone_reads(dataset)
         if drop_last:
             _warn_of_an_empty_epoch(self)
 
@@ -220,10 +238,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 ...
 
         The number of workers may differ, unless the dataset keeps a state in each worker. The number of ranks
-        and the batch size may differ if the order comes from `fastload.DistributedSampler`. Persistent
-        workers are ended, and new ones started. `set_epoch` of the sampler, called after this, names the
-        epoch of the next iteration: a state from between two epochs continues with that epoch; a position in
-        the middle of another epoch is dropped.
+        and the batch size may differ if the order comes from `fastload.DistributedSampler`, and for a
+        `fastload.Mixture`, whose sources may differ too. Persistent workers are ended, and new ones started.
+        `set_epoch` of the sampler, called after this, names the epoch of the next iteration: a state from
+        between two epochs continues with that epoch; a position in the middle of another epoch is dropped.
 
         Generators that were given to the loader or its sampler are restored. The process-wide ones are not,
         and a resumed epoch does not repeat the draws that the saved run made from them.
@@ -287,18 +305,59 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
 
 
+def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bool | None]:
+    """(sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
+    if isinstance(dataset, Mixture):
+        return MixtureSampler(dataset, shuffle=bool(shuffle), seed=seed), None
+    if as_streams(dataset) is not None:
+        return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
+    return None, shuffle
+
+
+def _check_weights(dataset: Any, sampler: Any) -> None:
+    """Raise `ArgumentError` where the weights of a mixture would not be used."""
+    if isinstance(dataset, Mixture):
+        if sampler is not None and not isinstance(sampler, MixtureSampler):
+            raise ArgumentError(
+                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
+                "pass a fastload.MixtureSampler"
+            )
+        return
+    inside = getattr(dataset, "__dict__", {}).get("dataset")  # no property: that would run the user's code
+    if isinstance(inside, Mixture) or _has_mixture(see(dataset)):
+        raise ArgumentError(
+            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
+            "instead, and mix the results"
+        )
+
+
+def _has_mixture(rows: Rows) -> bool:
+    return isinstance(rows, MixtureRows) or any(map(_has_mixture, rows.inner))
+
+
 def _warn_of_lone_reads(dataset: Any) -> None:
     """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
-    lone = next((inner for inner in inner_datasets(dataset) if inner.alone), None)
+    lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
     if lone is not None:
-        kind = type(lone.dataset).__name__
+        kind, holder = type(lone.dataset).__name__, type(lone.asks).__name__
         warnings.warn(
-            f"{type(dataset).__name__} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. Read-ahead "
-            f"works with a subclass of {kind} that overrides __getitem__, with its transform= (ImageFolder: "
-            "also target_transform=), with a torch Subset of it, and with a collate_fn of the loader. "
+            f"{holder} asks the {kind} in its attribute {lone.where!r} for one sample at a "
+            "time, so nothing is read ahead: from an object store this is several times slower. Give "
+            f"{holder} a method prefetch(self, indices) that calls the prefetch of the "
+            f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
+            f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
             f"See {address('nothing-is-read-ahead')}",
             stacklevel=3,
+        )
+
+
+def _check_threads(dataset: Any, threads: Any) -> None:
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
+        raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
+    if threads and isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
+            "leave out threads, or make the dataset map-style"
         )
 
 

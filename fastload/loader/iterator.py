@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_sharding
 
-from fastload.datasets.protocols import as_rows
+from fastload.datasets.wrappers import as_rows
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
@@ -309,6 +309,8 @@ class LoaderIterator(TorchIterator):
         ahead = 1 if inline else loader.prefetch_factor
         if as_rows(self._dataset) is not None:
             ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
+        elif loader.threads:
+            ahead = inline + index_batches_ahead(loader, ahead, 2 * loader.threads)
         return IndexSchedule(
             self._sampler_iter,
             # Of workers that were wanted at the end of an epoch, some may not have been started.
@@ -353,6 +355,7 @@ class LoaderIterator(TorchIterator):
             base_seed=int(self._base_seed),
             on_error=loader.on_error,
             seeded=loader.seed is not None,
+            threads=loader.threads,
             batch_size=loader.batch_size or 1,
             positions=self._context.position.worker_positions(),
         )

@@ -24,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.stream_epoch import StreamEpoch
@@ -44,6 +45,7 @@ class Order:
         followed: after each batch its state is that of the position. torch's BatchSampler takes no more from
             its sampler than it gives out. One of the user's own may, so there the state is used as it was
             when the epoch began, and the batches are passed over.
+        mixture: `stateful`, if it is the sampler of a mixture.
         foreign: made by code that is neither torch's nor fastload's, and not followed.
     """
 
@@ -57,6 +59,7 @@ class Order:
             self.stateful is self.index_sampler
             or getattr(type(self.index_sampler), "__iter__", None) is BatchSampler.__iter__
         )
+        self.mixture = self.stateful if isinstance(self.stateful, MixtureSampler) else None
         homes = {type(part).__module__ for part in parts}
         self.foreign = not self.followed and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
@@ -75,8 +78,26 @@ class Order:
     # --- epochs and states of samplers
 
     def start_epoch(self) -> None:
+        self.give_back()
         if isinstance(self.stateful, DistributedSampler):
             self.stateful.start_epoch()
+
+    def handed_out(self, sampler: Mapping[str, Any]) -> None:
+        """This is the sampler's state after the prefix of the order that was handed out."""
+        if self.followed and self.mixture is not None:
+            self.mixture.handed_out(sampler["state"])
+
+    def give_back(self) -> bool:
+        """What was drawn and not handed out is drawn again, by the one sampler that does so."""
+        if self.mixture is not None:
+            self.mixture.give_back()
+        return self.followed and self.mixture is not None
+
+    def with_changes(self, sampler: Mapping[str, Any]) -> dict[str, Any]:
+        """An earlier state of the sampler, with what was decided since about the samples after it."""
+        if self.mixture is None:
+            return dict(sampler)
+        return dict(sampler) | {"state": self.mixture.with_changes(sampler["state"])}
 
     @property
     def epoch(self) -> int | None:
@@ -208,6 +229,7 @@ class Progress:
             "generators": order.generators() if order.foreign else None,
             "check": 0,
         }
+        order.handed_out(self.place["sampler"])
         self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
         self._due: dict[int, int] = {}  # ticket -> batch
         self._after: dict[int, dict[str, Any]] = {}  # batch -> what `place` says once it is in the prefix
@@ -312,6 +334,7 @@ class Progress:
             ahead.remove(first)
             place |= self._after.pop(first, {})
             first = place["batches"] = first + 1
+        self._order.handed_out(place["sampler"])
 
     def ended(self, worker_id: int, state: Any) -> None:
         """An iterable dataset, or a worker's part of it, or the stream `worker_id`, is at its end."""
@@ -325,6 +348,8 @@ class Progress:
         if self.streams is not None and not self.finished:
             self._order.start_epoch()
         self.finished = True
+        if self._order.give_back():  # the last batch, where drop_last is set
+            self._after.clear()
         self.place |= self._after.get(-1) or {"sampler": self._order.sampler_state()}
 
     @property

@@ -150,9 +150,9 @@ class LoaderState:
     # --- the state
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
         order = Order(loader)
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded | {"sampler": order.with_changes(self._loaded["sampler"])})
         if self._progress is not None and not self._progress.finished:
             position = self._progress.position()
         else:
@@ -160,6 +160,7 @@ class LoaderState:
         stateless = all(worker["state"] is None for worker in position["workers"])
         if stateless and not (_is_iterable(loader) and position["batches"]):
             position["workers"] = None
+        position["sampler"] = order.with_changes(position["sampler"])
         position["one_seed"] = self._one_seed is not None or _is_persistent(loader)
         return copy.deepcopy(_description(loader, order) | position)
 
@@ -188,6 +189,8 @@ class LoaderState:
         _check(loader, order, state)
         order.load_sampler_state(state["sampler"])
         self._loaded = copy.deepcopy(dict(state))
+        if order.mixture is not None:  # with the sources and weights of this run
+            self._loaded["sampler"]["state"] = order.mixture.state_dict()
         self._loaded_epoch = order.epoch
         self._progress = self._one_seed = None
 
@@ -246,7 +249,8 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
         names += ["num_workers"]
     for name in names:
         not_indexed = isinstance(loader.sampler, ShardSampler) and None in (saved[name], own[name])
-        if saved[name] != own[name] and not (name == "length" and not_indexed):
+        free = not_indexed or order.mixture is not None  # which compares each source
+        if saved[name] != own[name] and not (name == "length" and free):
             raise ArgumentError(
                 f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}: "
                 f"{_ADVICE[name]}"

@@ -158,7 +158,7 @@ def _remove(lanes: deque[int], ended: int) -> None:
         lanes.remove(ended)
 
 
-def index_batches_ahead(loader: Any, least: int) -> int:
-    """How many index batches are announced in advance, where the dataset can read ahead."""
+def index_batches_ahead(loader: Any, least: int, samples: int = _READ_AHEAD) -> int:
+    """How many index batches are announced in advance, so that these samples are, or more."""
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    return max(least, -(-_READ_AHEAD // size))
+    return max(least, -(-samples // size))

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.datasets.protocols import StreamDataset, as_streams
+from fastload.datasets.protocols import StreamDataset
+from fastload.datasets.wrappers import as_streams
 from fastload.distributed.agreement import Ranks, can_agree
 from fastload.distributed.sampler import ShardSampler, indexed_length
 from fastload.errors import ArgumentError, WorkerError

@@ -125,7 +125,7 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     if counters.get("get.alone", 0.0):
         return (
             "your dataset wraps a fastload dataset and asks for one sample at a time, so nothing is read "
-            "ahead (a warning names it): move its work to transform=, collate_fn or a subclass's __getitem__"
+            "ahead (a warning names it): use fastload.map, give it a prefetch(indices), or use threads="
         )
     if counters.get("cache.failures", 0.0) and not hits:
         first = "the cache fails (a warning says why): repair it, or every epoch reads the store; until then "

@@ -30,7 +30,7 @@ _COMPRESSIONS = ("gzip", "zlib", "")
 
 
 class ShardList:
-    """Shards in the order of their keys.
+    """Shards in the order of their keys, unless `in_order`.
 
     Args:
         urls: see `shards.urls`.
@@ -39,6 +39,7 @@ class ShardList:
         directory: where listings are kept; None: nowhere.
         refresh: list again although a listing is kept.
         storage_options: for `open_store`.
+        in_order: keep the order of `urls`, which is a list of single files, in place of that of their keys.
 
     Attributes:
         store: where the shards are.
@@ -58,6 +59,7 @@ class ShardList:
         directory: Path | None,
         refresh: bool,
         storage_options: dict[str, Any],
+        in_order: bool = False,
     ) -> None:
         if compression is not None and compression not in _COMPRESSIONS:
             raise ArgumentError(
@@ -78,6 +80,9 @@ class ShardList:
         if not self._rows:
             raise ArgumentError(f"{named.root!r}: only index files there, and none is {shards.words}")
         prefix = f"{named.root}/"
+        if in_order:
+            position = {os.fspath(name).removeprefix(prefix): number for number, name in enumerate(names)}
+            self._rows.sort(key=lambda row: position[keys[row]])
         by_key = {name.removeprefix(prefix): count for name, count in counts.items() if count is not None}
         self.counts = {
             shard: by_key[keys[row]] for shard, row in enumerate(self._rows) if keys[row] in by_key

@@ -16,14 +16,16 @@ from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
+from fastload.datasets.shape import Shape
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
 from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.own_index import read_own_indexes
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
@@ -80,6 +82,8 @@ class ShardDataset(FieldsDataset):
         storage_options: dict[str, Any] | None,
         refresh: bool,
         num_samples: int | None = None,
+        shape: Shape | None = None,
+        shards: ShardList | None = None,
     ) -> None:
         for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
             if not isinstance(value, int) or value < 1:
@@ -89,27 +93,31 @@ class ShardDataset(FieldsDataset):
                 f"num_samples must be a whole number >= 1 or None (not known), found {num_samples!r}"
             )
         super().__init__(url, decode)
-        self._fields = fields
+        self._fields, self._shape = fields, shape
         self.transform = transform
         self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)
         self._form = form
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
         directory = None if kept_in is None else kept_in.manifests
-        self._shards = ShardList(
-            url,
-            names,
-            compression=compression,
-            directory=directory,
-            refresh=refresh,
-            storage_options=storage_options or {},
-        )
+        if shards is None:
+            shards = ShardList(
+                url,
+                names,
+                compression=compression,
+                directory=directory,
+                refresh=refresh,
+                storage_options=storage_options or {},
+            )
+        self._shards = shards
         if not self._shards.cacheable:  # a warning has said why
             kept_in = directory = None
         self.cache = kept_in
         self._index = ShardIndex(len(self._shards), self._identity, directory)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._index.add(shard, table)
+        if form.own_index is not None:
+            read_own_indexes(self._shards, self._index, form.own_index)
         self._reads_at_random = False
         self._hint = num_samples
 
@@ -181,6 +189,7 @@ class ShardDataset(FieldsDataset):
             prepare=self._step.prepare,
             key=self._cache_key_at,
             counters=self.counters,
+            blocks=self._blocks(),
         )
         return filling.run(shards)
 
@@ -286,7 +295,7 @@ class ShardDataset(FieldsDataset):
     ) -> SampleMaker:
         fields = self._fields
         if not isinstance(fields, ChosenFields):
-            return SampleMaker(fields, self.decode is not None, transform)
+            return SampleMaker(fields, self.decode is not None, transform, self._shape)
         fields.check(transform)
         return SampleMaker(fields, False, transform, fields.shape, optional=fields.optional)
 
@@ -379,7 +388,12 @@ class ShardDataset(FieldsDataset):
             read_again=self._read_again,
             options=self._options,
             counters=self.counters,
+            blocks=self._blocks(),
         )
+
+    def _blocks(self) -> RecordBlocks | None:
+        """What the records are read in, where they cannot be read one by one."""
+        return None
 
     def _read_again(self, record: int) -> Any:
         """A record that the cache had and lost, as the cache would have it."""

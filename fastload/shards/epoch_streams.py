@@ -11,7 +11,7 @@ import heapq
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from fastload.cache import Cache
 from fastload.errors import ArgumentError
@@ -25,7 +25,7 @@ from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat
 from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
 
-__all__ = ["NOT_INDEXED", "EpochStreams", "StreamOptions", "StreamPlan"]
+__all__ = ["NOT_INDEXED", "EpochStreams", "RecordBlocks", "StreamOptions", "StreamPlan"]
 
 _log = logging.getLogger("fastload")
 
@@ -56,40 +56,65 @@ class StreamPlan(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         return self._asdict()
 
-    def spans(self, weights: Sequence[int]) -> list[Span]:
+    def spans(self, units: Sequence[Span], weights: Sequence[int]) -> list[Span]:
         """What this stream reads, in order.
 
         Args:
-            weights: of the shards: their numbers of records with `split`, else what they are balanced by.
+            units: what is shuffled: the shards, or the blocks of records that they consist of.
+            weights: of the units: their numbers of records with `split`, else what they are balanced by.
         """
-        order = list(range(len(weights)))
+        order = list(range(len(units)))
         if self.shuffle:
             digest = hashlib.blake2b(repr((self.seed, self.epoch)).encode(), digest_size=16).digest()
             random.Random(int.from_bytes(digest, "little")).shuffle(order)
-        return self._ranges(order, weights) if self.split else self._whole(order, weights)
+        chosen = self._ranges(order, weights) if self.split else self._whole(order, weights)
+        return [_part(units[unit], first, stop) for unit, first, stop in chosen]
 
     def _ranges(self, order: list[int], counts: Sequence[int]) -> list[Span]:
         """Equal parts, within one, of all records laid end to end."""
         total = sum(counts)
         start, stop = (total * number // self.streams for number in (self.stream, self.stream + 1))
         spans, at = [], 0
-        for shard in order:
-            first, last = max(start - at, 0), min(stop - at, counts[shard])
+        for unit in order:
+            first, last = max(start - at, 0), min(stop - at, counts[unit])
             if first < last:
-                spans.append(Span(shard, first, None if last == counts[shard] else last))
-            at += counts[shard]
+                spans.append(Span(unit, first, None if last == counts[unit] else last))
+            at += counts[unit]
         return spans
 
     def _whole(self, order: list[int], weights: Sequence[int]) -> list[Span]:
-        """Each shard to the stream that has least so far: they end at about the same time."""
+        """Each unit to the stream that has least so far: they end at about the same time."""
         loads = [(0, stream) for stream in range(self.streams)]
         spans = []
-        for shard in order:
+        for unit in order:
             load, stream = heapq.heappop(loads)
-            heapq.heappush(loads, (load + max(1, weights[shard]), stream))
+            heapq.heappush(loads, (load + max(1, weights[unit]), stream))
             if stream == self.stream:
-                spans.append(Span(shard))
+                spans.append(Span(unit))
         return spans
+
+
+def _part(unit: Span, first: int, stop: int | None) -> Span:
+    """Records [first, stop) of a unit; None: to its end."""
+    return Span(unit.shard, unit.first + first, unit.stop if stop is None else unit.first + stop)
+
+
+class RecordBlocks(Protocol):
+    """Records that can only be read in blocks, each as a whole, such as the row groups of Parquet files.
+
+    `key` differs where other records are in the blocks.
+    """
+
+    key: str
+
+    def spans(self) -> list[Span]:
+        """All blocks, as the records of their shards."""
+
+    def most_open(self, most_bytes: int) -> int:
+        """How many blocks a process may have open so that these, and those read ahead, take so many bytes."""
+
+    def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> Reader:
+        """A reader of a block, or of a part of one, from a record on. It starts to read the block at once."""
 
 
 class StreamOptions(NamedTuple):
@@ -111,6 +136,7 @@ class EpochStreams:
         read_again: packed `RecordId` -> payload, of a record that turns out to be damaged in the cache.
         options: of all streams.
         counters: get.* are added here.
+        blocks: that the records are read in; None: each record can be cut out of its shard.
     """
 
     def __init__(
@@ -124,6 +150,7 @@ class EpochStreams:
         read_again: Callable[[int], Any],
         options: StreamOptions,
         counters: Counters,
+        blocks: RecordBlocks | None = None,
     ) -> None:
         self._shards = shards
         self._index = index
@@ -133,6 +160,8 @@ class EpochStreams:
         self._read_again = read_again
         self._options = options
         self._counters = counters
+        self._blocks = blocks
+        self._listing = shards.digest if blocks is None else f"{shards.digest} {blocks.key}"
 
     def plan(
         self, count: int, *, seed: int, epoch: int, shuffle: bool, rank: int, ranks: int
@@ -140,7 +169,7 @@ class EpochStreams:
         """See `StreamDataset.plan_streams`."""
         shards, streams = self._shards, count * ranks
         compressed = self._index.compressed()
-        split = self._index.complete() and not compressed
+        split = self._index.complete() and (self._blocks is not None or not compressed)
         if streams > len(shards) and not split and rank == 0:
             _log.warning(
                 "%d shards for %d readers: %d readers have nothing to read, because %s",
@@ -150,7 +179,7 @@ class EpochStreams:
                 "compressed shards cannot be split" if compressed else NOT_INDEXED,
             )
         plans = [
-            StreamPlan(seed, epoch, shuffle, stream, streams, count, split, shards.digest)
+            StreamPlan(seed, epoch, shuffle, stream, streams, count, split, self._listing)
             for stream in range(rank * count, (rank + 1) * count)
         ]
         return [{"plan": plan.to_json(), "at": None} for plan in plans]
@@ -165,8 +194,11 @@ class EpochStreams:
             ArgumentError: the state is of other shards, or needs an index that is not here.
         """
         plan, at = StreamPlan(**state["plan"]), state["at"]
-        if plan.listing != self._shards.digest:
-            raise ArgumentError("the saved state is of other shards, or of other versions of these shards")
+        if plan.listing != self._listing:
+            raise ArgumentError(
+                "the saved state is of other shards, of other versions of these shards, or of other rows of "
+                "theirs (filters=)"
+            )
         if plan.split and not self._index.complete():
             raise ArgumentError(
                 "the saved state splits shards by their index, and they are not indexed here: give the index "
@@ -175,10 +207,13 @@ class EpochStreams:
         options = self._options
         readers = max(1, options.cycle_length // plan.per_rank)
         limit, most_bytes = process_share(self._shards.store)
+        if self._blocks is not None:
+            readers = min(readers, self._blocks.most_open(most_bytes)) if plan.shuffle else 1
         ahead = ReadAhead.of(most_bytes, readers)
-        pool = ReadPool(max(1, min(readers * ahead.pieces, limit.most)), self._counters)
+        requests = readers * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
+        pool = ReadPool(max(1, min(requests, limit.most)), self._counters)
         interleave = Interleave(
-            plan.spans(self._index.counts() if plan.split else self._shards.weights()),
+            self._spans(plan),
             functools.partial(self._open_reader, pool, ahead),
             cycle_length=readers,
             block_length=options.block_length,
@@ -194,6 +229,13 @@ class EpochStreams:
             at=at,
         )
 
+    def _spans(self, plan: StreamPlan) -> list[Span]:
+        if self._blocks is not None:
+            blocks = self._blocks.spans()
+            return plan.spans(blocks, [(block.stop or 0) - block.first for block in blocks])
+        weights = self._index.counts() if plan.split else self._shards.weights()
+        return plan.spans([Span(shard) for shard in range(len(self._shards))], weights)
+
     def _open_reader(
         self, pool: ReadPool, ahead: ReadAhead, span: Span, ordinal: int, offset: int | None
     ) -> Reader:
@@ -205,6 +247,8 @@ class EpochStreams:
             cached = self._cached(span, ordinal, offset or 0)
             if cached is not None and cached.complete():
                 return cached
+            if self._blocks is not None:
+                return self._blocks.open_reader(span, ordinal, offset or 0, pool)
             shard = shard._replace(compressed=records.compressed)
             if span.stop is not None:
                 stop = span.stop, int(records.offsets[span.stop - 1].sum())
@@ -212,7 +256,7 @@ class EpochStreams:
         return ShardReader(
             self._shards.store,
             shard,
-            self._form.splitter,
+            functools.partial(self._form.splitter, records=records),
             ahead=ahead,
             pool=pool,
             counters=self._counters,

@@ -20,11 +20,12 @@ from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import ShardIndex
+from fastload.shards.epoch_streams import RecordBlocks
+from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import ReadAhead, ShardReader
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat, record_name
-from fastload.shards.stream import Interleave, Span, StreamedRecord
+from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
 
 __all__ = ["ShardFilling"]
 
@@ -50,6 +51,7 @@ class ShardFilling:
         prepare: payload -> what the cache keeps; None: the payload.
         key: (shard, offset) -> cache key.
         counters: get.* are added here.
+        blocks: that the records are read in; None: each record can be cut out of its shard.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class ShardFilling:
         prepare: Callable[[Any], Any] | None,
         key: Callable[[int, int], bytes],
         counters: Counters,
+        blocks: RecordBlocks | None = None,
     ) -> None:
         self._shards = shards
         self._index = index
@@ -74,6 +77,10 @@ class ShardFilling:
         self._ahead = ReadAhead.of(min(most_bytes, _AHEAD_BYTES), _READERS)
         self._pool = ReadPool(max(1, min(_READERS * self._ahead.pieces, limit.most)), counters)
         self._written: list[_Written] = []
+        self._blocks = blocks
+        self._blocks_of: dict[int, list[Span]] = {}  # by shard
+        for block in [] if blocks is None else blocks.spans():
+            self._blocks_of.setdefault(block.shard, []).append(block)
 
     def run(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """The outcome of each record; its `sample` is a packed `RecordId`. Nothing follows "full".
@@ -105,6 +112,9 @@ class ShardFilling:
         if records is None:
             spans.append(Span(shard))
             return
+        if self._blocks is not None:
+            yield from self._look_into_blocks(shard, records, spans)
+            return
         present, runs = [], list[tuple[int, int]]()
         for ordinal, (offset, size) in enumerate(records.offsets.tolist()):
             if self._has(self._key(shard, offset)):
@@ -120,7 +130,19 @@ class ShardFilling:
         spans += [Span(shard, first, None if stop == count else stop) for first, stop in runs]
         yield from present
 
-    def _open_reader(self, span: Span, ordinal: int, offset: int | None) -> ShardReader:
+    def _look_into_blocks(self, shard: int, records: RecordOffsets, spans: list[Span]) -> Iterator[Warmed]:
+        """As `_look`: a block of which a record is missing is read whole."""
+        for block in self._blocks_of.get(shard, []):
+            found = list(enumerate(records.offsets[block.first : block.stop].tolist(), block.first))
+            if all(self._has(self._key(shard, offset)) for _, (offset, _) in found):
+                for ordinal, (_, size) in found:
+                    yield Warmed(RecordId(shard, ordinal).pack(), "present", passed=size)
+            else:
+                spans.append(block)
+
+    def _open_reader(self, span: Span, ordinal: int, offset: int | None) -> Reader:
+        if self._blocks is not None:
+            return self._blocks.open_reader(span, ordinal, offset or 0, self._pool)
         shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
         if records is not None:
             shard = shard._replace(compressed=records.compressed)

@@ -1,6 +1,6 @@
 """The index of a dataset's shards: the offset of every record, from index files or found while streaming.
 
-    "fastplac" | xxh3 of what follows | its size | size of the facts | facts (JSON) | uint64 (n, 2)
+    "fastplac" | xxh3 of what follows | its size | size of the facts | facts (JSON) | uint64 (n, 2) | heads
 
 One file per shard, kept in the cache's folder of listings. The process that reads a shard to its end writes
 the file, and all other processes find it there.
@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from fastload.errors import CacheError
 from fastload.formats.shard_index import Offsets
@@ -51,20 +52,27 @@ class RecordOffsets(NamedTuple):
     bad: ordinal -> fault, of the records that could not be read.
     compressed: whether the shard is.
     doubted: the time at which the shard was found to have other records; 0: never.
+    heads: uint8 (n, k), the bytes that the shard keeps elsewhere for each record, put before its own; None:
+        there are none.
     """
 
     offsets: Offsets
     bad: Mapping[int, Fault]
     compressed: bool
     doubted: float = 0.0
+    heads: NDArray[np.uint8] | None = None
 
     def dump(self, shard: str) -> bytes:
         """As bytes; `shard` names the shard, its version and its format."""
         bad = {str(ordinal): fault for ordinal, fault in self.bad.items()}
         told = {"shard": shard, "bad": bad, "compressed": self.compressed, "doubted": self.doubted}
+        if self.heads is not None:
+            told["head"] = self.heads.shape[1]
         facts = json.dumps(told).encode()
         facts += b" " * (-len(facts) % 8)
         body = struct.pack("<Q", len(facts)) + facts + np.ascontiguousarray(self.offsets, "<u8").tobytes()
+        if self.heads is not None:
+            body += self.heads.tobytes()
         return _HEAD.pack(_MAGIC, xxhash.xxh3_64_intdigest(body), len(body)) + body
 
     @classmethod
@@ -80,9 +88,12 @@ class RecordOffsets(NamedTuple):
         facts = json.loads(body[8 : 8 + facts_size])
         if facts["shard"] != shard:
             return None
-        offsets = np.frombuffer(body, "<u8", offset=8 + facts_size).reshape(-1, 2)
+        head = facts.get("head")
+        count, start = (len(body) - 8 - facts_size) // (16 + (head or 0)), 8 + facts_size
+        offsets = np.frombuffer(body, "<u8", 2 * count, start).reshape(-1, 2)
+        heads = np.frombuffer(body, np.uint8, offset=start + 16 * count).reshape(-1, head) if head else None
         bad = {int(ordinal): Fault(*fault) for ordinal, fault in facts["bad"].items()}
-        return cls(offsets, bad, facts["compressed"], facts["doubted"])
+        return cls(offsets, bad, facts["compressed"], facts["doubted"], heads)
 
 
 class ShardIndex:
@@ -150,6 +161,12 @@ class ShardIndex:
         shard, ordinal = RecordId.unpack(record)
         offsets = self._shards[shard].offsets
         return offsets.item(ordinal, 0), offsets.item(ordinal, 1)
+
+    def head(self, record: int) -> memoryview | None:
+        """The bytes that are put before those of the record; None: there are none."""
+        shard, ordinal = RecordId.unpack(record)
+        heads = self._shards[shard].heads
+        return None if heads is None else heads[ordinal].data
 
     def fault(self, record: int) -> Fault | None:
         """The fault that a record had when its shard was read; None: none."""

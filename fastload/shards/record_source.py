@@ -13,10 +13,10 @@ from fastload.formats.inflate import Inflater
 from fastload.formats.pieces import Record, Splitter
 from fastload.formats.shard_index import Offsets
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import ShardIndex
-from fastload.shards.reader import PIECES
+from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.reader import PIECES, Shard
 from fastload.shards.record_id import RecordId
-from fastload.store.base import Buffer
+from fastload.store.base import Buffer, Store
 from fastload.store.retry import Wait
 
 __all__ = ["RecordSource", "ShardFormat", "record_name"]
@@ -31,8 +31,15 @@ class ShardFormat(Protocol):
 
     name: str
 
-    def splitter(self, offset: int, end: int | None) -> Splitter:
-        """See `Splitter`."""
+    @property
+    def own_index(self) -> Callable[[Store, Shard, Wait], RecordOffsets] | None:
+        """(store, shard, wait) -> the records of a shard, out of the shard itself; `wait` as in `Store.read`.
+
+        None: the shards have no index of their own. A DecodeError says that it is no shard of this kind.
+        """
+
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
+        """See `Splitter`. `records`: of the shard, where they are known."""
 
     def unwrap(self, record: memoryview) -> memoryview:
         """The payload of one whole record. Raises DecodeError if it is no record."""
@@ -84,7 +91,8 @@ class RecordSource:
         fault = self._index.fault(index)
         try:
             if fault is None:
-                return self._form.unwrap(self._record(self._where(index), wait))
+                record, head = self._record(self._where(index), wait), self._index.head(index)
+                return self._form.unwrap(record if head is None else memoryview(b"".join((head, record))))
             payload = None if fault.lasting else self._read_again(index, wait)
             if payload is None:
                 raise DecodeError(fault.why)
@@ -110,7 +118,8 @@ class RecordSource:
         """
         where, shard = self._where(index), self._shards[RecordId.unpack(index).shard]
         compressed = self._index.compressed(where.shard)
-        splitter = self._form.splitter(where.offset, None if compressed else shard.size)
+        end, records = None if compressed else shard.size, self._index.get(where.shard)
+        splitter = self._form.splitter(where.offset, end, records)
         other = False  # whether the damage was in the first bytes, which say whether it is compressed
         try:
             if not where.offset and shard.compressed is None:

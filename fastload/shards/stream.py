@@ -14,16 +14,44 @@ import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from fastload.fetch.threads import ReadPool
 from fastload.formats.pieces import Record
-from fastload.shards.reader import CachedReader, ShardReader
 
 __all__ = ["BlockSize", "Interleave", "OpenReader", "Reader", "ShuffledStream", "Span", "StreamedRecord"]
 
 T = TypeVar("T")
-Reader = ShardReader | CachedReader
+
+
+class Reader(Protocol):
+    """Gives the records of a span in order: a `ShardReader`, `CachedReader` or `RowGroupReader`.
+
+    Attributes:
+        ordinal, offset: of the next record.
+        ready: whether payloads are as the cache keeps them.
+        compressed: whether the cache should wait for its writer rather than drop a record: to read one again
+            costs much more than the record.
+        all_requested: whether nothing is left to ask the store for.
+    """
+
+    ordinal: int
+    offset: int
+
+    @property
+    def ready(self) -> bool: ...
+
+    @property
+    def compressed(self) -> bool: ...
+
+    @property
+    def all_requested(self) -> bool: ...
+
+    def next(self) -> Record | None:
+        """The next record; None at the end."""
+
+    def close(self) -> None:
+        """Drop all requests whose results were not taken."""
 
 
 class Span(NamedTuple):

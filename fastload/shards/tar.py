@@ -11,6 +11,7 @@ from fastload.errors import ArgumentError
 from fastload.formats.shard_index import Offsets, parse_wds_index
 from fastload.formats.tar import TarSplitter
 from fastload.shards.dataset import ShardDataset
+from fastload.shards.index import RecordOffsets
 from fastload.shards.record_fields import ChosenFields, MemberFields
 from fastload.shards.urls import Wanted
 
@@ -28,8 +29,9 @@ class _Tar:
     """See `ShardFormat`. A record is checked when it is split into its members."""
 
     name = "tar-1"
+    own_index = None
 
-    def splitter(self, offset: int, end: int | None) -> TarSplitter:
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> TarSplitter:
         return TarSplitter(offset, end)
 
     def unwrap(self, record: memoryview) -> memoryview:

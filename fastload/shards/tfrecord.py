@@ -15,6 +15,7 @@ from fastload.formats.tfrecord import TFRecordSplitter, unframe
 from fastload.images.by_epoch import all_transforms
 from fastload.images.crop import Crop
 from fastload.shards.dataset import ShardDataset
+from fastload.shards.index import RecordOffsets
 from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
 from fastload.shards.urls import Wanted
 
@@ -32,8 +33,11 @@ class _TFRecord:
     """See `ShardFormat`."""
 
     name = "tfrecord-1"
+    own_index = None
 
-    def splitter(self, offset: int, end: int | None) -> TFRecordSplitter:
+    def splitter(
+        self, offset: int, end: int | None, records: RecordOffsets | None = None
+    ) -> TFRecordSplitter:
         return TFRecordSplitter(offset, end)
 
     def unwrap(self, record: memoryview) -> memoryview:

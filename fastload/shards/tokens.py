@@ -25,7 +25,7 @@ from fastload.datasets.base import StoreDataset
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
-from fastload.formats.tokens import HEAD, TokenHeader, has_header, header_of
+from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.shards.catalog import ShardList
 from fastload.shards.reader import Shard
 from fastload.shards.record_source import record_name
@@ -41,10 +41,6 @@ _NAMES = Wanted(
     "named .bin or .npy. Name others with a glob or a list, such as url='s3://bucket/corpus/*.u16'",
 )
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
-_MIXED = (
-    "it begins with a header, and other objects of the dataset have none: make one dataset of each kind, and "
-    "join them with torch.utils.data.ConcatDataset"
-)
 _KEY = "tokens-1"  # raise the number when the same bytes would be kept as something else
 
 
@@ -52,10 +48,12 @@ class TokenDataset(StoreDataset):
     """Samples of `block` tokens each, cut from large objects without padding, read at random by ranges.
 
     The objects hold token numbers of one integer type, one after the other: raw files, as nanoGPT, Megatron
-    and OLMo write them; `.npy` files; and files with the header of llm.c. The first bytes tell which. In the
-    order of their keys they are laid end to end, so a sample may begin in one object and end in the next.
-    Sample i has the tokens from `i * block` on. What is left at the end is smaller than a sample and not
-    used: `tokens - (len(dataset) * block + overlap)` tokens.
+    and OLMo write them; `.npy` files; and files with the header of llm.c. The first bytes of each tell which,
+    so the constructor makes one request an object. All objects of a dataset are of one kind.
+
+    In the order of their keys the objects are laid end to end, so a sample may begin in one and end in the
+    next. Sample i has the tokens from `i * block` on. What is left at the end is smaller than a sample and
+    not used: `tokens - (len(dataset) * block + overlap)` tokens.
 
     It is a map-style dataset: shuffled exactly, by any sampler. A sample that the cache does not have costs
     one request, and one more for each object that it continues in.
@@ -85,7 +83,8 @@ class TokenDataset(StoreDataset):
 
     Raises:
         ArgumentError: of an argument; or an object does not hold whole tokens of `dtype`, is cut, or is
-            compressed; or all objects together hold less than one sample.
+            compressed; or some objects have a header and others none; or all together hold less than one
+            sample.
         DecodeError: the header of an object cannot be read.
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
@@ -281,17 +280,14 @@ class _TokenSource:
 
     def _read_piece(self, piece: _Piece, wait: Wait) -> Buffer:
         key, _, version, _ = self._corpus.shards[piece.shard]
-        body = self.store.read_range(key, piece.start, piece.stop, version, wait=wait)
-        if piece.start == 0 and has_header(memoryview(body)):
-            raise DecodeError(_MIXED, key=key)
-        return body
+        return self.store.read_range(key, piece.start, piece.stop, version, wait=wait)
 
 
 def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[int]]:
     """(bytes before the tokens, number of tokens) of each object.
 
-    The first object tells whether objects have headers. If so, those of all are read; if not, nothing is read
-    of the others.
+    The first bytes of all objects are read. Rejected: those of one object only. A `.npy` file of another type
+    among raw ones would be served as tokens that nobody wrote.
 
     Raises:
         ArgumentError, DecodeError: as `TokenDataset`.
@@ -300,29 +296,17 @@ def _measure(shards: ShardList, dtype: np.dtype[Any]) -> tuple[list[int], list[i
     for key, *_ in objects:
         if key.lower().endswith(_COMPRESSED):
             raise ArgumentError(f"{key!r} is compressed, and tokens are read at random: store them plain")
-    some = next((number for number, shard in enumerate(objects) if shard.size), 0)
-    (head,) = shards.heads([some], HEAD)
-    if _header(objects[some].key, head) is None:
-        return [0] * len(objects), [_whole(shard, shard.size, dtype) for shard in objects]
     heads = shards.heads(range(len(objects)), HEAD)
-    skipped, counts = [], []
-    for shard, head in zip(objects, heads, strict=True):
-        header = _header(shard.key, head)
-        if header is None:
-            raise DecodeError(_MIXED, key=objects[some].key)
-        if header.dtype != dtype:
-            raise ArgumentError(
-                f"{shard.key!r} has tokens of type {header.dtype}, as its header says: give "
-                f"dtype={header.dtype.str!r} in place of {dtype.str!r}"
-            )
-        found = _whole(shard, shard.size - header.size, dtype)
-        if found != header.tokens:
-            raise ArgumentError(
-                f"{shard.key!r} has {found:,} tokens, and its header says {header.tokens:,}: upload the "
-                "object again if it was cut"
-            )
-        skipped.append(header.size)
-        counts.append(found)
+    headers = [_header(shard.key, head) for shard, head in zip(objects, heads, strict=True)]
+    raw = next((shard.key for shard, header in zip(objects, headers, strict=True) if header is None), None)
+    other = next((shard.key for shard, header in zip(objects, headers, strict=True) if header), None)
+    if raw is not None and other is not None:
+        raise ArgumentError(
+            f"{other!r} begins with a header, and {raw!r} has none: make one dataset of each kind, and join "
+            "them with torch.utils.data.ConcatDataset"
+        )
+    skipped = [0 if header is None else header.size for header in headers]
+    counts = [_count(shard, header, dtype) for shard, header in zip(objects, headers, strict=True)]
     return skipped, counts
 
 
@@ -334,20 +318,32 @@ def _header(key: str, head: bytes) -> TokenHeader | None:
         raise
 
 
-def _whole(shard: Shard, size: int, dtype: np.dtype[Any]) -> int:
-    """The number of tokens in `size` bytes of an object."""
-    if size < 0 or size % dtype.itemsize:
+def _count(shard: Shard, header: TokenHeader | None, dtype: np.dtype[Any]) -> int:
+    """The number of tokens in an object."""
+    if header is not None and header.dtype != dtype:
+        raise ArgumentError(
+            f"{shard.key!r} has tokens of type {header.dtype}, as its header says: give "
+            f"dtype={header.dtype.str!r} in place of {dtype.str!r}"
+        )
+    size = shard.size - (0 if header is None else header.size)
+    if size % dtype.itemsize:
         raise ArgumentError(
             f"{shard.key!r} has {size:,} bytes of tokens, no whole number of type {dtype}: give another "
             "dtype=, or upload the object again if it was cut"
         )
-    return size // dtype.itemsize
+    tokens = size // dtype.itemsize
+    if header is not None and tokens != header.tokens:
+        raise ArgumentError(
+            f"{shard.key!r} has {tokens:,} tokens, and its header says {header.tokens:,}: upload the object "
+            "again if it was cut"
+        )
+    return tokens
 
 
 def _checked_dtype(value: Any) -> np.dtype[Any]:
     with suppress(TypeError):
         dtype: np.dtype[Any] = np.dtype(value)
-        if value is not None and dtype.kind in "iu" and np.can_cast(dtype, np.int64):
+        if value is not None and is_token_type(dtype):
             return dtype
     raise ArgumentError(
         "dtype must be an integer type of numpy that fits into int64, such as 'uint16' or '>u2', found "

@@ -30,6 +30,9 @@ _INDEX_FILES = r".*\.(?:idx|index)"
 _KINDS = (
     (re.compile(r".*\.(?:tar|tgz|tar\.gz)"), "a tar", "TarDataset"),
     (re.compile(r".*\.(?:tfrecords?|tfrec)(?:\.gz)?"), "a TFRecord file", "TFRecordDataset"),
+    (re.compile(r".*\.mds(?:\.\w+)?"), "a shard of MDS, whose folder is a dataset", "MDSDataset"),
+    (re.compile(r".*\.beton"), "a file of FFCV", "BetonDataset"),
+    (re.compile(r".*\.(?:parquet|pq)"), "a Parquet file", "ParquetDataset"),
 )
 
 

@@ -168,8 +168,8 @@ class Store(ABC):
             ArgumentError: of `buffer_size`.
             NotFoundError, ObjectChangedError, StoreError: here, or by a read.
         """
-        if buffer_size < 1:
-            raise ArgumentError(f"buffer_size must be at least 1, found {buffer_size!r}")
+        if not isinstance(buffer_size, int) or buffer_size < 1:
+            raise ArgumentError(f"buffer_size must be a whole number >= 1, found {buffer_size!r}")
         info = self.head(key)
         return io.BufferedReader(RangedFile(self, key, info.size, info.version), buffer_size)
 

@@ -58,6 +58,8 @@ IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".t
 _SHARDS = {
     (".tar", ".tar.gz", ".tgz"): ("tar", "TarDataset"),
     (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz"): ("TFRecord", "TFRecordDataset"),
+    (".mds", ".mds.zstd", ".mds.gz"): ("MDS", "MDSDataset"),
+    (".beton",): ("FFCV", "BetonDataset"),
 }
 _HEADS = 32  # at once
 

@@ -150,7 +150,6 @@ def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ArgumentError(f"url scheme {protocol!r} is unknown{hint}; known: {', '.join(known)}") from None
     except ImportError as error:
-        raise ArgumentError(
-            f"url scheme {protocol!r} needs a package that is not installed: {error}"
-        ) from None
+        why = "pip install huggingface_hub" if protocol == "hf" else error
+        raise ArgumentError(f"url scheme {protocol!r} needs a package that is not installed: {why}") from None
     return FsspecStore(url, protocol, options)

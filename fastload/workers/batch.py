@@ -10,27 +10,22 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastload.datasets.protocols import (
-    Allocate,
-    CacheFilling,
-    as_encoded_rows,
-    as_filling,
-    as_rows,
-    inner_datasets,
-    own_samples,
-    start_epoch,
-)
+from fastload.datasets.inner import fastload_datasets, inner_datasets, start_epoch
+from fastload.datasets.protocols import Allocate, CacheFilling
 from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.wrappers import see
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import Collation
 from fastload.workers.on_error import ErrorPolicy
 from fastload.workers.readahead import ReadAhead
 from fastload.workers.rows import EncodedRowBatches, RowBatches
 from fastload.workers.sample_reader import SampleReader
+from fastload.workers.sample_threads import SampleThreads
 
 __all__ = ["BatchCounters", "BatchMaker"]
 
@@ -38,14 +33,13 @@ __all__ = ["BatchCounters", "BatchMaker"]
 class BatchCounters(Counters):
     """The counters of a process that makes batches, with those of its dataset and of the inner datasets."""
 
-    def __init__(self, dataset: Any) -> None:
-        inner = inner_datasets(dataset)
-        sources = [as_rows(dataset), as_filling(dataset), *(one.dataset for one in inner)]
+    def __init__(self, dataset: Any, *, threaded: bool = False) -> None:
+        sources = fastload_datasets(dataset)
         # A dataset has the counters of its cache only where it prefetches.
         sources += [getattr(source, "cache", None) for source in sources]
         found = [getattr(source, "counters", None) for source in sources]
         super().__init__(dict.fromkeys(counters for counters in found if isinstance(counters, Counters)))
-        self._alone = any(one.alone for one in inner)
+        self._alone = not threaded and any(one.asks is not None for one in inner_datasets(dataset))
 
     def made_batch(self, samples: int) -> None:
         """Count a batch of this number of samples."""
@@ -66,6 +60,8 @@ class BatchMaker:
         seeded: make all randomness of a sample a function of (seed, epoch, index), user transforms included,
             and that of `collate_fn` a function of the batch.
         allocate: memory for batches.
+        threads: that make the samples of announced index batches; 0: the thread that makes the batch.
+        shares: the thread that makes batches runs other code too, which must not see what threads draw.
 
     Attributes:
         counters: those of this process for `dataset`.
@@ -80,28 +76,38 @@ class BatchMaker:
         on_error: str,
         seeded: bool,
         allocate: Allocate,
+        threads: int = 0,
+        shares: bool = False,
     ) -> None:
-        rows, encoded = as_rows(dataset), as_encoded_rows(dataset)
+        rows = see(dataset)
         seeds = SampleSeeds() if seeded else None
-        by_rows = rows is not None and own_samples(dataset) is None
-        self.counters = BatchCounters(dataset)
-        self._dataset = dataset
+        # Streamed ids are not announced, and shard datasets hand out a stream's records to one thread.
+        threaded = threads > 0 and rows.streams() is None
+        self.counters = BatchCounters(dataset, threaded=threaded)
         self._collation = Collation(collate_fn, auto_collation=auto_collation)
         self._errors = ErrorPolicy(dataset, on_error, self.counters)
-        self._ahead = ReadAhead(rows, auto_collation=auto_collation, optional=not by_rows)
+        self._ahead = ReadAhead(
+            rows if rows.ahead else None, auto_collation=auto_collation, threaded=threaded
+        )
         self._seeds = seeds
         self._epoch = (0, 0)  # seed, epoch
-        fastloads = [as_filling(dataset), *(inner.dataset for inner in inner_datasets(dataset))]
-        self._filling = [one for one in fastloads if isinstance(one, CacheFilling)]
+        self._datasets = fastload_datasets(dataset)
         self._rows: RowBatches | None = None
         self._encoded: EncodedRowBatches | None = None
-        if rows is not None and by_rows:
-            name = self._errors.name_row
-            self._rows = RowBatches(dataset, rows, self._collation, seeds, allocate, name)
-        if rows is not None and encoded is not None:
+        if rows.ahead and rows.own is None:
+            self._rows = RowBatches(rows, self._collation, seeds, allocate, self._errors.name_row)
+        encoded = rows.encoded()
+        if encoded is not None:
             self._encoded = EncodedRowBatches(rows, encoded, self._collation, seeds, allocate)
+        self._threads = SampleThreads(threads, seeds, shares=shares) if threaded else None
         self._samples = SampleReader(
-            dataset, auto_collation=auto_collation, seeds=seeds, errors=self._errors, counters=self.counters
+            dataset,
+            rows,
+            auto_collation=auto_collation,
+            seeds=seeds,
+            errors=self._errors,
+            counters=self.counters,
+            threads=self._threads,
         )
 
     @property
@@ -122,10 +128,10 @@ class BatchMaker:
         self._epoch = (seed, epoch)
         self._collation.start_epoch()
         self._errors.start_epoch(seed, epoch, indexed=indexed)
-        self._ahead.start_epoch()
+        self._ahead.start_epoch(streamed=not indexed)
         if self._seeds is not None:
             self._seeds.start_epoch(seed, epoch)
-        start_epoch(self._dataset, epoch)
+        start_epoch(self._datasets, epoch)
 
     def prefetch(self, index: Any) -> None:
         """Start reading an index batch that will be asked for after those announced before.
@@ -134,20 +140,34 @@ class BatchMaker:
             Exception: any that the dataset raises; then none of the batch is announced.
         """
         self._ahead.announce(index)
+        try:
+            self._samples.announce(index, self._collation.indices(index))
+        except BaseException:
+            self.cancel(index)
+            raise
 
     def cancel(self, index: Any) -> None:
         """An announced index batch will not be asked for. One that could not be announced is ignored."""
+        self._samples.cancel(index)
         self._ahead.cancel(index)
 
     def flush_cache(self) -> None:
         """Before the last batch of an epoch is handed over: the next epoch finds this one in the cache."""
-        for filling in self._filling:
-            filling.flush_cache()
+        for dataset in self._datasets:
+            if isinstance(dataset, CacheFilling):
+                dataset.flush_cache()
 
     def close_cache(self) -> None:
         """At the end of this process: write out the queued records."""
-        for filling in self._filling:
-            filling.close_cache()
+        self.close_threads()
+        for dataset in self._datasets:
+            if isinstance(dataset, CacheFilling):
+                dataset.close_cache()
+
+    def close_threads(self) -> None:
+        """End the threads that make samples. No batch is made after that."""
+        if self._threads is not None:
+            self._threads.close()
 
     def make_batch(self, index: Any, *, encoded: bool = False) -> Any:
         """The collated batch of `index`; with `encoded`, its images as `EncodedImages`.
@@ -157,17 +177,8 @@ class BatchMaker:
                 of the sample.
         """
         try:
-            indices = self._collation.indices(index)
-            form = self._encoded if encoded else self._rows
-            assert form is not None or not encoded
-            batch = None if form is None else form.new_batch(len(indices))
-            if form is None or batch is None:
-                made = self._of_samples(index, indices)
-            else:
-                fill = partial(form.fill, batch, seed=self._epoch[0], epoch=self._epoch[1])
-                self._errors.settle(indices, fill, partial(form.copy_row, batch))
-                with self.counters.timed("collate"):
-                    made = form.finish(batch, indices)
+            with self._threads or contextlib.nullcontext():
+                return self._make_batch(index, encoded)
         except StopIteration as error:
             self.cancel(index)
             # Left alone it would end the epoch silently: it means the end of an iterator.
@@ -175,15 +186,23 @@ class BatchMaker:
         except BaseException:  # Ctrl-C too: the announced rest of the batch will not be used
             self.cancel(index)
             raise
+
+    def _make_batch(self, index: Any, encoded: bool) -> Any:
+        indices, used = self._collation.indices(index), self._ahead.used()
+        form = self._encoded if encoded else self._rows
+        assert form is not None or not encoded
+        batch = None if form is None else form.new_batch(len(indices))
+        if form is None or batch is None:
+            samples = self._samples.read(index, indices, *self._epoch)
+        else:
+            self._samples.cancel(index)
+            fill = partial(form.fill, batch, seed=self._epoch[0], epoch=self._epoch[1])
+            self._errors.settle(indices, fill, partial(form.copy_row, batch))
+        self._ahead.finish(index, len(indices), self._ahead.used() - used)
+        with self.counters.timed("collate"):
+            if form is None or batch is None:
+                made = self._collation(samples, partial(self._errors.name_row, indices))
+            else:
+                made = form.finish(batch, indices)
         self.counters.made_batch(len(indices))
         return made
-
-    def _of_samples(self, index: Any, indices: list[Any]) -> Any:
-        """The batch of a dataset that does not write rows."""
-        before = self._ahead.used()
-        samples = self._samples.read(index, indices)
-        if self._rows is None:
-            mine = indices if self._collation.auto_collation else indices[0]
-            self._ahead.drop_unused(mine, len(indices), self._ahead.used() - before)
-        with self.counters.timed("collate"):
-            return self._collation(samples, partial(self._errors.name_row, indices))

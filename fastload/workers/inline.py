@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -21,6 +19,7 @@ from fastload.workers.executor import Arrival, BadSamples
 from fastload.workers.protocol import EpochStart, Work, WorkerSetup
 from fastload.workers.sources import open_source
 from fastload.workers.stream_reader import StreamOver, TakeNext
+from fastload.workers.turns import GeneratorStates
 
 __all__ = ["InlineExecutor", "allocator"]
 
@@ -143,7 +142,7 @@ class InlineExecutor:
     def close(self) -> None:
         if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
             return
-        self._source.close_streams()
+        self._source.end_iteration()
         while self._work:
             self._source.cancel(self._work.popleft().index)
         self._announced = 0
@@ -161,10 +160,8 @@ def allocator(*, pinned: bool) -> Allocate:
 @contextlib.contextmanager
 def _kept_globals() -> Iterator[None]:
     """What is drawn or seeded inside leaves the process-wide generators where they were."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = GeneratorStates()
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        states.restore()

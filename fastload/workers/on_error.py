@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from fastload.datasets.protocols import RowErrors, RowRequests, key_of
+from fastload.datasets.mixture import Mixture
+from fastload.datasets.protocols import RowErrors, RowRequests
 from fastload.datasets.seeds import digest
+from fastload.datasets.wrappers import key_of
 from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import tell_sample
@@ -93,15 +95,21 @@ class ErrorPolicy:
 
     def name(self, index: Any) -> str:
         """ "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
+        name = f"sample {index!r}"
         with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
+            if isinstance(self._dataset, Mixture):
+                name = self._dataset.sample_name(index)
             key = key_of(self._dataset, index)
             if key is not None:
-                return f"sample {index!r} {key!r}"
-        return f"sample {index!r}"
+                return f"{name} {key!r}"
+        return name
 
     def name_row(self, indices: list[Any], row: int) -> str:
         """The name of the sample in a row, where it may be the substitute of a bad one."""
         return self.name(indices[row]) if self.on_error == "raise" else f"sample in row {row}"
 
     def _replacement(self, index: Any, attempt: int) -> int:
-        return digest(*self._epoch, index, attempt) % len(self._dataset)
+        number = digest(*self._epoch, index, attempt)
+        if isinstance(self._dataset, Mixture):
+            return self._dataset.replacement(index, number)
+        return number % len(self._dataset)

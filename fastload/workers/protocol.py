@@ -46,6 +46,7 @@ class WorkerSetup:
     base_seed: int
     on_error: str
     seeded: bool
+    threads: int
     batch_size: int
     positions: list[dict[str, Any]] | None  # where each worker resumes the dataset, see `dataset_state`
 

@@ -11,12 +11,11 @@ from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import (
     Allocate,
     EncodedRows,
-    RowDataset,
     RowErrors,
     RowRequests,
-    finish_batch,
 )
 from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.seen_rows import Rows
 from fastload.errors import ArgumentError
 from fastload.workers.collate import Collation, tell_mismatch
 
@@ -29,7 +28,7 @@ class _Batches(ABC):
     """Batches that `rows` fills."""
 
     def __init__(
-        self, rows: RowDataset, collation: Collation, seeds: SampleSeeds | None, allocate: Allocate
+        self, rows: Rows, collation: Collation, seeds: SampleSeeds | None, allocate: Allocate
     ) -> None:
         self._rows = rows
         self._collation = collation
@@ -58,8 +57,7 @@ class RowBatches(_Batches):
     """Batches of pixels and columns: no sample objects, no stacking.
 
     Args:
-        dataset: the loader's, which may be a `Subset` of `rows`.
-        rows: writes the rows.
+        rows: of the loader's dataset.
         collation: the loader's.
         seeds: of the loader's `seed`, or None.
         allocate: memory for batches that need no `collate_fn`, such as a slot.
@@ -68,15 +66,13 @@ class RowBatches(_Batches):
 
     def __init__(
         self,
-        dataset: Any,
-        rows: RowDataset,
+        rows: Rows,
         collation: Collation,
         seeds: SampleSeeds | None,
         allocate: Allocate,
         name: RowNames,
     ) -> None:
         super().__init__(rows, collation, seeds, allocate)
-        self._dataset = dataset
         self._name = name
 
     def new_batch(self, n: int) -> Any | None:
@@ -91,7 +87,7 @@ class RowBatches(_Batches):
             return self._collation(samples, lambda row: self._name(indices, row))
         with self._collation.on_host():
             try:
-                return finish_batch(self._dataset, batch)
+                return self._rows.finish_batch(batch)
             except Exception as error:
                 tell_mismatch(error, self._samples(batch, indices), lambda row: self._name(indices, row))
                 raise
@@ -110,7 +106,7 @@ class EncodedRowBatches(_Batches):
 
     def __init__(
         self,
-        rows: RowDataset,
+        rows: Rows,
         encoded: EncodedRows,
         collation: Collation,
         seeds: SampleSeeds | None,

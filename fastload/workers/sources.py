@@ -62,8 +62,8 @@ class BatchSource:
     def close_cache(self) -> None:
         """At the end of this process: write out the queued records."""
 
-    def close_streams(self) -> None:
-        """At the end of an iteration in the trainer's process: stop reading ahead for streams."""
+    def end_iteration(self) -> None:
+        """In the trainer's process: stop reading ahead for streams, and end the threads that make samples."""
 
 
 class IndexedSource(BatchSource):
@@ -78,6 +78,8 @@ class IndexedSource(BatchSource):
             on_error=setup.on_error,
             seeded=setup.seeded,
             allocate=allocate,
+            threads=setup.threads,
+            shares=setup.num_workers == 0,
         )
         self._streams = StreamReader(
             setup.dataset,
@@ -117,7 +119,8 @@ class IndexedSource(BatchSource):
     def close_cache(self) -> None:
         self._maker.close_cache()
 
-    def close_streams(self) -> None:
+    def end_iteration(self) -> None:
+        self._maker.close_threads()
         self._streams.close()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fastload.datasets.protocols import SampleStream, StreamDataset
+from fastload.datasets.protocols import SampleStream
+from fastload.datasets.wrappers import as_streams
 
 __all__ = ["StreamOver", "StreamReader", "TakeNext"]
 
@@ -35,7 +36,7 @@ class StreamReader:
     def __init__(
         self, dataset: Any, *, auto_collation: bool, drop_last: bool, cancel: Callable[[Any], None]
     ) -> None:
-        self._dataset = dataset
+        self._dataset = as_streams(dataset)
         self._auto_collation = auto_collation
         self._drop_last = drop_last
         self._cancel = cancel
@@ -44,7 +45,7 @@ class StreamReader:
     def start_epoch(self, *, streamed: bool) -> None:
         """Close the streams of the previous epoch."""
         self.close()
-        if not streamed and isinstance(self._dataset, StreamDataset):
+        if not streamed and self._dataset is not None:
             self._dataset.must_stream()  # reads the shard indexes that other processes have completed
 
     def take(self, work: TakeNext) -> tuple[Any, dict[str, Any]]:
@@ -54,6 +55,7 @@ class StreamReader:
             StreamOver: the stream is over.
             Exception: any that the stream raises; it is over then.
         """
+        assert self._dataset is not None
         if work.start is not None:
             if work.stream in self._open:  # Ctrl-C came after `take`, so it is opened once more
                 self._open.pop(work.stream).close()

@@ -2,14 +2,20 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
-labels.csv, the keys and labels (0, 1) of train/; spectra/*.bin, 32 float32 numbers each;
-and corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0.
+labels.csv, the keys and labels (0, 1) of train/;
+parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
+spectra/*.bin, 32 float32 numbers each;
+corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0;
+mds/ and lit/, photos with labels as MosaicML Streaming and LitData write them.
+/data/train.beton is a file of FFCV, with the fields jpg and int among others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -19,6 +25,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from fastload.demo.s3_server import delay_proxy, serve_s3
@@ -28,6 +36,7 @@ from tests.docs.pages import run_page
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
 
+FORMATS = Path(__file__).parent.parent / "data" / "formats"
 SECONDS = 2 * PATIENCE  # a page
 
 
@@ -52,13 +61,32 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "shards" / f"train-{shard:05d}.tfrecord").write_bytes(records.getvalue())
     labels = [f"{('cat', 'dog')[n % 2]}/{n:04d}.jpg,{n % 2}" for n in range(24)]
     (root / "labels.csv").write_text("\n".join(["image,label", *labels]))
+    write_parquet(root / "parquet")
     (root / "spectra").mkdir()
     for number in range(16):
         (root / "spectra" / f"{number:04d}.bin").write_bytes(np.full(32, number, np.float32).tobytes())
     (root / "corpus").mkdir()
     for number, tokens in enumerate(np.split(documents(10_000), [6_001])):
         tokens.tofile(root / "corpus" / f"{number:03d}.bin")
+    shutil.copytree(FORMATS / "mds-gz", root / "mds")
+    shutil.copytree(FORMATS / "lit-photos", root / "lit")
     return root
+
+
+def write_parquet(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(2):
+        rows = range(12 * number, 12 * number + 12)
+        columns = {
+            "image": [{"bytes": photo(row), "path": f"{row}.jpg"} for row in rows],
+            "label": [row % 2 for row in rows],
+            "width": [320 for row in rows],
+            "split": ["val" if row % 4 == 3 else "train" for row in rows],
+        }
+        features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}
+        told = {"huggingface": json.dumps({"info": {"features": features}})}
+        table = pa.table(columns).replace_schema_metadata(told)
+        pq.write_table(table, folder / f"train-{number:05d}.parquet", row_group_size=5)
 
 
 def documents(count: int) -> npt.NDArray[np.uint16]:
@@ -81,6 +109,7 @@ def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
     (folder / "home").mkdir()
     for part in ("train", "val"):
         shutil.copytree(bucket / part, folder / "data" / part)
+    (folder / "data" / "train.beton").write_bytes(gzip.decompress((FORMATS / "fields.beton.gz").read_bytes()))
     with serve_s3(tmp_path / "s3", read_only=False) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
         environment = {
             "AWS_ENDPOINT_URL": proxy.url,

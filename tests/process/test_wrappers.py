@@ -71,8 +71,7 @@ class Masked(ImageFolder):
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "attribute": Wrapper,
     "slot": Slotted,
-    "ConcatDataset": lambda inner: ConcatDataset([inner]),
-    "StackDataset": lambda inner: StackDataset(image=inner),
+    "ConcatDataset of a wrapper": lambda inner: ConcatDataset([Wrapper(inner)]),
     "wrapper of a Subset of a ConcatDataset": lambda inner: Wrapper(
         Subset(ConcatDataset([inner]), range(IMAGES))
     ),
@@ -81,6 +80,9 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "itself": lambda inner: inner,
     "Subset": lambda inner: Subset(inner, range(IMAGES)),
+    "ConcatDataset": lambda inner: ConcatDataset([inner]),
+    "StackDataset": lambda inner: StackDataset(image=inner),
+    "map": lambda inner: fastload.map(inner, tuple),
     "Subset of a Subset": lambda inner: Subset(Subset(inner, range(IMAGES)), range(IMAGES)),
 }
 
@@ -126,7 +128,7 @@ def test_wrapped_dataset_that_waits_for_the_store_is_counted_and_the_limit_is_ge
     assert counters["get.seconds"] > IMAGES * 0.05 > counters["decode.seconds"]
     assert stats["rates"]["get.samples_per_second"] > 0
     assert stats["limit"] == "get", stats
-    assert "one sample at a time" in stats["verdict"] and "subclass" in stats["verdict"]
+    assert "one sample at a time" in stats["verdict"] and "prefetch(indices)" in stats["verdict"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -176,12 +178,19 @@ def test_wrapped_dataset_is_warned_of_once_and_where_the_loader_is_made(folder: 
     text = str(warning.message)
     assert "Wrapper asks the ImageFolder in its attribute 'inner'" in text
     for instead in (
-        "subclass of ImageFolder that overrides __getitem__",
-        "transform=",
+        "prefetch(self, indices)",
+        "threads=16",
+        "fastload.map",
         "Subset",
-        "collate_fn",
+        "subclass of ImageFolder",
     ):
         assert instead in text
+
+
+def test_warning_names_the_wrapper_inside_another_one(folder: Path) -> None:
+    inner = ImageFolder(str(folder), RandomResizedCrop(16))
+    with pytest.warns(UserWarning, match="Wrapper asks the ImageFolder in its attribute 'inner.dataset' for"):
+        DataLoader(ConcatDataset([[1], Wrapper(Subset(inner, range(3)))]))
 
 
 def test_dataset_held_by_a_subclass_is_warned_of(folder: Path) -> None:

@@ -11,6 +11,9 @@ import pytest
 from fastload.datasets.arrow_values import check_type, is_numeric, to_python, why_not_number
 from fastload.errors import ArgumentError
 
+GRIDS = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+TURNED = pa.fixed_shape_tensor(pa.int8(), (2, 2), permutation=[1, 0])
+
 
 @pytest.mark.parametrize(
     ("column", "values"),
@@ -47,6 +50,12 @@ def test_column_becomes_python_values(column: Any, values: list[Any]) -> None:
         (pa.array([[True], [False, True]]), [[True], [False, True]]),
         (pa.array([[[1, 2], [3, 4]], [[5, 6]]]), [[[1, 2], [3, 4]], [[5, 6]]]),
         (pa.array([[[1.0, 2.0]]], pa.list_(pa.list_(pa.float64(), 2), 1)), [[[1.0, 2.0]]]),
+        (pa.ListArray.from_arrays([0, 2, 3], pa.array([5, 6, 7]).dictionary_encode()), [[5, 6], [7]]),
+        (pa.FixedShapeTensorArray.from_numpy_ndarray(GRIDS), GRIDS.tolist()),
+        (
+            pa.ExtensionArray.from_storage(TURNED, pa.array([[1, 2, 3, 4]], pa.list_(pa.int8(), 4))),
+            [[[1, 3], [2, 4]]],
+        ),
     ],
     ids=str,
 )
@@ -68,10 +77,17 @@ def test_ragged_lists_of_lists_become_lists_of_arrays() -> None:
     assert [one.tolist() for one in found] == [[1, 2], [3]]
 
 
-def test_null_in_a_list_of_numbers_spoils_its_row_only() -> None:
-    bad, good = to_python(pa.array([[1, None], [3]]))
+@pytest.mark.skipif(not hasattr(pa, "bool8"), reason="of pyarrow 18 and later")
+def test_bool_of_8_bits_becomes_bool() -> None:
+    flags = pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, 0, None], pa.int8()))
+    assert to_python(flags) == [True, False, None]
+
+
+@pytest.mark.parametrize("kind", [pa.int64(), pa.bool_(), pa.float16()], ids=str)
+def test_null_in_a_list_of_numbers_spoils_its_row_only(kind: Any) -> None:
+    bad, good = to_python(pa.array([[1.0, None], [1.0]]).cast(pa.list_(kind)))
     assert why_not_number(bad) == "has a null in its list"
-    assert why_not_number(good) is None and good.tolist() == [3]
+    assert why_not_number(good) is None and good.tolist() == [1]
     assert why_not_number(None) == "is null"
 
 

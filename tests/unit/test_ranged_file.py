@@ -112,8 +112,9 @@ def test_an_object_that_changed_since_it_was_opened_is_an_error(store: Store, tm
 def test_an_absent_object_or_bad_buffer_size_fails_at_open(store: Store) -> None:
     with pytest.raises(NotFoundError):
         store.open("absent")
-    with pytest.raises(ArgumentError, match="buffer_size must be at least 1, found 0"):
-        store.open("x.bin", buffer_size=0)
+    for size in (0, 1e6, "64k"):
+        with pytest.raises(ArgumentError, match=f"buffer_size must be a whole number >= 1, found {size!r}"):
+            store.open("x.bin", buffer_size=size)  # type: ignore[arg-type]
 
 
 def test_a_closed_file_refuses_reads(store: Store) -> None:

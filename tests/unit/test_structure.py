@@ -48,6 +48,10 @@ LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
 SAME_SUBJECT = {
     "tar.py",
     "tfrecord.py",
+    "mds.py",
+    "litdata.py",
+    "beton.py",
+    "parquet.py",
     "base.py",
     "index.py",
     "cache.py",

@@ -1,5 +1,8 @@
 """fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none.
 
+SOURCE mds, litdata or NAME.beton: what their own scripts wrote, on the S3 server in a first epoch, else on
+the local disk.
+
 First epochs without a cache share one dataset, listed at the start, as others' do; those that fill a cache
 begin with an empty one, and so list the bucket within their time. "memory MODE" decodes what the cache would
 keep, from memory, by one core and without a loader.
@@ -11,7 +14,17 @@ import random
 import numpy as np
 from peer_side import beside, cache_folder, epochs, in_memory, serve
 
-from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
+from fastload import (
+    BetonDataset,
+    Cache,
+    DataLoader,
+    ImageFolder,
+    LitDataset,
+    MDSDataset,
+    RandomResizedCrop,
+    TarDataset,
+    TFRecordDataset,
+)
 from fastload.images import decode_resized, shrink
 
 
@@ -22,6 +35,13 @@ def dataset(job, source, cache):
     access = {"endpoint_url": job.endpoint, "key": job.key, "secret": job.secret}
     if source == "s3":
         return ImageFolder(f"s3://{job.bucket}/", crop, cache=cache, storage_options=access)
+    if source in ("mds", "litdata") or source.endswith(".beton"):
+        reader = {"mds": MDSDataset, "litdata": LitDataset}.get(source, BetonDataset)
+        place = beside(job, source)
+        options = {"fields": ("image", "label"), "transform": crop, "cache": cache}
+        if job.later:
+            return reader(place, **options)
+        return reader(f"s3://{os.path.basename(place)}", storage_options=access, **options)
     url = f"s3://{os.path.basename(beside(job, source))}/"
     options = {"transform": crop, "cache": cache, "storage_options": access, "index": False}
     if source == "tar":

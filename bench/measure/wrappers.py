@@ -1,0 +1,143 @@
+"""Wrappers: the first epoch of an ImageFolder beside the same photos through wrappers of it.
+
+`python -m bench wrappers [--images 400] [--repeats 5] [--quick] [--json] [--save]`. Photos of 138 KB on an S3
+server 20 ms away that runs on the same cores; 2 workers; RandomResizedCrop(224) and flip to uint8 in batches
+of 64; no cache. All contenders take turns. Ratios are medians of the ratios within one turn: to the bare
+ImageFolder, and for threads to the same wrapper without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+
+import fastload
+from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder, write_result
+from bench.measure.epochs import epoch, shuffled
+from bench.peers.peer import Run
+from fastload import ImageFolder, RandomResizedCrop
+from fastload.cli.measurement import describe_machine
+from fastload.demo.s3_server import delay_proxy, serve_s3
+
+BARE, ALONE = "ImageFolder", "wrapper"
+
+
+class Wrapper(Dataset[Any]):
+    """As everybody writes it."""
+
+    def __init__(self, photos: Any) -> None:
+        self.photos = photos
+
+    def __len__(self) -> int:
+        return len(self.photos)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.photos[index]
+
+
+class Announcing(Wrapper):
+    def prefetch(self, indices: list[int]) -> None:
+        self.photos.prefetch(indices)
+
+
+def same(sample: Any) -> Any:
+    return sample
+
+
+def contenders(url: str, options: dict[str, str]) -> dict[str, Callable[[], Run]]:
+    def photos() -> Any:
+        return ImageFolder(url, RandomResizedCrop(SIZE, flip=0.5), storage_options=options)
+
+    def halves() -> list[Any]:
+        half = len(photos()) // 2
+        return [Subset(photos(), range(half)), Subset(photos(), range(half, len(photos())))]
+
+    def run(make: Callable[[], Any], **settings: Any) -> Callable[[], Run]:
+        return lambda: epoch(shuffled(make(), **settings))
+
+    return {
+        BARE: run(photos),
+        "ConcatDataset of two halves": run(lambda: ConcatDataset(halves())),
+        "StackDataset with labels": run(lambda: StackDataset(photos(), range(len(photos())))),
+        "fastload.map": run(lambda: fastload.map(photos(), same)),
+        "wrapper with prefetch": run(lambda: Announcing(photos())),
+        ALONE: run(lambda: Wrapper(photos())),
+        "wrapper, threads=16": run(lambda: Wrapper(photos()), threads=16),
+        "wrapper, threads=16, seed=1": run(lambda: Wrapper(photos()), threads=16, seed=1),
+    }
+
+
+def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
+    """Medians of the ratios within one turn."""
+
+    def of(one: str, other: str) -> float:
+        return round(statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True)), 3)
+
+    found = {f"{name} / {BARE}": of(name, BARE) for name in rates if name != BARE}
+    return found | {f"{name} / {ALONE}": of(name, ALONE) for name in rates if name.startswith(f"{ALONE}, ")}
+
+
+def show(console: Console, rates: dict[str, list[float]]) -> None:
+    table = Table(
+        title=f"{1e3 * ROUND_TRIP:.0f} ms, {WORKERS} workers, RandomResizedCrop({SIZE}) + flip to uint8"
+    )
+    for column in ("", "images/s", "min", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, made in rates.items():
+        table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(made), min(made), max(made))))
+    console.print(table)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two turns")
+    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = parse()
+    console = Console(stderr=given.json, width=110)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "Wrapper asks the ImageFolder")
+    rates: dict[str, list[float]] = {}
+    document: dict[str, Any] = {"bench": "wrappers", **describe_machine(), "load_before": os.getloadavg()}
+    photos = photo_folder(given.images)
+    with serve_s3(photos.parent) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
+        turns = list(contenders(f"s3://{photos.name}/", server.options | {"endpoint_url": proxy.url}).items())
+        for turn in range(2 if given.quick else given.repeats):
+            for name, run in turns if turn % 2 == 0 else reversed(turns):
+                rates.setdefault(name, []).append(given.images / run().seconds)
+    show(console, rates)
+    document |= {
+        "images": given.images,
+        "rates": {name: round(statistics.median(made), 1) for name, made in rates.items()},
+        "all_rates": {name: [round(rate, 1) for rate in made] for name, made in rates.items()},
+        "ratios": ratios(rates),
+        "load_after": os.getloadavg(),
+    }
+    for name, ratio in document["ratios"].items():
+        console.print(f"{name:52}{ratio:6.2f}")
+    if given.save:
+        write_result(document)
+    if given.json:
+        print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

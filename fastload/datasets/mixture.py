@@ -1,0 +1,385 @@
+"""Several datasets in exact proportions: the sources, their weights, and what was read of each.
+
+The order is made by `fastload.distributed.mixture_sampler`. The upper bits of its indices have the pass over
+the source. So a sample that a small source gives twice in an epoch has other random numbers:
+
+    index = pass << 40 | position in the concatenation of the sources
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+
+from fastload.datasets.protocols import RowErrors, RowRequests, check_dataset
+from fastload.datasets.seeds import digest
+from fastload.datasets.seen_parts import ConcatRows, seeds_of
+from fastload.datasets.seen_rows import MadeSample
+from fastload.datasets.wrappers import see
+from fastload.errors import ArgumentError
+
+__all__ = ["Ledger", "Mixture", "SourceRead"]
+
+Weights = Mapping[str, Any] | Sequence[Any]
+GivenWeights = Weights | Callable[[int], Weights]
+
+_PASS_BITS = 40
+_MOST = 1 << _PASS_BITS  # samples of all sources
+
+
+class SourceRead(NamedTuple):
+    """What was read of a source of a mixture.
+
+    Attributes:
+        weight: its part of the samples now, from 0 to 1.
+        samples: that it gave, over all ranks and epochs.
+        share: its part of all samples so far, from 0 to 1.
+        epochs: passes over the source: 1.37 is one whole pass and 37 % of the second.
+        remaining: samples until the pass ends.
+    """
+
+    weight: float
+    samples: int
+    share: float
+    epochs: float
+    remaining: int
+
+
+class Ledger(dict[str, SourceRead]):
+    """Name of a source -> what was read of it. As text it is a table."""
+
+    def __str__(self) -> str:
+        head = ("source", "weight", "samples", "share", "epochs", "remaining")
+        forms = (".4f", ",", ".4f", ".2f", ",")
+        rows = [(name, *map(format, one, forms)) for name, one in self.items()]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        lines = [
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+            for name, *cells in (head, *rows)
+        ]
+        return "\n".join(lines)
+
+
+class Mixture(ConcatDataset[Any]):
+    """Several map-style datasets, read in proportion to weights.
+
+    Example::
+
+        from fastload import DataLoader, ImageFolder, Mixture, RandomResizedCrop
+
+        crop = RandomResizedCrop(224, flip=0.5)
+        web, own = ImageFolder("s3://bucket/train", crop), ImageFolder("s3://bucket/val", crop)
+        mixture = Mixture({"web": web, "own": own}, {"web": 0.9, "own": 0.1}, num_samples=100)
+        loader = DataLoader(mixture, batch_size=10, shuffle=True, num_workers=2)
+        for images, labels in loader:  # 9 images of "web" and 1 of "own" in each batch of 10
+            ...
+        print(mixture.ledger())
+
+    After every sample, over all ranks together, the number of samples of each source is less than one sample
+    away from its weight's part. If weights change during a run, a source is never a whole sample ahead; with
+    four sources and more it may be one and a part of a sample behind for a while, as no method that does not
+    know the coming weights can prevent.
+
+    Each source is read in passes: it repeats no sample before it has given all. A pass goes on over the ends
+    of epochs. A source that is exhausted begins its next pass, in another order with `shuffle=True` of the
+    loader; else a pass is by index. A sample that is repeated within an epoch has other random numbers than
+    before.
+
+    `fastload.DataLoader` takes a `MixtureSampler` by itself: each rank reads its own part. For another loader
+    pass that sampler. As a `ConcatDataset`, a mixture has each sample of its sources once, by index.
+
+    Args:
+        datasets: name -> dataset, or a sequence of datasets, whose names are then "0", "1", and so on. The
+            names stand in the states, and in the random order of each source.
+        weights: of the sources, by name or in their order: numbers >= 0, whose sum need not be 1. They are
+            taken as they are written, so that 0.1 is a tenth. 0 leaves a source out. Or a function from the
+            epoch (0, 1, ...) to these, which must be the same on all ranks.
+        num_samples: the samples of an epoch, over all ranks. Default: as many as all sources have.
+
+    Attributes:
+        num_samples: see above.
+
+    Raises:
+        ArgumentError: there is no source, or one is empty, has no length, or is itself a mixture; a weight is
+            missing, negative, infinite or no number, or all are 0; num_samples is no whole number >= 1.
+    """
+
+    def __init__(
+        self,
+        datasets: Mapping[str, Dataset[Any]] | Sequence[Dataset[Any]],
+        weights: GivenWeights,
+        *,
+        num_samples: int | None = None,
+    ) -> None:
+        sources = _named(datasets)
+        for name, dataset in sources.items():
+            _check_source(name, dataset)
+        super().__init__(sources.values())
+        self._names = list(sources)
+        if len(self) >= _MOST:
+            raise ArgumentError(f"the sources have {len(self):,} samples, a mixture takes {_MOST:,} at most")
+        if num_samples is not None and (not isinstance(num_samples, int) or num_samples < 1):
+            raise ArgumentError(f"num_samples must be a whole number >= 1 or None, found {num_samples!r}")
+        self.num_samples = len(self) if num_samples is None else num_samples
+        self._given: Callable[[int], Weights] | dict[str, Fraction]
+        self._given = weights if callable(weights) else _parsed(weights, self._names)
+        # In the trainer's process: the sampler that read last, and the weights that were set since it began.
+        self.reader: Any = None
+        self.weights_that_were_set: dict[str, Fraction] | None = None
+        self.weights_in(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"reader": None}
+
+    def __getitem__(self, index: int) -> Any:
+        index = operator.index(index)
+        return super().__getitem__(index % _MOST if index >= _MOST else index)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        sources = ", ".join(f"{name!r}: {length:,} samples" for name, length in self.lengths.items())
+        return f"{type(self).__name__}({sources}; {self.num_samples:,} samples an epoch)"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the next samples, with the sum 1.
+
+        They can be set, before or while the mixture is read. A loader draws samples ahead, so new weights
+        take effect `prefetch_factor * num_workers` batches later, or 256 samples a worker where that is more:
+        at the first batch that is not drawn yet. Set them on all ranks at the same step. Where
+        torch.distributed is initialized the ranks check that, wait for each other, and begin at the same
+        sample. Weights that are set hold in later epochs too, and are part of the loader's state.
+
+        Raises:
+            ArgumentError: when set: as the constructor; a function of the epoch while the mixture is read;
+                or another rank sets other weights.
+            WorkerError: when set: another rank does not set them.
+        """
+        epoch = 0 if self.reader is None else self.reader.epoch
+        weights = self.weights_that_were_set or self.weights_in(epoch)
+        whole = sum(weights.values())
+        return {name: float(weight / whole) for name, weight in weights.items()}
+
+    @weights.setter
+    def weights(self, weights: GivenWeights) -> None:
+        if self.reader is None:
+            before, self._given = self._given, weights if callable(weights) else _parsed(weights, self._names)
+            try:
+                self.weights_in(0)
+            except BaseException:
+                self._given = before
+                raise
+            self.weights_that_were_set = None
+            return
+        if callable(weights):
+            raise ArgumentError(
+                "weights cannot be set to a function of the epoch while the mixture is read: set the weights "
+                "of each epoch when it begins, or give the function to the constructor"
+            )
+        parsed = _parsed(weights, self._names)
+        self.reader.set_weights(parsed)
+        self.weights_that_were_set = parsed
+
+    def ledger(self) -> Ledger:
+        """What was read of each source, over all ranks and epochs, up to the batch that was handed out last.
+
+        Example (not run: it goes on from the example of the class)::
+
+            print(mixture.ledger())  # a table
+            mixture.ledger()["own"].epochs  # 1.37: the second pass is at 37 %
+
+        It counts what the loader has handed out, not what it has read ahead, and goes on after a resume.
+        """
+        samples, weights = dict.fromkeys(self._names, 0), self.weights
+        if self.reader is not None:
+            samples, weights = self.reader.samples_of_sources()
+        total = sum(samples.values())
+        return Ledger(
+            (
+                name,
+                SourceRead(
+                    weight=weights[name],
+                    samples=samples[name],
+                    share=samples[name] / total if total else 0.0,
+                    epochs=samples[name] / length,
+                    remaining=length - samples[name] % length,
+                ),
+            )
+            for name, length in self.lengths.items()
+        )
+
+    # --- for the sampler
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Name of a source -> its samples."""
+        ends = self.cumulative_sizes
+        lengths = map(operator.sub, ends, [0, *ends[:-1]])
+        return dict(zip(self._names, lengths, strict=True))
+
+    def index(self, source: int, position: int, lap: int) -> int:
+        """The index of the sample at a position of a source, in pass `lap` over it."""
+        return lap << _PASS_BITS | self._offset(source) + position
+
+    def weights_in(self, epoch: int) -> dict[str, Fraction]:
+        """The weights in an epoch, as they were given."""
+        if not callable(self._given):
+            return self._given
+        return _parsed(self._given(epoch), self._names, f"weights({epoch})")
+
+    def given(self) -> dict[str, str] | None:
+        """The weights that were given, as text; None for a function."""
+        if callable(self._given):
+            return None
+        return {name: str(weight) for name, weight in self._given.items()}
+
+    # --- for the workers
+
+    def see_through(self) -> MixtureRows:
+        """See `fastload.datasets.wrappers`."""
+        return MixtureRows([see(source) for source in self.datasets], self.cumulative_sizes)
+
+    def replacement(self, index: int, number: int) -> int:
+        """The index of another sample of the same source and pass, by a random number."""
+        source = self._source(index)
+        offset = self._offset(source)
+        return index - index % _MOST + offset + number % (self.cumulative_sizes[source] - offset)
+
+    def sample_name(self, index: int) -> str:
+        """A sample in error messages."""
+        source = self._source(index)
+        return f"sample {index % _MOST - self._offset(source)} of source {self._names[source]!r}"
+
+    def _source(self, index: int) -> int:
+        return bisect.bisect_right(self.cumulative_sizes, index % _MOST)
+
+    def _offset(self, source: int) -> int:
+        return self.cumulative_sizes[source - 1] if source else 0
+
+
+class MixtureRows(ConcatRows):
+    """The rows of a mixture. Random numbers are a function of the pass too."""
+
+    def locate(self, index: Any) -> tuple[int, Any]:
+        index = operator.index(index)
+        return super().locate(index % _MOST if index >= _MOST else index)
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        made: dict[int, MadeSample] = {}
+        for lap, requests in _by_pass(list(enumerate(indices))):
+            with seeds_of(lap):
+                some = super().prepare([index for _, index in requests], digest(seed, lap), epoch)
+            made |= {row: one for (row, _), one in zip(requests, some, strict=True)}
+        return [made[row] for row in range(len(indices))]
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        errors: RowErrors = []
+        for lap, requests in _by_pass(todo):
+            with seeds_of(lap):
+                errors += super().fill(batch, requests, digest(seed, lap), epoch)
+        return errors
+
+
+def _by_pass(todo: RowRequests) -> Iterable[tuple[int, RowRequests]]:
+    found: dict[int, RowRequests] = {}
+    for row, index in todo:
+        found.setdefault(operator.index(index) >> _PASS_BITS, []).append((row, index))
+    return found.items()
+
+
+def _named(datasets: Any) -> dict[str, Any]:
+    if isinstance(datasets, Mapping):
+        sources = dict(datasets)
+    elif isinstance(datasets, list | tuple):
+        sources = {str(number): dataset for number, dataset in enumerate(datasets)}
+    else:
+        raise ArgumentError(
+            f"datasets must be a dict of names and datasets, or a list, found {type(datasets).__name__}"
+        )
+    if not sources:
+        raise ArgumentError("datasets is empty: a mixture needs at least one source")
+    for name in sources:
+        if not isinstance(name, str):
+            raise ArgumentError(f"the name of a source must be a str, found {name!r}")
+    return sources
+
+
+def _check_source(name: str, dataset: Any) -> None:
+    check_dataset(dataset)
+    if isinstance(dataset, Mixture):
+        raise ArgumentError(
+            f"source {name!r} is itself a Mixture, whose weights would not be used: give its sources to the "
+            "outer mixture, each with the product of its two weights"
+        )
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not map_style or isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"source {name!r} must be a map-style dataset (__getitem__ and __len__), found "
+            f"{type(dataset).__name__}: a mixture reads samples by index"
+        )
+    try:
+        length = len(dataset)
+    except TypeError as error:
+        raise ArgumentError(
+            f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards "
+            f"first with `fastload index URL`, or read them once through a cache ({error})"
+        ) from error
+    if length == 0:
+        raise ArgumentError(f"source {name!r} is empty: leave it out, or check its URL and filters")
+
+
+def _parsed(weights: Any, names: Sequence[str], what: str = "weights") -> dict[str, Fraction]:
+    """Name -> weight, as it is written.
+
+    Raises:
+        ArgumentError: they are not one finite number >= 0 for each name, or all are 0.
+    """
+    if isinstance(weights, Mapping):
+        missing, unknown = set(names) - weights.keys(), weights.keys() - set(names)
+        if missing or unknown:
+            raise ArgumentError(
+                f"{what} must have one weight for each source: missing {sorted(missing)}, and no source has "
+                f"the names {sorted(map(str, unknown))}; the sources are {list(names)}"
+            )
+        given = [weights[name] for name in names]
+    elif isinstance(weights, Iterable) and not isinstance(weights, str):
+        given = list(weights)
+        if len(given) != len(names):
+            raise ArgumentError(
+                f"{what} has {len(given)} weights for {len(names)} sources: give one for each"
+            )
+    else:
+        raise ArgumentError(
+            f"{what} must be a list or dict of numbers, or a function of the epoch that returns one, found "
+            f"{weights!r}"
+        )
+    parsed = {name: _fraction(name, weight, what) for name, weight in zip(names, given, strict=True)}
+    if not any(parsed.values()):
+        raise ArgumentError(f"{what} are all 0, so no source gives samples: make one of them positive")
+    return parsed
+
+
+def _fraction(name: str, weight: Any, what: str) -> Fraction:
+    if isinstance(weight, numbers.Rational) and weight is not True and weight is not False:
+        exact = Fraction(weight)
+    else:
+        try:
+            number = math.nan if isinstance(weight, bool | str) else float(weight)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ArgumentError(
+                f"{what}: the weight of source {name!r} must be a finite number >= 0, found {weight!r}"
+            )
+        exact = Fraction(repr(number))
+    if exact < 0:
+        raise ArgumentError(
+            f"{what}: the weight of source {name!r} must be >= 0, found {weight!r}; 0 leaves it out"
+        )
+    return exact

@@ -1,0 +1,355 @@
+"""A dataset as the loader reads it: `Rows`, of one dataset or of one that holds one other. See `wrappers`."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastload.datasets.columns import ordinary_memory
+from fastload.datasets.protocols import (
+    Allocate,
+    EncodedRows,
+    RowDataset,
+    RowErrors,
+    RowRequests,
+    StreamDataset,
+    announce,
+    own_samples,
+)
+from fastload.distributed.sampler import indexed_length
+from fastload.errors import ArgumentError
+
+__all__ = [
+    "AnnouncedRows",
+    "LeafRows",
+    "MadeSample",
+    "MapRows",
+    "OwnRows",
+    "PlainRows",
+    "Rows",
+    "SubsetRows",
+    "located",
+    "raise_it",
+]
+
+MadeSample = Callable[[], Any]  # makes one sample, or raises its error
+
+
+class Rows(ABC):
+    """A dataset as the loader reads it: read ahead, and written into the batch where that can be.
+
+    Attributes:
+        inner: the parts that it is made of.
+        ahead: something in it can be read ahead.
+        own: the method of a subclass that makes samples in place of the rows, as text; None if there is none.
+        certain: its samples ask for all that was read ahead for them.
+        bulk: torch's loader would call the `__getitems__` of the user's that is in it.
+    """
+
+    inner: Sequence[Rows] = ()
+    ahead = False
+    own: str | None = None
+    certain = True
+    bulk = False
+
+    def _take_over(self, inner: Sequence[Rows]) -> None:
+        self.inner = inner
+        self.ahead = any(one.ahead for one in inner)
+        self.own = next((one.own for one in inner if one.own is not None), None)
+        self.certain = all(one.certain for one in inner)
+        self.bulk = any(one.bulk for one in inner)
+
+    def leaves(self) -> Iterator[RowDataset]:
+        """The datasets that read and write the rows."""
+        for one in self.inner:
+            yield from one.leaves()
+
+    def writes(self) -> bool:
+        """Whether there are rows in it that fastload writes, with the transforms that are set now."""
+        return any(one.writes() for one in self.inner)
+
+    @abstractmethod
+    def prefetch(self, indices: list[Any]) -> None:
+        """See `RowDataset`."""
+
+    @abstractmethod
+    def cancel(self, indices: list[Any]) -> None:
+        """See `RowDataset`."""
+
+    @abstractmethod
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        """For each index a function that makes its sample. Rows are filled now, all of a dataset at once.
+
+        Raises:
+            Exception: one that ends the batch, such as MemoryError.
+        """
+
+    def key(self, index: Any) -> str | None:
+        """The key of a sample; None where it has none."""
+        return None
+
+    def streams(self) -> StreamDataset | None:
+        """The dataset that can be read as streams in place of this one."""
+        return None
+
+    def encoded(self) -> EncodedRows | None:
+        """The dataset whose images may leave the worker encoded in place of this one's."""
+        return None
+
+    # --- rows straight into the batch
+
+    def form(self) -> Any:
+        """What two parts must have in common to fill one batch; None where nothing does."""
+        return None
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
+        """See `RowDataset`."""
+        return None
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        """See `RowDataset`."""
+        raise NotImplementedError
+
+    def sample(self, batch: Any, row: int) -> Any:
+        """See `RowDataset`."""
+        raise NotImplementedError
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        """See `RowDataset`."""
+        raise NotImplementedError
+
+    def finish_batch(self, batch: Any) -> Any:
+        """A batch with all rows filled, as it is handed out."""
+        return batch
+
+
+class PlainRows(Rows):
+    """Samples of a dataset that has only `__getitem__`."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.bulk = bool(getattr(dataset, "__getitems__", None))
+
+    def streams(self) -> StreamDataset | None:
+        return self.dataset if isinstance(self.dataset, StreamDataset) else None
+
+    def prefetch(self, indices: list[Any]) -> None:
+        pass
+
+    def cancel(self, indices: list[Any]) -> None:
+        pass
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        return [partial(operator.getitem, self.dataset, index) for index in indices]
+
+
+class AnnouncedRows(PlainRows):
+    """Samples of a dataset of the user's that offers `prefetch(indices)`."""
+
+    ahead = True
+    certain = False
+
+    def prefetch(self, indices: list[Any]) -> None:
+        self.dataset.prefetch(indices)
+
+
+class LeafRows(Rows):
+    """The rows of a `RowDataset`."""
+
+    ahead = True
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.own = own_samples(dataset)
+        self.certain = self.own is None
+        self.bulk = bool(getattr(dataset, "__getitems__", None))
+
+    def leaves(self) -> Iterator[RowDataset]:
+        yield self.dataset
+
+    def writes(self) -> bool:
+        return self.own is None and self.new_batch(1, ordinary_memory) is not None
+
+    def prefetch(self, indices: list[Any]) -> None:
+        announce(self.dataset, indices)
+
+    def cancel(self, indices: list[Any]) -> None:
+        self.dataset.cancel(indices)
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        batch = None if self.own is not None else self.new_batch(len(indices), ordinary_memory)
+        if batch is None:
+            return [partial(operator.getitem, self.dataset, index) for index in indices]
+        failed = dict(self.fill(batch, list(enumerate(indices)), seed, epoch))
+        # Now, as the dataset may know this batch only until it makes the next one.
+        return [
+            partial(raise_it, failed[row]) if row in failed else partial(_as_it_is, self.sample(batch, row))
+            for row in range(len(indices))
+        ]
+
+    def key(self, index: Any) -> str | None:
+        return str(self.dataset.key(index)) if hasattr(self.dataset, "key") else None
+
+    def streams(self) -> StreamDataset | None:
+        return self.dataset if isinstance(self.dataset, StreamDataset) else None
+
+    def encoded(self) -> EncodedRows | None:
+        return self.dataset if isinstance(self.dataset, EncodedRows) else None
+
+    def form(self) -> Any:
+        kind = type(self.dataset)
+        return tuple(getattr(kind, name, None) for name in ("sample", "copy_row", "finish_batch"))
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
+        return self.dataset.new_batch(n, allocate)
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        return self.dataset.fill(batch, todo, seed, epoch)  # type: ignore[no-any-return]
+
+    def sample(self, batch: Any, row: int) -> Any:
+        return self.dataset.sample(batch, row)
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        self.dataset.copy_row(batch, target, source)
+
+    def finish_batch(self, batch: Any) -> Any:
+        """The result of the dataset's `finish_batch`, if any. That method is not part of the protocol."""
+        finish = getattr(self.dataset, "finish_batch", None)
+        return batch if finish is None else finish(batch)
+
+
+class _Through(Rows):
+    """The rows of a dataset that holds one other."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._take_over((rows,))
+        self._rows = rows
+
+    def prefetch(self, indices: list[Any]) -> None:
+        self._rows.prefetch(indices)
+
+    def cancel(self, indices: list[Any]) -> None:
+        self._rows.cancel(indices)
+
+    def key(self, index: Any) -> str | None:
+        return self._rows.key(index)
+
+    def streams(self) -> StreamDataset | None:
+        return self._rows.streams()
+
+
+class OwnRows(_Through):
+    """Samples of a wrapper's subclass that makes them itself.
+
+    Args:
+        rows: what the class that it derives from would read.
+        own: the method that makes the samples.
+    """
+
+    def __init__(self, dataset: Any, rows: Rows, own: str) -> None:
+        super().__init__(rows)
+        self._dataset = dataset
+        self.own = own
+        self.certain = False
+        self.bulk = rows.bulk or bool(getattr(dataset, "__getitems__", None))
+
+    def writes(self) -> bool:
+        return False
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        return [partial(operator.getitem, self._dataset, index) for index in indices]
+
+    def key(self, index: Any) -> str | None:
+        return None  # the method may read another sample
+
+
+class MapRows(_Through):
+    """`function` of each sample. The rows inside are filled first, a batch at a time."""
+
+    def __init__(self, rows: Rows, function: Callable[[Any], Any]) -> None:
+        super().__init__(rows)
+        self._function = function
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        return [partial(self._apply, one) for one in self._rows.prepare(indices, seed, epoch)]
+
+    def _apply(self, made: MadeSample) -> Any:
+        return self._function(made())
+
+
+class SubsetRows(_Through):
+    """Some samples of a dataset."""
+
+    def __init__(self, rows: Rows, indices: Sequence[Any]) -> None:
+        super().__init__(rows)
+        self._indices = indices
+
+    def prefetch(self, indices: list[Any]) -> None:
+        self._rows.prefetch([self._indices[index] for index in indices])
+
+    def cancel(self, indices: list[Any]) -> None:
+        self._rows.cancel([self._indices[index] for index in indices])
+
+    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
+        errors, found = located(list(enumerate(indices)), self._indices.__getitem__)
+        made = {row: partial(raise_it, error) for row, error in errors}
+        inner = self._rows.prepare([at for _, at in found], seed, epoch)
+        made |= {row: one for (row, _), one in zip(found, inner, strict=True)}
+        return [made[row] for row in range(len(indices))]
+
+    def key(self, index: Any) -> str | None:
+        return self._rows.key(self._indices[index])
+
+    def streams(self) -> StreamDataset | None:
+        inner = self._rows.streams()
+        if inner is not None:
+            try:
+                indexed_length(inner)
+            except TypeError as error:
+                raise ArgumentError(f"a Subset chooses samples by index: {error}") from error
+        return None
+
+    def encoded(self) -> EncodedRows | None:
+        return self._rows.encoded()
+
+    def form(self) -> Any:
+        return self._rows.form()
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
+        return self._rows.new_batch(n, allocate)
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        errors, requests = located(todo, self._indices.__getitem__)
+        return errors + self._rows.fill(batch, requests, seed, epoch)
+
+    def sample(self, batch: Any, row: int) -> Any:
+        return self._rows.sample(batch, row)
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        self._rows.copy_row(batch, target, source)
+
+    def finish_batch(self, batch: Any) -> Any:
+        return self._rows.finish_batch(batch)
+
+
+def located(todo: Sequence[tuple[int, Any]], locate: Callable[[Any], Any]) -> tuple[RowErrors, list[Any]]:
+    """(errors of the indices that have no sample, (row, result of `locate`) of the others)."""
+    errors: RowErrors = []
+    found = []
+    for row, index in todo:
+        try:
+            found.append((row, locate(index)))
+        except (IndexError, KeyError, ValueError) as error:
+            errors.append((row, error))
+    return errors, found
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
+
+
+def raise_it(error: Exception) -> Any:
+    raise error

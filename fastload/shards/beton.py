@@ -1,0 +1,204 @@
+"""FFCV's .beton files as a dataset."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastload.cache import Cache, as_cache
+from fastload.datasets.shape import Shape
+from fastload.errors import DecodeError
+from fastload.formats.beton import (
+    HEADER,
+    BetonField,
+    BetonHeader,
+    BetonRecords,
+    opener,
+    parse_fields,
+    parse_header,
+    parts_of,
+    row_type,
+)
+from fastload.formats.pieces import Splitter
+from fastload.formats.shard_index import Offsets
+from fastload.images.decode import decode_image
+from fastload.shards.catalog import ShardList
+from fastload.shards.column_fields import Column, ColumnFields, check_decode
+from fastload.shards.dataset import ShardDataset
+from fastload.shards.index import RecordOffsets
+from fastload.shards.own_index import read_head
+from fastload.shards.reader import Shard
+from fastload.shards.urls import Wanted
+from fastload.store import Store
+from fastload.store.retry import Wait, sleep
+
+__all__ = ["BetonDataset"]
+
+_NAMES = Wanted(
+    r".*\.(?:beton|ffcv)",
+    "named as a file of FFCV (.beton). Read MDS with fastload.MDSDataset, LitData with fastload.LitDataset, "
+    "and a tar with fastload.TarDataset",
+)
+_PIECE = 8 << 20  # bytes of a request for the tables
+
+
+class _Beton:
+    """See `ShardFormat`. `fields`: those of the first file, which all others must have."""
+
+    name = "beton-1"
+
+    def __init__(self, fields: list[BetonField]) -> None:
+        self._fields = fields
+
+    def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
+        header, fields = read_fields(store, shard, wait)
+        if fields != self._fields:
+            raise DecodeError(
+                f"the fields are {_text(fields)}, and the first file has {_text(self._fields)}: read them as "
+                "two datasets"
+            )
+        row_bytes = row_type(fields).itemsize
+        end = header.rows + header.samples * row_bytes
+        if end > header.allocation:
+            raise DecodeError(
+                f"the file would have {header.samples:,} samples, more than fit into it: it is damaged"
+            )
+        rows = _read(store, shard, header.rows, end, wait)
+        allocated = _read(store, shard, header.allocation, shard.size, wait)
+        heads = np.frombuffer(rows, np.uint8).reshape(-1, row_bytes)
+        return RecordOffsets(
+            parts_of(header, row_bytes, memoryview(allocated)), {}, compressed=False, heads=heads
+        )
+
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
+        raise NotImplementedError  # it is never streamed, see `BetonDataset`
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        return record
+
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
+        raise NotImplementedError  # no index files are looked for
+
+
+class BetonDataset(ShardDataset):
+    """The samples of FFCV's .beton files, read where they lie and without FFCV.
+
+    A sample is a tuple of the fields in their order: int, float, bytes, JSON, numpy arrays (NDArrayField),
+    tensors (TorchTensorField), and images, written as JPEGs or raw, as uint8 arrays (H, W, 3). A file of the
+    author's own field classes is refused.
+
+    Example::
+
+        from fastload import BetonDataset, DataLoader, RandomResizedCrop
+
+        dataset = BetonDataset(
+            "/data/train.beton", fields=("jpg", "int"), transform=RandomResizedCrop(224, flip=0.5)
+        )
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            ...  # uint8 (256, 3, 224, 224), int64 (256,)
+
+    It is a map-style dataset with FFCV's numbers of samples: `len()`, `[]`, an exact shuffle. The constructor
+    reads the tables of each file, 60 to 100 bytes a sample, and a cache keeps them. A sample is one ranged
+    read; it is never streamed, because samples do not lie in the order of their numbers.
+
+    Args:
+        url: a file, a prefix, a glob or a list of these: any fsspec URL or path.
+        fields: the fields and the structure of a sample: ("image", "label"), {"x": "image"}, "image". None: a
+            tuple of all fields.
+        decode: a dict {field: function of its bytes} in place of what belongs to its kind; or a function from
+            the dict of all fields to the sample, with bytes for JPEGs and arrays for raw images.
+            Deterministic.
+        transform: a fused transform, which takes the one image of a sample; a dict {field: function or fused
+            transform}; or any callable on the sample.
+        fingerprint, cache, storage_options, refresh: see `TarDataset`.
+
+    Raises:
+        ArgumentError: a field that there is not, or a transform that does not say which image it takes.
+        DecodeError: a file is no .beton, or was cut; its name is in the error.
+        NotFoundError, AccessDeniedError, StoreError.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        fields: Any = None,
+        decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        fingerprint: str | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        check_decode(fields, decode)
+        kept_in = as_cache(cache)
+        shards = ShardList(
+            url,
+            _NAMES,
+            compression="",
+            directory=None if kept_in is None else kept_in.manifests,
+            refresh=refresh,
+            storage_options=storage_options or {},
+        )
+        try:
+            _, found = read_fields(shards.store, shards[0], sleep)
+        except DecodeError as error:
+            error.key = shards[0].key
+            raise
+        shape = Shape(tuple(field.name for field in found) if fields is None else fields)
+        columns = {
+            field.name: Column(field.kind, opener(field), image=field.kind == "image") for field in found
+        }
+        super().__init__(
+            url,
+            _Beton(found),
+            ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
+            names=_NAMES,
+            decode=None if isinstance(decode, Mapping) else decode,
+            transform=transform,
+            cycle_length=1,
+            block_length=1,
+            shuffle_buffer=1,
+            fingerprint=fingerprint,
+            cache=kept_in,
+            index=False,
+            compression=None,
+            storage_options=storage_options,
+            refresh=refresh,
+            shape=shape,
+            shards=shards,
+        )
+
+    def _random_pays(self) -> bool:
+        return True
+
+
+def read_fields(store: Store, shard: Shard, wait: Wait) -> tuple[BetonHeader, list[BetonField]]:
+    """The header of a file, and its fields.
+
+    Raises:
+        DecodeError: it is no .beton, or was cut.
+    """
+    header = parse_header(read_head(store, shard, min(512, shard.size), wait), shard.size)
+    return header, parse_fields(read_head(store, shard, header.rows, wait)[HEADER:])
+
+
+def _read(store: Store, shard: Shard, start: int, stop: int, wait: Wait) -> bytes:
+    """The bytes [start, stop) of a file, request by request."""
+    edges = range(start, stop, _PIECE)
+    return b"".join(
+        store.read_range(shard.key, edge, min(edge + _PIECE, stop), shard.version, wait=wait)
+        for edge in edges
+    )
+
+
+def _text(fields: list[BetonField]) -> str:
+    return ", ".join(f"{field.name} ({field.kind})" for field in fields)
+
+
+def _open_image(value: Any) -> Any:
+    """A JPEG, or pixels, as an array (H, W, 3) of its own memory."""
+    return np.array(decode_image(value))

@@ -1,0 +1,233 @@
+"""LitData's chunks as a dataset."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastload.cache import Cache, as_cache
+from fastload.datasets.shape import Shape
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.inflate import framed_size, zstd
+from fastload.formats.litdata import (
+    formats,
+    is_image,
+    opener,
+    parse_frames,
+    parse_index,
+    split_sample,
+)
+from fastload.formats.offset_table import OffsetSplitter, parse_table, table_size
+from fastload.formats.pieces import MOST_UNKNOWN
+from fastload.formats.shard_index import Offsets
+from fastload.images.decode import decode_pil
+from fastload.shards.column_fields import Column, ColumnFields, check_decode
+from fastload.shards.dataset import ShardDataset
+from fastload.shards.index import RecordOffsets
+from fastload.shards.own_index import check_name, list_shards, read_head, read_json
+from fastload.shards.reader import Shard
+from fastload.shards.urls import Wanted
+from fastload.store import Store
+from fastload.store.retry import Wait
+
+__all__ = ["LitDataset"]
+
+_ARROW = b"LDARW01\0"
+
+
+class _Lit:
+    """See `ShardFormat`. `counts`: key -> samples. `compression`: see `LitIndex`."""
+
+    name = "litdata-1"
+
+    def __init__(self, counts: dict[str, int], compression: str) -> None:
+        self._counts, self._compression = counts, compression
+
+    def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
+        count, compression = self._counts[shard.key], self._compression
+        if compression == "batch":
+            head = read_head(store, shard, framed_size(count, 0), wait)
+            return RecordOffsets(parse_frames(head, count), {}, compressed=True)
+        whole = compression == "chunk"
+        head = read_head(store, shard, table_size(count), wait, compressed=whole)
+        if not whole and _ends_with_arrow(store, shard, head, wait):
+            raise DecodeError(
+                "the chunk has its samples as rows of Arrow, as newer LitData writes dicts of nothing but "
+                "bytes, texts, numbers and lists: write samples as tuples, or as Parquet for "
+                "fastload.ParquetDataset"
+            )
+        return RecordOffsets(parse_table(head, count, None if whole else shard.size), {}, compressed=whole)
+
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> OffsetSplitter:
+        assert records is not None
+        return OffsetSplitter(offset, end, records.offsets, self.unwrap)
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        return _inflated(record) if self._compression == "sample" else record
+
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
+        raise NotImplementedError  # no index files are looked for
+
+
+class _Tree(Shape):
+    """The structure that the samples were written with: dicts, lists and tuples of leaves, or one leaf."""
+
+    def __init__(self, tree: Any) -> None:
+        leaves: list[str] = []
+        _map(tree, leaves.append)
+        self.leaves = {name: name for name in leaves}
+        self._structure = tree
+
+    def sample(self, values: Mapping[str, Any]) -> Any:
+        return _map(self._structure, values.__getitem__)
+
+
+class LitDataset(ShardDataset):
+    """The samples of LitData's chunks, which `litdata.optimize` writes, read where they lie and without
+    LitData.
+
+    A sample has the structure and the values that `litdata.StreamingDataset` gives: a dict, list or tuple, or
+    one value; images of type jpeg and image are uint8 tensors (3, H, W). The leaves are named by their path,
+    "image" or "boxes.0". `pickle` is refused unless `unsafe`. Compression by zstd is read at all three
+    levels.
+
+    Example::
+
+        from fastload import DataLoader, LitDataset, RandomResizedCrop
+
+        dataset = LitDataset(
+            "s3://bucket/lit",
+            fields=("image", "label"),
+            transform=RandomResizedCrop(224, flip=0.5),
+            cache="/ssd/cache",
+        )
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            ...  # uint8 (256, 3, 224, 224), int64 (256,)
+
+    Chunks have their own index, so it is a map-style dataset from the first epoch on, as `MDSDataset` is.
+
+    Refused in words: chunks of tokens (`TokenDataset` reads them), encrypted chunks, and chunks whose samples
+    are rows of Arrow, as newer LitData writes dicts of nothing but bytes, texts, numbers and lists.
+
+    Args:
+        url: the folder of index.json. Any fsspec URL or path.
+        fields: the leaves and the structure of a sample: ("image", "label"), {"x": "image"}, "image". None:
+            the structure that was written.
+        decode: a dict {leaf: function of its bytes} in place of what belongs to its format; or a function
+            from the dict of all leaves' bytes to the sample. Deterministic.
+        transform: a fused transform, which takes the one leaf that is an image, or else the one of type bytes
+            or file; a dict {leaf: function or fused transform}; or any callable on the sample.
+        cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
+        fingerprint, cache, storage_options, refresh: see `TarDataset`.
+        unsafe: unpickle leaves of format pickle. A pickle can run any code of the author of the chunks.
+
+    Raises:
+        ArgumentError: a format of leaves that is not known, chunks that are not read, an index.json of
+            another kind.
+        DecodeError: a chunk was cut, or is none; its name is in the error.
+        NotFoundError, AccessDeniedError, StoreError.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        fields: Any = None,
+        decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        unsafe: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        check_decode(fields, decode)
+        kept_in = as_cache(cache)
+        root, found = read_json(url, "chunks", "LitDataset", storage_options or {})
+        try:
+            told = parse_index(found)
+        except DecodeError as error:
+            raise ArgumentError(f"{root!r}: {error.message}") from None
+        if fields is None and told.tree is None:
+            raise ArgumentError(
+                f"{root!r}: its samples have a structure of other than dicts, lists and tuples: name their "
+                f"leaves in fields=, of {', '.join(told.names)}"
+            )
+        shape = _Tree(told.tree) if fields is None else Shape(fields)
+        columns = {
+            name: Column(
+                form,
+                opener(form, rgb_tensor, unsafe=unsafe),
+                image=is_image(form),
+                may_be_image=form.partition(":")[0] in ("bytes", "file"),
+            )
+            for name, form in zip(told.names, told.formats, strict=True)
+        }
+        shards = list_shards(
+            root,
+            [check_name(name, root) for name in told.chunks],
+            None if kept_in is None else kept_in.manifests,
+            refresh=refresh,
+            storage_options=storage_options or {},
+        )
+        counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
+        split = functools.partial(split_sample, names=told.names)
+        super().__init__(
+            url,
+            _Lit(counts, told.compression),
+            ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
+            names=Wanted(".*", ""),
+            decode=None if isinstance(decode, Mapping) else decode,
+            transform=transform,
+            cycle_length=cycle_length,
+            block_length=block_length,
+            shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
+            cache=kept_in,
+            index=False,
+            compression=None,
+            storage_options=storage_options,
+            refresh=refresh,
+            shape=shape,
+            shards=shards,
+        )
+
+
+def rgb_tensor(value: Any) -> torch.Tensor:
+    """An encoded image, or pixels, as a uint8 tensor (3, H, W), its EXIF orientation applied."""
+    pixels = np.asarray(decode_pil(value, exif=True))
+    return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+
+
+def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -> bool:
+    """Whether the samples lie in a table of Arrow at the end. Its last bytes are read only where that may "
+    "be."""
+    if int.from_bytes(head[-4:], "little") == shard.size:
+        return False
+    end = store.read_range(shard.key, max(0, shard.size - 8), shard.size, shard.version, wait=wait)
+    return bytes(end) == _ARROW
+
+
+def _inflated(record: memoryview) -> memoryview:
+    """The one zstd frame of a sample."""
+    try:
+        inflated = zstd().ZstdDecompressor().decompress(record, MOST_UNKNOWN)
+    except (OSError, ValueError, EOFError) as error:
+        raise DecodeError(f"the sample cannot be decompressed: {error}") from None
+    return memoryview(inflated)
+
+
+def _map(tree: Any, function: Callable[[str], Any]) -> Any:
+    if isinstance(tree, str):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: _map(part, function) for key, part in tree.items()}
+    return type(tree)(_map(part, function) for part in tree)

@@ -1,0 +1,190 @@
+"""MDS, the shards of MosaicML Streaming, as a dataset."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fastload.cache import Cache, as_cache
+from fastload.datasets.shape import Shape
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard, split_sample
+from fastload.formats.offset_table import OffsetSplitter, parse_table, table_size
+from fastload.formats.packed import as_pil
+from fastload.formats.shard_index import Offsets
+from fastload.images.decode import Oriented, decode_pil
+from fastload.shards.column_fields import Column, ColumnFields, check_decode
+from fastload.shards.dataset import ShardDataset
+from fastload.shards.index import RecordOffsets
+from fastload.shards.own_index import check_name, list_shards, read_head, read_json
+from fastload.shards.reader import Shard
+from fastload.shards.urls import Wanted
+from fastload.store import Store
+from fastload.store.retry import Wait
+
+__all__ = ["MDSDataset"]
+
+
+class _MDS:
+    """See `ShardFormat`. `shards`: by their keys."""
+
+    name = "mds-1"
+
+    def __init__(self, shards: dict[str, MDSShard]) -> None:
+        self._shards = shards
+
+    def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
+        told = self._shards[shard.key]
+        if shard.size != told.bytes:
+            raise DecodeError(
+                f"the file has {shard.size:,} bytes, and index.json says {told.bytes:,}: it was cut or "
+                "replaced; copy it again, and pass refresh=True if the listing is older"
+            )
+        head = read_head(store, shard, table_size(told.samples), wait, compressed=told.compressed)
+        offsets = parse_table(head, told.samples, told.raw_bytes)
+        return RecordOffsets(offsets, {}, told.compressed)
+
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> OffsetSplitter:
+        assert records is not None
+        return OffsetSplitter(offset, end, records.offsets, self.unwrap)
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        return record
+
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
+        raise NotImplementedError  # no index files are looked for
+
+
+class MDSDataset(ShardDataset):
+    """The samples of MDS, the shards of MosaicML Streaming, read where they lie and without its library.
+
+    A sample is a dict of the columns, with the values that `streaming.StreamingDataset` gives: str, bytes,
+    int, numpy scalars and arrays, JSON, lists, and `PIL.Image` for jpeg and png, in the mode that the file
+    has. `pkl` is refused unless `unsafe`. Shards compressed by zstd, gz or bz2 are read as streams.
+
+    Example::
+
+        from fastload import DataLoader, MDSDataset, RandomResizedCrop
+
+        dataset = MDSDataset(
+            "s3://bucket/mds",
+            fields=("image", "label"),
+            transform=RandomResizedCrop(224, flip=0.5),
+            cache="/ssd/cache",
+        )
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            ...  # uint8 (256, 3, 224, 224), int64 (256,)
+
+    Shards have their own index, so it is a map-style dataset from the first epoch on: `len()`, `[]`, an exact
+    shuffle. The constructor reads index.json and the head of every shard, and a cache keeps what it found.
+    Where samples are smaller than 32 KiB on average, or shards are compressed, epochs are streamed until the
+    cache has them, as of `TarDataset`. Hashes in index.json are not checked: sizes are.
+
+    Args:
+        url: the folder of index.json, that of one split; of a merged index too. Any fsspec URL or path.
+        fields: the columns and the structure of a sample: ("image", "label"), {"x": "image"}, "image". None:
+            a dict of all columns.
+        decode: a dict {column: function of its bytes} in place of what belongs to its encoding; or a function
+            from the dict of all columns' bytes to the sample. Deterministic.
+        transform: a fused transform, which takes the one column of type jpeg or png, or else the one of type
+            bytes; a dict {name in the sample: function or fused transform}; or any callable on the sample.
+        cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
+        fingerprint, cache, storage_options, refresh: see `TarDataset`.
+        unsafe: unpickle columns of encoding pkl. A pickle can run any code of the author of the shards.
+
+    Raises:
+        ArgumentError: an encoding that is not known, a column that there is not, an index.json of another
+        kind. DecodeError: a shard was cut, or is no MDS; its name is in the error.
+        NotFoundError, AccessDeniedError, StoreError.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        fields: Any = None,
+        decode: Mapping[str, Callable[[bytes], Any]] | Callable[[dict[str, Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        unsafe: bool = False,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        shape = None if fields is None else Shape(fields)
+        check_decode(fields, decode)
+        kept_in = as_cache(cache)
+        root, told = read_json(url, "shards", "MDSDataset", storage_options or {})
+        found = _shards(root, told["shards"])
+        columns = next(iter(found.values())).columns
+        opened = {
+            column.name: Column(
+                column.encoding,
+                opener(column.encoding, unsafe=unsafe),
+                image=column.encoding in IMAGES,
+                may_be_image=column.encoding == "bytes",
+            )
+            for column in columns
+        }
+        shards = list_shards(
+            root,
+            list(found),
+            None if kept_in is None else kept_in.manifests,
+            refresh=refresh,
+            storage_options=storage_options or {},
+        )
+        split = functools.partial(split_sample, columns=columns)
+        super().__init__(
+            url,
+            _MDS({shards[number].key: one for number, one in enumerate(found.values())}),
+            ColumnFields(opened, split, _open_image, shape, decode, transform, encodings()),
+            names=Wanted(".*", ""),
+            decode=None if isinstance(decode, Mapping) else decode,
+            transform=transform,
+            cycle_length=cycle_length,
+            block_length=block_length,
+            shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
+            cache=kept_in,
+            index=False,
+            compression=None,
+            storage_options=storage_options,
+            refresh=refresh,
+            shape=shape,
+            shards=shards,
+        )
+
+
+def _shards(root: str, entries: list[Any]) -> dict[str, MDSShard]:
+    """The entries of index.json, by the names of their files.
+
+    Raises:
+        ArgumentError: one of them is not read, or has other columns than the first.
+    """
+    found: dict[str, MDSShard] = {}
+    for number, entry in enumerate(entries):
+        try:
+            shard = parse_shard(entry)
+        except DecodeError as error:
+            raise ArgumentError(f"{root!r}: shard {number} of index.json: {error.message}") from None
+        found[check_name(shard.name, root)] = shard
+        if shard.columns != next(iter(found.values())).columns:
+            raise ArgumentError(
+                f"{root!r}: shard {shard.name!r} has other columns than the first one: read them as two "
+                "datasets"
+            )
+    if len(found) < len(entries) or not found:
+        raise ArgumentError(f"{root!r}: index.json lists no shards, or one twice: write it again")
+    return found
+
+
+def _open_image(value: Any) -> Any:
+    """An encoded image in the mode that it has; pixels of the cache in RGB."""
+    return decode_pil(value) if isinstance(value, np.ndarray | Oriented) else as_pil(value)

@@ -1,0 +1,161 @@
+"""Shards that carry their own index: their heads, and the index.json that lists them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastload.errors import ArgumentError, DecodeError, NotFoundError
+from fastload.formats.inflate import Inflater
+from fastload.shards.catalog import ShardList
+from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.reader import Shard
+from fastload.shards.urls import Wanted
+from fastload.store import Store, open_store
+from fastload.store.retry import Wait, sleep
+
+__all__ = ["check_name", "list_shards", "read_head", "read_json", "read_own_indexes"]
+
+_READS = 64  # at once
+_PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
+_ANY_NAME = Wanted(r".*", "listed in index.json")
+_NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
+
+# A key that only the index.json of one writer has -> what it is, and its dataset.
+_KINDS = {
+    "shards": ("of MosaicML Streaming", "MDSDataset"),
+    "chunks": ("of LitData", "LitDataset"),
+    "shardlist": ("of wids", "TarDataset"),
+}
+
+
+def read_own_indexes(
+    shards: ShardList, index: ShardIndex, own_index: Callable[[Store, Shard, Wait], RecordOffsets]
+) -> None:
+    """Index the shards that are not indexed yet, many at a time, and keep what was found.
+
+    Raises:
+        DecodeError: a shard is not of the kind that is read, or was cut; its key is in the error.
+    """
+    missing = [number for number in range(len(shards)) if index.get(number) is None]
+
+    def read(number: int) -> RecordOffsets:
+        shard = shards[number]
+        try:
+            return own_index(shards.store, shard, sleep)
+        except DecodeError as error:
+            error.key = shard.key
+            raise
+
+    add = index.add_and_keep if index.kept else index.add
+    with ThreadPoolExecutor(_READS) as pool:
+        for number, records in zip(missing, pool.map(read, missing), strict=True):
+            add(number, records)
+
+
+def read_head(store: Store, shard: Shard, size: int, wait: Wait, *, compressed: bool = False) -> memoryview:
+    """The first bytes of a shard; inflated, where it is compressed.
+
+    Raises:
+        DecodeError: it has fewer.
+    """
+    if not compressed:
+        if size > shard.size:
+            raise DecodeError(
+                f"the file has {shard.size:,} bytes, less than its head of {size:,}: it was cut"
+            )
+        return memoryview(store.read_range(shard.key, 0, size, shard.version, wait=wait))
+    starts = iter(range(0, shard.size, _PIECE))
+
+    def more() -> Any:
+        for start in starts:
+            stop = min(start + _PIECE, shard.size)
+            return store.read_range(shard.key, start, stop, shard.version, wait=wait)
+        return None
+
+    inflate, head = Inflater(more), bytearray()
+    while len(head) < size:
+        piece = inflate()
+        if piece is None:
+            raise DecodeError(f"the file inflates to less than its head of {size:,} bytes: it was cut")
+        head += piece[: size - len(head)]
+    return memoryview(head).toreadonly()
+
+
+def read_json(
+    url: str | os.PathLike[str], wanted: str, reader: str, storage_options: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """(the folder, the contents of its index.json).
+
+    Args:
+        url: the folder, or index.json in it.
+        wanted: the key that such a file has.
+        reader: the dataset that asks.
+
+    Raises:
+        ArgumentError: there is none, or it is of another writer.
+    """
+    if not isinstance(url, str | os.PathLike):
+        raise ArgumentError(
+            f"url must be one folder with an index.json, found {url!r}: make a dataset of each"
+        )
+    text = os.fspath(url)
+    root, _, name = text.rpartition("/")
+    if name != "index.json":
+        root = text.rstrip("/") or "/"
+    store = open_store(root or ".", **storage_options)
+    try:
+        body = bytes(store.read("index.json"))
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"url {text!r} has no index.json, which lists the shards: give fastload.{reader} the folder that "
+            "its writer wrote, with a split's name where there are splits",
+            key="index.json",
+        ) from error
+    try:
+        told = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{text!r}: index.json is no JSON ({error}): write it again") from None
+    if not isinstance(told, dict) or not isinstance(told.get(wanted), list):
+        kinds = [kind for key, kind in _KINDS.items() if isinstance(told, dict) and key in told]
+        hint = (
+            f"it is {kinds[0][0]}: read it with fastload.{kinds[0][1]}" if kinds else "it is of another kind"
+        )
+        raise ArgumentError(f"{text!r}: index.json has no list {wanted!r}; {hint}")
+    return root, told
+
+
+def check_name(name: Any, root: str) -> str:
+    """The name of a shard in index.json, if it stays below the folder.
+
+    Raises:
+        ArgumentError: it does not, or it is no name.
+    """
+    if not isinstance(name, str) or _NOT_IN_NAMES.search(name):
+        raise ArgumentError(
+            f"{root!r}: index.json names the file {name!r}, which is not a plain name below this folder: "
+            "write the index again"
+        )
+    return name
+
+
+def list_shards(
+    root: str, names: list[str], directory: Path | None, *, refresh: bool, storage_options: dict[str, Any]
+) -> ShardList:
+    """The shards that an index.json lists, in its order."""
+    if not names:
+        raise ArgumentError(f"{root!r}: index.json lists no shards")
+    return ShardList(
+        [f"{root}/{name}" for name in names],
+        _ANY_NAME,
+        compression="",  # the index of each says whether it is
+        directory=directory,
+        refresh=refresh,
+        storage_options=storage_options,
+        in_order=True,
+    )

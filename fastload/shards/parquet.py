@@ -1,0 +1,252 @@
+"""Parquet files as a dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache import Cache
+from fastload.datasets.shape import Shape
+from fastload.errors import ArgumentError, FastloadError
+from fastload.formats.pieces import Splitter
+from fastload.formats.shard_index import Offsets
+from fastload.images.by_epoch import all_transforms
+from fastload.images.transforms import Crop
+from fastload.shards.dataset import ShardDataset
+from fastload.shards.epoch_streams import RecordBlocks
+from fastload.shards.index import RecordOffsets
+from fastload.shards.record_id import RecordId
+from fastload.shards.record_source import RecordSource
+from fastload.shards.urls import Wanted
+from fastload.store.base import Buffer
+from fastload.store.process import ProcessLocal
+from fastload.store.retry import Wait
+
+if TYPE_CHECKING:
+    from fastload.shards.row_groups import RowGroups
+
+__all__ = ["ParquetDataset"]
+
+_PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
+
+# The objects below a prefix that are shards.
+_NAMES = Wanted(
+    r".*\.(?:parquet|pq)",
+    "named as Parquet (.parquet, .pq). Read tar shards with fastload.TarDataset, and objects of one sample "
+    "with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
+)
+
+
+class _Parquet:
+    """See `ShardFormat`. Rows are read by `RowGroups`, and not cut out of bytes by these methods."""
+
+    own_index = None  # ParquetDataset gives it: it depends on the columns and filters
+
+    def __init__(self) -> None:
+        self.name = "parquet-1"  # and the columns, once they are known
+
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
+        raise NotImplementedError
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        raise NotImplementedError
+
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
+        raise NotImplementedError
+
+
+class _RowSource(RecordSource):
+    """A sample is a row, read with its row group.
+
+    Args:
+        source: of the same dataset.
+        groups: reads the rows.
+        cache: takes the other rows of a row group too, as they are read; or None.
+    """
+
+    def __init__(self, source: RecordSource, groups: RowGroups, cache: Cache | None) -> None:
+        vars(self).update(vars(source))
+        self._groups = groups
+        self._cache = cache
+
+    def read(self, index: int, wait: Wait) -> Buffer:
+        shard, ordinal = RecordId.unpack(index)
+        try:
+            rows, new = self._groups.read_one(shard, ordinal, wait)
+        except FastloadError as error:
+            error.key = self.name(index)
+            raise
+        if new and self._cache is not None:
+            for other in rows.ordinals:
+                key = self.cache_key(RecordId(shard, other).pack())
+                if other != ordinal and not self._cache.write(key, rows.record(other), _PATIENCE):
+                    break  # the cache is full, or its disk too slow
+        return rows.record(ordinal)
+
+
+class ParquetDataset(ShardDataset):
+    """The rows of Parquet files, for example of a dataset of Hugging Face's hub (`hf://datasets/ORG/NAME/...`).
+
+    A sample has the columns that `fields` names, in its structure: ("image", "label") gives tuples as
+    torchvision's datasets do, {"x": "image", "y": "label"} dicts. Without it, a sample is a dict of all
+    columns.
+
+    ====================================  ==============================================================
+    column                                in a sample
+    ====================================  ==============================================================
+    bool, integers, floats                bool, int, float; a null is an error of its row
+    string                                str, or None
+    list of numbers, nested too           a numpy array of their dtype; ragged lists of lists: of arrays
+    list of anything else, struct         a list, a dict
+    binary that begins like an image      a `PIL.Image` in RGB
+    struct of bytes and path              as its bytes; Hugging Face keeps images and sounds like that
+    binary                                bytes, or None
+    dictionary                            as its values
+    timestamp, date, decimal, map         refused: leave it out, or cast it
+    ====================================  ==============================================================
+
+    Example::
+
+        from fastload import DataLoader, ParquetDataset, RandomResizedCrop
+
+        dataset = ParquetDataset(
+            "s3://bucket/parquet/train-*.parquet",
+            fields=("image", "label"),
+            transform=RandomResizedCrop(224, flip=0.5),
+            cache="/ssd/cache",
+        )
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            images, labels  # uint8 (256, 3, 224, 224), int64 (256,)
+
+    The footers are read here, so `len()` is known from the start, and few files feed many workers and ranks.
+    Parquet can be read by row groups only. So an epoch is streamed as long as the cache lacks a row: row
+    groups in random order, several open at once, and their rows shuffled in blocks. Once the cache has all
+    rows, samples are read at random from it, with an exact shuffle. Without a cache every epoch is streamed.
+    Streamed with `shuffle=False`, each worker reads its part of the rows in the order of the files, and the
+    batches of the workers take turns: with one worker, or none, that is the order of the files.
+
+    The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: a
+    worker opens as many as fit four times into 256 MiB (one is used, one is read ahead, and decoding doubles
+    them), and one at least. `dataset[i]`, `Subset` and the like read a whole row group for a row that the
+    cache does not have; a cache in mode "raw" then keeps all its rows.
+
+    Args:
+        url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
+        fields: the columns and their structure: a column, a tuple, a dict, or these nested; None: all.
+        decode: a dict {column: function of its value} that replaces the built-in decoding; or a function from
+            the dict of the fields, encoded, to the sample. Deterministic.
+        transform: a fused transform, which takes the one image of a sample; a dict {field: function or fused
+            transform}; or any callable on the sample. Fused transforms write their images into the batch.
+        filters: conditions that rows must fulfil, in pyarrow's form: tuples (column, operator, value) with
+            =, !=, <, <=, >, >=, in, not in; of a list of such lists, one must hold entirely. Row groups are
+            skipped by their statistics. Of the others the columns named here are read at construction,
+            once if there is a cache.
+        cycle_length: row groups open at once, by all workers of a rank together.
+        block_length: rows taken from each in turn.
+        shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
+        fingerprint: text that identifies `decode` in the keys of cache mode "decoded". Default: a description
+            of all that `decode` holds.
+        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
+        storage_options: for `open_store`.
+        refresh: list the URL again although the cache has an earlier listing.
+
+    Raises:
+        ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is
+            not installed.
+        DecodeError: a file is none of Parquet, was cut, or is encrypted.
+        NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        fields: Any = None,
+        decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None = None,
+        *,
+        filters: Sequence[Any] | None = None,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
+        fingerprint: str | None = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+    ) -> None:
+        # These import pyarrow; the first one says so where it is missing.
+        import fastload.datasets.arrow_values  # noqa: F401
+        from fastload.shards.parquet_fields import ColumnFields
+        from fastload.shards.parquet_files import ParquetFiles
+        from fastload.shards.parquet_filter import RowFilter
+
+        shape = None if fields is None else Shape(fields)
+        columns = ColumnFields(shape, decode if isinstance(decode, Mapping) else {})
+        form = _Parquet()
+        row_filter = None if filters is None else RowFilter(filters)
+        super().__init__(
+            url,
+            form,
+            columns,
+            names=_NAMES,
+            decode=None if isinstance(decode, Mapping) else decode,
+            transform=transform,
+            cycle_length=cycle_length,
+            block_length=block_length,
+            shuffle_buffer=shuffle_buffer,
+            fingerprint=fingerprint,
+            cache=cache,
+            index=False,
+            compression="",
+            storage_options=storage_options,
+            refresh=refresh,
+            shape=shape,
+        )
+        directory = None if self.cache is None else self.cache.manifests
+        self._files = ParquetFiles(self._shards, columns.wanted, row_filter, directory)
+        columns.learn(self._files.schema)
+        _check_transform(transform, columns.names, columns.may_be_images)
+        read = hashlib.blake2b(
+            repr(sorted(self._files.columns)).encode("utf-8", "surrogatepass"), digest_size=8
+        )
+        form.name += f" {read.hexdigest()}"
+        for shard in range(len(self._shards)):
+            self._index.add(shard, self._files.records(shard))
+
+    def close(self) -> None:
+        super().close()
+        self._groups.drop()
+
+    def _identity(self, shard: int) -> str:
+        return super()._identity(shard) + self._files.digest
+
+    def _source(self) -> RecordSource:
+        cache = self.cache if self._step.prepare is None else None
+        return _RowSource(super()._source(), self._groups.get(), cache)
+
+    def _blocks(self) -> RecordBlocks:
+        return self._groups.get()
+
+    @cached_property
+    def _groups(self) -> ProcessLocal[RowGroups]:
+        return ProcessLocal(self._new_groups)
+
+    def _new_groups(self) -> RowGroups:
+        from fastload.shards.row_groups import RowGroups
+
+        return RowGroups(self._shards, self._files, self.counters)
+
+
+def _check_transform(transform: Any, names: list[str], may_be_images: list[str]) -> None:
+    """Raise ArgumentError for a transform that no row can satisfy."""
+    if isinstance(transform, Mapping):
+        unknown = sorted(transform.keys() - set(names))
+        if unknown:
+            raise ArgumentError(f"transform names {unknown[0]!r}, and the fields are {', '.join(names)}")
+    elif any(isinstance(one, Crop) for one in all_transforms(transform)) and not may_be_images:
+        raise ArgumentError(
+            f"transform={transform!r} takes an image, and none of the columns {', '.join(names)} is binary: "
+            "name the image's column in fields=, without a function for it in decode="
+        )

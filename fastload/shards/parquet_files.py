@@ -1,0 +1,290 @@
+"""The files of a ParquetDataset as their footers tell them, from its construction on.
+
+footer ─▶ schema, row groups ─▶ (filters: their columns are read) ─▶ rows ─▶ kept in the cache's directory
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from fastload.datasets.arrow_values import check_type
+from fastload.errors import ArgumentError, CacheError, FastloadError
+from fastload.formats.parquet import (
+    TAIL,
+    column_ranges,
+    footer_size,
+    parse_footer,
+    read_row_group,
+    statistics,
+)
+from fastload.formats.sample import dump, load
+from fastload.shards.catalog import ShardList
+from fastload.shards.index import RecordOffsets
+from fastload.shards.parquet_filter import RowFilter
+from fastload.shards.reader import Shard
+from fastload.shards.stream import Span
+from fastload.store import Store
+from fastload.store.folder import open_kept, save_kept
+
+__all__ = ["FileRows", "ParquetFiles"]
+
+_log = logging.getLogger("fastload")
+
+_READS = 64  # files at once
+_HUGE = 1 << 30
+_VERSION = "parquet rows 1"
+
+Numbers = NDArray[np.int64]
+
+
+class FileRows(NamedTuple):
+    """What is known of one file.
+
+    schema: of all its columns, as `pyarrow.Schema.serialize` writes it; b"" once it was compared.
+    footer: bytes at its end that are no columns.
+    rows, sizes: of each row group: its rows, and the bytes of the wanted columns, inflated.
+    chosen: the numbers of the rows that pass the filter, in order; None: all.
+    """
+
+    schema: bytes
+    footer: int
+    rows: Numbers
+    sizes: Numbers
+    chosen: Numbers | None
+
+    def row_stops(self) -> Numbers:
+        """The number of the row that follows each row group."""
+        return np.cumsum(self.rows)
+
+    def stops(self) -> Numbers:
+        """For each row group, how many samples there are up to its end."""
+        stops = self.row_stops()
+        return stops if self.chosen is None else np.searchsorted(self.chosen, stops)
+
+    def offsets(self) -> NDArray[np.uint64]:
+        """(number of the row, its bytes as far as the footer tells) of each sample."""
+        sizes = np.repeat(self.sizes // np.maximum(1, self.rows), self.rows)
+        numbers = np.arange(len(sizes)) if self.chosen is None else self.chosen
+        return np.stack([numbers, sizes[numbers]], axis=1).astype(np.uint64)
+
+
+class ParquetFiles:
+    """The files of one dataset.
+
+    Args:
+        shards: the files.
+        columns: the wanted columns; None: all.
+        row_filter: which rows are samples; None: all.
+        directory: where to keep what was found; None: nowhere.
+
+    Attributes:
+        schema: of the wanted columns, the same in all files.
+
+    Raises:
+        ArgumentError: a column is not there or has values that no sample can have; or files differ.
+        DecodeError: a file is none of Parquet, or damaged; its `key` names it. StoreError.
+    """
+
+    def __init__(
+        self,
+        shards: ShardList,
+        columns: Sequence[str] | None,
+        row_filter: RowFilter | None,
+        directory: Path | None,
+    ) -> None:
+        self._wanted = None if columns is None else sorted(set(columns))
+        self._filter = row_filter
+        with ThreadPoolExecutor(min(_READS, len(shards))) as pool:
+            look = partial(self._look, shards.store, directory)
+            self.files: list[FileRows] = list(pool.map(look, (shards[at] for at in range(len(shards)))))
+        self.schema = self._schema(shards)
+        self.files = [file._replace(schema=b"") for file in self.files]
+        self._warn_of_huge(shards)
+
+    def __fingerprint__(self) -> Any:
+        """What is read of the files, which `ShardList` describes: see `datasets.fingerprint`."""
+        return str(self.schema.remove_metadata()), self.digest
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read, in the order of the file."""
+        return list(self.schema.names)
+
+    @property
+    def digest(self) -> str:
+        """A text that differs where other rows are samples."""
+        return "" if self._filter is None else _digest(self._filter.key)
+
+    def records(self, shard: int) -> RecordOffsets:
+        """The samples of a file, whose offsets are the numbers of their rows.
+
+        "compressed" means here too that a record alone cannot be read: its row group has to be.
+        """
+        return RecordOffsets(self.files[shard].offsets(), {}, compressed=True)
+
+    def row_groups(self) -> list[Span]:
+        """The samples of each row group, of all files."""
+        spans = []
+        for shard, file in enumerate(self.files):
+            first = 0
+            for stop in file.stops().tolist():
+                if stop > first:
+                    spans.append(Span(shard, first, stop))
+                first = stop
+        return spans
+
+    def largest(self) -> int:
+        """The bytes of the largest row group."""
+        return max((int(file.sizes.max(initial=0)) for file in self.files), default=0)
+
+    def _look(self, store: Store, directory: Path | None, shard: Shard) -> FileRows:
+        """What is kept of a file, else what its footer says."""
+        filtered = "" if self._filter is None else self._filter.key
+        found = (_VERSION, store.identity, shard.key, shard.size, shard.version, self._wanted, filtered)
+        identity = repr(found)
+        path = None if directory is None or not shard.version else directory / f"{_digest(identity)}.rows"
+        kept = None if path is None else _load(path, identity)
+        if kept is not None:
+            return kept
+        try:
+            rows = self._read(store, shard)
+        except FastloadError as error:
+            if error.key is None:
+                error.key = shard.key
+            raise
+        if path is not None:
+            try:
+                save_kept(path, _dump(rows, identity))
+            except (OSError, CacheError) as error:
+                _log.warning("the footers of Parquet files cannot be kept in %s: %s", path.parent, error)
+        return rows
+
+    def _read(self, store: Store, shard: Shard) -> FileRows:
+        tail = store.read_range(shard.key, max(0, shard.size - TAIL), shard.size, shard.version)
+        footer = footer_size(tail, shard.size)
+        if footer > len(tail):
+            tail = store.read_range(shard.key, shard.size - footer, shard.size, shard.version)
+        metadata = parse_footer(memoryview(tail)[-footer:])
+        schema = metadata.schema.to_arrow_schema()
+        wanted = schema.names if self._wanted is None else self._wanted
+        _check_columns(shard.key, schema, wanted, self._filter)
+        count = range(metadata.num_row_groups)
+        rows = np.array([metadata.row_group(group).num_rows for group in count], np.int64)
+        sizes = [column_ranges(metadata, group, wanted, shard.size, footer)[1] for group in count]
+        chosen = None
+        if self._filter is not None:
+            chosen = self._choose(
+                partial(_table, store, shard, metadata, footer, self._filter.columns), metadata
+            )
+        return FileRows(schema.serialize().to_pybytes(), footer, rows, np.array(sizes, np.int64), chosen)
+
+    def _choose(self, read: Callable[[int], Any], metadata: Any) -> Numbers:
+        """The numbers of the rows that pass the filter. Reads the row groups that may have any."""
+        assert self._filter is not None
+        found, first = [np.empty(0, np.int64)], 0
+        for group in range(metadata.num_row_groups):
+            rows = metadata.row_group(group).num_rows
+            if rows and self._filter.may_pass(partial(statistics, metadata, group)):
+                found.append(np.flatnonzero(self._filter.mask(read(group))) + first)
+            first += rows
+        return np.concatenate(found)
+
+    def _schema(self, shards: ShardList) -> Any:
+        """The wanted columns of the files.
+
+        Raises:
+            ArgumentError: two files differ in one of them.
+        """
+        first: Any = None
+        seen: dict[bytes, int] = {}
+        for number, file in enumerate(self.files):
+            if file.schema in seen:
+                continue
+            seen[file.schema] = number
+            whole = pa.ipc.read_schema(pa.BufferReader(file.schema))
+            wanted = whole.names if self._wanted is None else self._wanted
+            schema = pa.schema([whole.field(name) for name in whole.names if name in wanted], whole.metadata)
+            if first is None:
+                first = schema
+                for field in schema:
+                    check_type(field.name, field.type)
+            differing = _difference(first, schema)
+            if differing:
+                raise ArgumentError(
+                    f"{shards[0].key!r} and {shards[number].key!r} have not the same columns: {differing}. "
+                    "Choose columns that all files have alike with fields=, or make a dataset of each kind "
+                    "of file and join them with torch's ConcatDataset"
+                )
+        return first
+
+    def _warn_of_huge(self, shards: ShardList) -> None:
+        for number, file in enumerate(self.files):
+            if file.sizes.max(initial=0) > _HUGE:
+                _log.warning(
+                    "a row group of %r has %.1f GB in %s rows, and each worker holds two: write the file "
+                    "again with smaller ones, as in pyarrow.parquet.write_table(table, path, "
+                    "row_group_size=1000)",
+                    shards[number].key,
+                    file.sizes.max() / 1e9,
+                    f"{file.rows[file.sizes.argmax()]:,}",
+                )
+                return
+
+
+def _check_columns(key: str, schema: Any, wanted: Iterable[str], row_filter: RowFilter | None) -> None:
+    asked = [("fields", name) for name in wanted]
+    asked += [("filters", name) for name in (row_filter.columns if row_filter is not None else [])]
+    for argument, name in asked:
+        if schema.names.count(name) != 1:
+            found = "no column" if name not in schema.names else "two columns"
+            raise ArgumentError(
+                f"{argument} names {name!r}, and {key!r} has {found} of that name; it has "
+                f"{', '.join(schema.names)}"
+            )
+
+
+def _table(store: Store, shard: Shard, metadata: Any, footer: int, columns: Sequence[str], group: int) -> Any:
+    ranges, _ = column_ranges(metadata, group, columns, shard.size, footer)
+    pieces = [(start, store.read_range(shard.key, start, stop, shard.version)) for start, stop in ranges]
+    return read_row_group(metadata, group, columns, pieces, shard.size)
+
+
+def _difference(one: Any, other: Any) -> str:
+    """What tells the columns of two schemas apart, in words; "" if nothing does."""
+    for name in dict.fromkeys([*one.names, *other.names]):
+        kinds = [schema.field(name).type if name in schema.names else "missing" for schema in (one, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name!r} is {kinds[0]} in one and {kinds[1]} in the other"
+    return ""
+
+
+def _digest(identity: str) -> str:
+    return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _dump(rows: FileRows, identity: str) -> bytes:
+    body = dump((identity, *rows))
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def _load(path: Path, identity: str) -> FileRows | None:
+    """What `_dump` wrote for this file; None where there is nothing of use."""
+    with suppress(OSError, FastloadError, ValueError, TypeError):
+        with open(open_kept(path), "rb") as file:  # noqa: PTH123 - a descriptor
+            data = file.read()
+        if xxhash.xxh3_64_digest(data[:-8]) == data[-8:]:
+            found, *rows = load(memoryview(data)[:-8], readonly=True)
+            return FileRows(*rows) if found == identity else None
+    return None

@@ -1,0 +1,304 @@
+"""Rows of Parquet files: row group by row group for streams, and one at random.
+
+    store ─ footer ─▶ ranges of the wanted columns, side by side ─▶ pyarrow ─▶ values ─▶ one record a row
+
+The thread that gets the last range decodes the row group, while the rows of others are used.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from fastload.errors import DecodeError, FastloadError
+from fastload.fetch.source import plan_ranges
+from fastload.fetch.threads import ReadPool
+from fastload.formats.packed_row import dump_row
+from fastload.formats.parquet import Ranges, column_ranges, parse_footer, read_row_group
+from fastload.formats.pieces import Record
+from fastload.metrics.counters import Counters
+from fastload.shards.catalog import ShardList
+from fastload.shards.parquet_fields import column_values
+from fastload.shards.parquet_files import ParquetFiles
+from fastload.shards.reader import PIECES
+from fastload.shards.stream import Span
+from fastload.store.retry import Wait
+
+__all__ = ["RowGroupReader", "RowGroups", "Rows"]
+
+_log = logging.getLogger("fastload")
+
+_FOOTERS = 32 << 20  # bytes of footers that a process keeps
+_RECENT = 128 << 20  # bytes of row groups that a process keeps of which single rows were asked for
+
+
+class Rows:
+    """The samples [first, ...) of a file that lie in one row group."""
+
+    def __init__(self, first: int, positions: list[int], columns: Mapping[str, list[Any]]) -> None:
+        self._first = first
+        self._positions = positions  # of the samples, in the row group
+        self._columns = columns
+
+    @property
+    def ordinals(self) -> range:
+        return range(self._first, self._first + len(self._positions))
+
+    def record(self, ordinal: int) -> memoryview:
+        at = self._positions[ordinal - self._first]
+        return dump_row({name: values[at] for name, values in self._columns.items()})
+
+
+class RowGroups:
+    """The row groups of a dataset, in one process. See `RecordBlocks`.
+
+    Args:
+        shards, files: what to read.
+        counters: streams add get.* here.
+    """
+
+    def __init__(self, shards: ShardList, files: ParquetFiles, counters: Counters) -> None:
+        self.key = files.digest
+        self._shards = shards
+        self._files = files
+        self._counters = counters
+        self._footers: dict[int, tuple[Any, int]] = {}  # shard -> metadata, bytes
+        self._reading: dict[int, threading.Lock] = {}  # by shard
+        self._lock = threading.Lock()  # of both
+        self._decoding = threading.Lock()
+        self._read_once: set[tuple[int, int]] = set()  # for a row alone
+        self._warned = False
+        self._recent: dict[tuple[int, int], Rows] = {}  # (shard, row group), of which a row alone was read
+        self._recent_lock = threading.Lock()
+
+    def spans(self) -> list[Span]:
+        return self._files.row_groups()
+
+    def most_open(self, most_bytes: int) -> int:
+        # As many are read ahead, and one that is decoded takes its bytes twice.
+        return max(1, most_bytes // (4 * max(1, self._files.largest())))
+
+    def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> RowGroupReader:
+        return RowGroupReader(self, span, ordinal, offset, pool, self._counters)
+
+    def read_one(self, shard: int, ordinal: int, wait: Wait) -> tuple[Rows, bool]:
+        """The rows of the row group in which a row lies, and whether they were read now.
+
+        The last ones are kept. One row group at a time is read, however many threads ask: each may be
+        hundreds of megabytes. The prefetcher counts the row as one request.
+        """
+        group = self.group_of(shard, ordinal)
+        with self._recent_lock:
+            rows = self._recent.get((shard, group))
+            if rows is not None:
+                return rows, False
+            self._make_room(int(self._files.files[shard].sizes[group]))
+            self._warn_of_rereads(shard, group)
+            pieces = [
+                (start, self.read_range(shard, wait, start, stop))
+                for start, stop in self.ranges(shard, group, wait)
+            ]
+            rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+            return rows, True
+
+    def _make_room(self, size: int) -> None:
+        """Let go of the row groups that were read first, until one of `size` bytes fits."""
+        held = {kept: int(self._files.files[kept[0]].sizes[kept[1]]) for kept in self._recent}
+        while self._recent and sum(held.values()) + size > _RECENT:
+            first = next(iter(self._recent))
+            del self._recent[first], held[first]
+
+    def _warn_of_rereads(self, shard: int, group: int) -> None:
+        if (shard, group) in self._read_once and not self._warned:
+            self._warned = True
+            _log.warning(
+                "rows of %r are read at random, and row group %d is read again for one of them (%.0f MB): "
+                "fill the cache first, by iterating over the whole dataset once, or write smaller row groups",
+                self._shards[shard].key,
+                group,
+                self._files.files[shard].sizes[group] / 1e6,
+            )
+        self._read_once.add((shard, group))
+
+    def group_of(self, shard: int, ordinal: int) -> int:
+        return int(np.searchsorted(self._files.files[shard].stops(), ordinal, side="right"))
+
+    def numbers(self, shard: int, first: int, stop: int) -> list[int]:
+        """The numbers of the rows in their file, of the samples [first, stop)."""
+        chosen = self._files.files[shard].chosen
+        return list(range(first, stop)) if chosen is None else chosen[first:stop].tolist()
+
+    def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
+        """The bytes of a row group to read, in pieces."""
+        file, size = self._files.files[shard], self._shards[shard].size
+        columns = self._files.columns
+        whole, _ = column_ranges(self._metadata(shard, wait), group, columns, size, file.footer)
+        return [
+            (start + first, start + last)
+            for start, stop in whole
+            for first, last in plan_ranges(stop - start, PIECES.usual)
+        ]
+
+    def read_range(self, shard: int, wait: Wait, start: int, stop: int) -> Any:
+        """A range of a file, of the version that was listed."""
+        file = self._shards[shard]
+        try:
+            return self._shards.store.read_range(file.key, start, stop, file.version, wait=wait)
+        except FastloadError as error:
+            if error.key is None:
+                error.key = file.key
+            raise
+
+    def decode(self, shard: int, group: int, pieces: list[tuple[int, Any]], wait: Wait) -> Rows:
+        """The samples of a row group.
+
+        Raises:
+            DecodeError: it is damaged.
+        """
+        metadata, file = self._metadata(shard, wait), self._files.files[shard]
+        with self._decoding:
+            table = read_row_group(metadata, group, self._files.columns, pieces, self._shards[shard].size)
+        stops, first = file.row_stops(), int(file.rows[:group].sum())
+        if len(table) != file.rows[group]:
+            raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")
+        if file.chosen is None:
+            return Rows(first, list(range(len(table))), _columns(table))
+        begin, end = np.searchsorted(file.chosen, [first, stops[group]]).tolist()
+        return Rows(begin, (file.chosen[begin:end] - first).tolist(), _columns(table))
+
+    def _metadata(self, shard: int, wait: Wait) -> Any:
+        """The metadata of a file, read once by this process unless it has dropped it."""
+        with self._lock:
+            found, reading = self._footers.get(shard), self._reading.setdefault(shard, threading.Lock())
+        if found is None:
+            with reading:  # by one thread, while the others that want it wait
+                with self._lock:
+                    found = self._footers.get(shard)
+                if found is None:
+                    size, footer = self._shards[shard].size, self._files.files[shard].footer
+                    found = parse_footer(self.read_range(shard, wait, size - footer, size)), footer
+                    self._keep_footer(shard, found)
+        return found[0]
+
+    def _keep_footer(self, shard: int, found: tuple[Any, int]) -> None:
+        with self._lock:
+            while self._footers and sum(used for _, used in self._footers.values()) + found[1] > _FOOTERS:
+                del self._footers[next(iter(self._footers))]
+            self._footers[shard] = found
+
+
+def _columns(table: Any) -> dict[str, list[Any]]:
+    return {name: column_values(table[name]) for name in table.column_names}
+
+
+class RowGroupReader:
+    """The rows of a part of one row group, in order, out of the store. See `Reader`.
+
+    Args:
+        groups: reads and decodes.
+        span: the samples of the row group, or some of them.
+        ordinal, offset: of the first one to give.
+        pool: the threads that read.
+        counters: get.* are added here.
+    """
+
+    ready = False
+    compressed = True  # to read one record again costs its row group
+    all_requested = True
+
+    def __init__(
+        self,
+        groups: RowGroups,
+        span: Span,
+        ordinal: int,
+        offset: int,
+        pool: ReadPool,
+        counters: Counters,
+    ) -> None:
+        self.ordinal, self.offset = ordinal, offset
+        self._groups = groups
+        self._shard, self._first, self._stop = span.shard, ordinal, span.stop or 0
+        self._pool = pool
+        self._counters = counters
+        self._rows: Rows | DecodeError | None = None
+        self._done: Future[Rows] = Future()
+        self._lock = threading.Lock()
+        self._missing = 0
+        self._closed = False
+        self._numbers: list[int] = []
+        if ordinal < self._stop:
+            pool.submit(functools.partial(self._try, self._begin))
+
+    def next(self) -> Record | None:
+        """The next row as a record, or None at the end. Blocks until its row group is here.
+
+        Raises:
+            StoreError: it cannot be read. Damage is an error of each of its rows.
+        """
+        if self.ordinal >= self._stop:
+            return None
+        if self._rows is None:
+            try:
+                self._rows = self._pool.wait(self._done)
+            except DecodeError as error:
+                self._rows = error
+            self._numbers = self._groups.numbers(self._shard, self._first, self._stop)
+        ordinal, offset = self.ordinal, self._numbers[self.ordinal - self._first]
+        self.ordinal, self.offset = ordinal + 1, offset + 1
+        if isinstance(self._rows, DecodeError):
+            return Record(offset, 0, None, DecodeError(self._rows.message))
+        assert self._rows is not None
+        payload = self._rows.record(ordinal)
+        return Record(offset, len(payload), payload)
+
+    def close(self) -> None:
+        """Let go of the row group."""
+        self._closed = True
+        self._stop = self.ordinal
+        self._rows = None
+
+    # --- in the threads of the pool
+
+    def _try(self, work: Callable[[], None]) -> None:
+        """Do a part of the reading; its error is that of the row group."""
+        if self._closed or self._done.done():
+            return
+        try:
+            work()
+        except BaseException as error:
+            with self._lock:
+                if not self._done.done():
+                    self._done.set_exception(error)
+
+    def _begin(self) -> None:
+        group = self._groups.group_of(self._shard, self._first)
+        ranges = self._groups.ranges(self._shard, group, self._pool.pause)
+        pieces: list[tuple[int, Any]] = [(start, b"") for start, _ in ranges]
+        self._missing = len(ranges)
+        for number in range(len(ranges)):
+            read = functools.partial(self._read, group, pieces, number, *ranges[number])
+            self._pool.submit(functools.partial(self._try, read))
+        if not ranges:
+            self._decode(group, pieces)
+
+    def _read(self, group: int, pieces: list[tuple[int, Any]], number: int, start: int, stop: int) -> None:
+        self._counters.add("get.requests")
+        pieces[number] = start, self._groups.read_range(self._shard, self._pool.pause, start, stop)
+        self._counters.add("get.bytes", stop - start)
+        with self._lock:
+            self._missing -= 1
+            last = not self._missing
+        if last:
+            self._decode(group, pieces)
+
+    def _decode(self, group: int, pieces: list[tuple[int, Any]]) -> None:
+        rows = self._groups.decode(self._shard, group, pieces, self._pool.pause)
+        with self._lock:
+            if not self._done.done():
+                self._done.set_result(rows)

@@ -1,0 +1,194 @@
+"""`threads=`: the samples of announced index batches, made by threads of this process, handed over in order.
+
+    submit ─▶ queue, in the order of the epoch ─▶ threads: dataset[index] ─▶ result, in that order
+
+Without a seed the threads run freely. With one, a `Turn` lets one of them run the user's code, and another
+one while that waits for a read of fastload's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from fastload.datasets.seeds import SampleSeeds
+from fastload.fetch.threads import ThreadTeam
+from fastload.workers.turns import GeneratorStates, Turn, TurnOver
+
+__all__ = ["SampleThreads", "Task"]
+
+_LOOK_SECONDS = 0.5
+_TURN_SECONDS = 1.0  # that Ctrl-C waits for the sample that a thread is making
+_CLOSE_SECONDS = 1.0
+
+
+class Task:
+    """One sample on its way, or all of an index batch.
+
+    Args:
+        index: what its seed is a function of.
+        make: makes it.
+        last: of its batch, so that `collate_fn` draws from the state after it.
+    """
+
+    __slots__ = ("cancelled", "done", "error", "index", "last", "make", "states", "value")
+
+    def __init__(self, index: Any, make: Callable[[], Any], last: bool) -> None:
+        self.index = index
+        self.make: Callable[[], Any] | None = make
+        self.last = last
+        self.done = self.cancelled = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.states: GeneratorStates | None = None
+
+
+class SampleThreads:
+    """Threads that make samples. One thread submits tasks and asks for their results.
+
+    Args:
+        count: of threads at most.
+        seeds: of the loader's `seed`, or None.
+        shares: the thread that submits runs other code too, whose generators must not change. With a seed it
+            has the turn whenever it does not wait for a result; else only between `with self` and its end.
+    """
+
+    def __init__(self, count: int, seeds: SampleSeeds | None, *, shares: bool) -> None:
+        self._count = count
+        self._seeds = seeds
+        self._turn = None if seeds is None else Turn()
+        self._shares = shares
+        # Reentrant: an iterator that is collected closes this, in any thread. `with` takes the lock itself,
+        # not a condition, whose `__exit__` is Python code: Ctrl-C there would leave it locked.
+        self._lock = threading.RLock()
+        self._work = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
+        self._queue: deque[Task] = deque()
+        self._threads = ThreadTeam(self._run, "fastload-sample")
+        self._closed = False
+        self._owner = os.getpid()
+        if shares and self._turn is not None:
+            self._turn.acquire()
+
+    def submit(self, index: Any, make: Callable[[], Any], *, last: bool = False) -> Task:
+        """Have a sample made after those that were submitted before."""
+        task = Task(index, make, last)
+        with self._lock:
+            self._queue.append(task)
+            busy = len(self._threads) - self._threads.idle
+            self._threads.grow(min(self._count, busy + len(self._queue)))
+            self._work.notify()
+        return task
+
+    def result(self, task: Task) -> Any:
+        """The sample, once it is made. The last one of a batch leaves the generators as its code did.
+
+        Raises:
+            BaseException: what making it has raised.
+        """
+        if not task.done:
+            with self._turn_given():
+                self._wait(task)
+        if task.states is not None:
+            task.states.restore()
+        value, error = task.value, task.error
+        task.value = task.error = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+        return value
+
+    def cancel(self, tasks: Iterable[Task]) -> None:
+        """The results of these will not be asked for. Those that a thread is making are dropped then."""
+        for task in tasks:
+            task.cancelled = True
+            task.value = task.error = None
+
+    def close(self) -> None:
+        """End the threads, each after the sample that it is making. Harmless if repeated."""
+        if self._owner != os.getpid():  # a fork has the locks, but not the threads that may hold them
+            return
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._work.notify_all()
+        if self._turn is not None:
+            self._turn.close()
+            self._turn.release()
+        self._threads.join(_CLOSE_SECONDS)
+
+    def __enter__(self) -> None:
+        """From here on, this thread runs code that uses the generators."""
+        if self._turn is not None:
+            self._turn.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        if self._turn is not None and not self._shares:
+            self._turn.release()
+
+    @contextlib.contextmanager
+    def _turn_given(self) -> Iterator[None]:
+        if self._turn is None or not self._turn.mine:
+            yield
+            return
+        self._turn.release()
+        try:
+            yield
+        except BaseException:  # Ctrl-C, perhaps in the middle of a sample that takes for ever
+            self._turn.acquire(_TURN_SECONDS)
+            raise
+        self._turn.acquire()
+
+    def _wait(self, task: Task) -> None:
+        with self._lock:
+            while not task.done:
+                if self._closed:
+                    raise RuntimeError("the loader was closed during a wait for a sample")
+                self._finished.wait(_LOOK_SECONDS)  # a thread reports whatever ends its sample
+
+    # --- in the threads
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            try:
+                self._make(task)
+            except TurnOver:
+                return
+            del task  # an idle thread holds no sample
+
+    def _next(self) -> Task | None:
+        with self._lock:
+            woken = self._threads.wait(self._work, lambda: self._queue or self._closed)
+            return self._queue.popleft() if woken and not self._closed else None
+
+    def _make(self, task: Task) -> None:
+        if self._turn is None or self._seeds is None:
+            self._call(task)
+        else:
+            with self._turn.taken():
+                self._seeds.set(task.index)
+                self._call(task)
+                if task.last:
+                    task.states = GeneratorStates()
+        with self._lock:
+            task.done = True
+            if task.cancelled:
+                task.value = task.error = None
+            self._finished.notify_all()
+
+    def _call(self, task: Task) -> None:
+        make, task.make = task.make, None
+        if task.cancelled or make is None:
+            return
+        try:
+            task.value = make()
+        except TurnOver:
+            raise
+        except BaseException as error:  # raised again where the result is asked for
+            task.error = error

@@ -1,0 +1,191 @@
+"""ParquetDataset over a store that counts and fails, and through the loader with workers and a cache."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faultserver import Fault, FaultServer
+from parquetdata import TOTAL, files, parquet, table
+from sharddata import CROP, at_random, batches, closing, labels, loader_of, read, write
+from sharddata import close_all as close_all
+from torch.utils.data import Subset
+
+import fastload
+from fastload import ParquetDataset
+from fastload.errors import ObjectChangedError, StoreError
+from fastload.shards import reader
+from fastload.store import retry
+
+pytestmark = pytest.mark.usefixtures("close_all")
+
+FIELDS = ("image", "label")
+
+
+def bucket(server: FaultServer, *arguments: Any, **options: Any) -> ParquetDataset:
+    found: ParquetDataset = closing(
+        ParquetDataset("s3://bucket", *arguments, storage_options=server.options, **options)
+    )
+    return found
+
+
+def numbers(found: Any) -> list[int]:
+    return [int(number) for _, column in found for number in column]
+
+
+def spans(server: FaultServer, key: str, since: int = 0) -> list[tuple[int, int]]:
+    """The ranges of a key that were asked for."""
+    return [
+        (int(first), int(last) + 1)
+        for request in server.requests[since:]
+        if request.method == "GET" and request.key == key
+        for first, last in [request.headers["range"].removeprefix("bytes=").split("-")]
+    ]
+
+
+def test_footers_and_filter_columns_are_read_once_for_a_cache(tmp_path: Path) -> None:
+    with FaultServer(files()) as server:
+        arguments = {"filters": [("label", ">=", 100)], "cache": tmp_path / "cache"}
+        first = bucket(server, FIELDS, **arguments)
+        # A footer of each file; and a column where the statistics do not rule it out.
+        assert [len(spans(server, f"part-{at:03d}.parquet")) for at in range(6)] == [1, 1, 1, 4, 2, 5]
+        read(first)
+        since = len(server.requests)
+        again = bucket(server, FIELDS, **arguments)
+        assert len(again) == len(first) == TOTAL - 100
+        assert [request.key for request in server.requests[since:]] == []
+        assert again[0][1] == 100
+
+
+def test_row_groups_are_read_in_ranges_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "PIECES", reader.PieceSizes(first=700, least=1500, usual=3000))
+    monkeypatch.setattr("fastload.shards.row_groups.PIECES", reader.PIECES)
+    with FaultServer({"a.parquet": parquet(table(range(64)), 32)}) as server:
+        data = bucket(server, transform=CROP)
+        server.script("a.parquet", Fault(delay=0.02), repeat=True)
+        since = len(server.requests)
+        assert sorted(labels(read(data, workers=1), "label")) == list(range(64))
+        asked = spans(server, "a.parquet", since)
+        assert len(asked) == len(set(asked)) > 6 and server.most_at_once > 3
+        assert all(stop - start <= 3000 for start, stop in asked[1:])
+
+
+def test_store_that_fails_ends_the_stream_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FaultServer(files()) as server:
+        data = bucket(server, FIELDS, transform=CROP)
+        monkeypatch.setattr(retry, "READ", retry.Policy(budget=0.5, first=0.05))
+        server.script("part-003.parquet", Fault(status=500), repeat=True)
+        with pytest.raises(StoreError, match="part-003"):
+            read(data)
+
+
+def test_file_that_changed_since_the_listing_is_an_error() -> None:
+    with FaultServer(files()) as server:
+        data = bucket(server, FIELDS, transform=CROP)
+        server.objects["part-002.parquet"] = server.objects["part-003.parquet"]
+        with pytest.raises(ObjectChangedError, match="part-002"):
+            read(data)
+
+
+def test_failures_of_single_requests_are_retried() -> None:
+    with FaultServer(files()) as server:
+        data = bucket(server, FIELDS, transform=CROP)
+        for key in files():
+            server.script(key, Fault(status=503), None, Fault(cut_after=100), None)
+        assert sorted(int(n) for _, batch in read(data) for n in batch["label"]) == list(range(TOTAL))
+
+
+@pytest.mark.parametrize(("workers", "other"), [(2, 0), (0, 2)])
+def test_epochs_fill_the_cache_and_resume_in_the_middle(tmp_path: Path, workers: int, other: int) -> None:
+    """A streamed epoch, interrupted, goes on with another number of workers; the next one needs no store."""
+    with FaultServer(files()) as server:
+        data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache", shuffle_buffer=30)
+        loader = loader_of(data, workers)
+        running = iter(loader)
+        head = [next(running) for _ in range(9)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        del running
+        resumed = loader_of(data, other)
+        resumed.load_state_dict(state)
+        assert sorted(numbers(head + list(resumed))) == list(range(TOTAL))
+        list(resumed)  # the first epoch, cut in two, may have left rows in flight
+        since = len(server.requests)
+        assert not data.must_stream()
+        running = iter(resumed)
+        head = [next(running) for _ in range(9)]
+        state = json.loads(json.dumps(resumed.state_dict()))
+        del running
+        third = loader_of(data, workers)
+        third.load_state_dict(state)
+        assert sorted(numbers(head + list(third))) == list(range(TOTAL))
+        assert len(server.requests) == since
+
+
+def test_many_readers_share_a_single_file(tmp_path: Path) -> None:
+    """Hugging Face's streaming stops the workers for which there is no file."""
+    url = write(tmp_path, {"a.parquet": parquet(table(range(100)), 10)})
+    data = closing(ParquetDataset(url, FIELDS, transform=CROP))
+    found = []
+    for rank in range(2):
+        for state in data.plan_streams(8, seed=3, epoch=0, shuffle=True, rank=rank, ranks=2):
+            stream = data.open_stream(state)
+            found.append([int(n) for _, batch in batches(data, stream) for n in batch["label"]])
+            stream.close()
+    assert {len(numbers) for numbers in found} == {6, 7}
+    assert sorted(itertools.chain(*found)) == list(range(100))
+
+
+def test_subset_fills_the_cache_with_whole_row_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FaultServer({"a.parquet": parquet(table(range(64)), 16)}) as server:
+        data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
+        since = len(server.requests)
+        loader = fastload.DataLoader(Subset(data, [3, 40, 20, 5, 60, 41, 21]), 1)
+        assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
+        data.flush_cache()
+        assert all(data.contains(index) for index in range(64))
+        assert numbers(loader) == [3, 40, 20, 5, 60, 41, 21]
+        assert len(spans(server, "a.parquet", since)) == 1 + 4  # the footer, and the row groups
+    assert not caplog.messages
+
+
+def test_rows_at_random_without_a_cache_bring_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.shards.row_groups._RECENT", 0)  # as if row groups were large
+    data = closing(ParquetDataset(write(tmp_path, {"a.parquet": parquet(table(range(40)), 10)}), "label"))
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert [data[index] for index in (1, 2, 11, 12)] == [1, 2, 11, 12] and not caplog.messages
+        assert [data[index] for index in (3, 13, 4)] == [3, 13, 4]
+    assert len(caplog.messages) == 1 and "row group 0 is read again" in caplog.text
+
+
+def test_row_lost_by_the_cache_is_read_again(tmp_path: Path) -> None:
+    with FaultServer(files()) as server:
+        data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
+        read(data)
+        data.flush_cache()
+        (tmp_path / "cache").rename(tmp_path / "gone")
+        other = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
+        other._reads_at_random = True
+        assert at_random(other)["label"].tolist() == list(range(TOTAL))
+
+
+def test_cache_is_filled_before_training(tmp_path: Path) -> None:
+    """By row groups: one of which the cache has all rows is not read again."""
+    with FaultServer({"a.parquet": parquet(table(range(64)), 16)}) as server:
+        data = bucket(server, FIELDS, transform=CROP, cache=tmp_path / "cache")
+        assert data[20][1] == 20
+        data.flush_cache()
+        since = len(server.requests)
+        outcomes = Counter(warmed.outcome for warmed in data.warm_shards([0]))
+        assert outcomes == {"present": 16, "stored": 48}
+        assert len(spans(server, "a.parquet", since)) == 3
+        assert not data.must_stream()
+        assert at_random(data)["label"].tolist() == list(range(64))

@@ -1,0 +1,386 @@
+"""MDS, LitData's chunks and FFCV's .beton, as their own libraries wrote and read them: tests/data/formats."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastload import BetonDataset, CenterCrop, DataLoader, LitDataset, MDSDataset, TarDataset
+from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
+from fastload.formats.inflate import zstd
+from tests.data.make_formats import COUNT, describe, encoded, pixels
+
+DATA = Path(__file__).parent.parent / "data" / "formats"
+
+
+def _has_zstd() -> bool:
+    try:
+        return zstd() is not None
+    except DecodeError:
+        return False
+
+
+needs_zstd = pytest.mark.skipif(not _has_zstd(), reason="an older .venv: run .ci/setup again")
+
+
+def made(name: str) -> Any:
+    return (MDSDataset if name.startswith("mds") else LitDataset)(DATA / name)
+
+
+def oracle(name: str) -> Any:
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(describe(value)))
+
+
+@pytest.fixture
+def beton(tmp_path: Path) -> Path:
+    path = tmp_path / "fields.beton"
+    path.write_bytes(gzip.decompress((DATA / "fields.beton.gz").read_bytes()))
+    return path
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a dataset, to be damaged."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(DATA / name, tmp_path / name))
+
+    return copy
+
+
+def edit(folder: Path, change: Callable[[Any], Any]) -> None:
+    told = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps(change(told) or told))
+
+
+# --- sample for sample equal to the real readers
+
+
+@pytest.mark.parametrize("name", ["mds", "mds-gz", "mds-bz2", "lit", "lit-tuple", "lit-list", "lit-photos"])
+def test_samples_equal_those_of_the_real_reader(name: str) -> None:
+    dataset, wanted = made(name), oracle(name)
+    assert len(dataset) == COUNT
+    assert [as_json(dataset[number]) for number in range(COUNT)] == wanted
+
+
+@needs_zstd
+@pytest.mark.parametrize("name", ["mds-zstd", "lit-chunk", "lit-batch", "lit-single"])
+def test_samples_of_zstd_equal_those_of_the_real_reader(name: str) -> None:
+    test_samples_equal_those_of_the_real_reader(name)
+
+
+def test_beton_samples_equal_those_of_the_real_reader(beton: Path) -> None:
+    dataset, wanted = BetonDataset(beton), oracle("fields")
+    assert len(dataset) == COUNT
+    for number, told in enumerate(wanted):
+        image, *others = dataset[number]
+        jpg = told.pop("jpg")
+        assert image.dtype == np.uint8
+        assert np.abs(image.astype(int) - np.array(jpg)).max() <= 8  # FFCV decodes by the fast DCT
+        assert dict(zip(told, map(as_json, others), strict=True)) == told
+
+
+def test_lit_samples_in_the_order_of_index_json_not_of_names(copied: Callable[[str], Path]) -> None:
+    folder = copied("lit-tuple")
+    for old, new in ((2, 10), (1, 2), (10, 1)):  # the order of names is now 0, 2, 1
+        (folder / f"chunk-0-{old}.bin").rename(folder / f"chunk-0-{new}.bin")
+
+    def swap(told: Any) -> None:
+        for chunk in told["chunks"]:
+            number = chunk["filename"][8]
+            chunk["filename"] = f"chunk-0-{ {'0': 0, '1': 2, '2': 1}[number] }.bin"
+
+    edit(folder, swap)
+    dataset = LitDataset(folder)
+    assert [dataset[number][1] for number in range(COUNT)] == list(range(COUNT))
+
+
+# --- fields, decode, transform
+
+
+def _text(label: Any) -> str:
+    return str(label.item() if isinstance(label, torch.Tensor) else label)
+
+
+def test_fields_pick_and_rename_columns() -> None:
+    assert MDSDataset(DATA / "mds-gz", fields=("label", {"t": "text"}))[3] == (3, {"t": "xxx"})
+    assert LitDataset(DATA / "lit", fields={"x": "tuple.1.0"})[4] == {"x": 4.0}
+    assert LitDataset(DATA / "lit", fields="int")[4] == 1
+
+
+def test_fused_transform_fills_batches(beton: Path) -> None:
+    crop = CenterCrop(12)
+    sets: list[Any] = [
+        MDSDataset(DATA / "mds-gz", ("image", "label"), transform=crop),
+        LitDataset(DATA / "lit-tuple", transform=crop),
+        LitDataset(DATA / "lit-list", transform={"0": crop}),
+        BetonDataset(beton, ("raw", "int"), transform=CenterCrop(6)),
+        BetonDataset(beton, ("jpg", "int"), transform=crop),
+    ]
+    for dataset in sets:
+        ((images, labels),) = DataLoader(
+            dataset, batch_size=COUNT
+        )  # small samples are streamed, in any order
+        assert images.shape[0] == COUNT and images.dtype == torch.uint8
+        alone = {str(label): image for image, label in (dataset[number] for number in range(COUNT))}
+        assert all(
+            torch.equal(image, alone[_text(label)]) for image, label in zip(images, labels, strict=True)
+        )
+    raw = BetonDataset(beton, "raw", transform=CenterCrop(6))[2]
+    assert np.array_equal(raw.numpy().transpose(1, 2, 0), pixels(2, 6, 8)[:, 1:7])
+
+
+def test_decode_replaces_what_belongs_to_an_encoding(copied: Callable[[str], Path]) -> None:
+    folder = copied("mds-gz")
+
+    def rename(told: Any) -> None:
+        for shard in told["shards"]:
+            shard["column_encodings"][1] = "own"
+
+    edit(folder, rename)
+    with pytest.raises(
+        ArgumentError, match=r"column 'label' has the encoding 'own'.*decode=.'label'.*Known are"
+    ):
+        MDSDataset(folder)
+    assert MDSDataset(folder, decode={"label": len})[2]["label"] == 8
+    assert list(MDSDataset(folder, fields=("text",))[2]) == ["xx"]
+    whole = MDSDataset(folder, decode=lambda columns: columns["label"][0])
+    assert [whole[number] for number in range(COUNT)] == list(range(COUNT))
+
+
+def test_pickles_are_opened_only_if_asked_for() -> None:
+    with pytest.raises(ArgumentError, match=r"column 'thing' is a pickle.*unsafe=True"):
+        MDSDataset(DATA / "mds-pkl")
+    assert MDSDataset(DATA / "mds-pkl", fields="label")[1] == 1
+    assert MDSDataset(DATA / "mds-pkl", unsafe=True)[1]["thing"] == {1}
+    assert pickle.loads(MDSDataset(DATA / "mds-pkl", decode={"thing": bytes})[0]["thing"]) == {0, 1}
+
+
+@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+def test_cache_modes_keep_images_and_the_index(mode: str, tmp_path: Path, beton: Path) -> None:
+    from fastload import Cache
+
+    def sets() -> list[Any]:
+        cache = Cache(tmp_path / mode, mode, short_side=16)
+        return [
+            MDSDataset(DATA / "mds-gz", transform={"image": CenterCrop(12)}, cache=cache),
+            LitDataset(DATA / "lit-tuple", transform=CenterCrop(12), cache=cache),
+            BetonDataset(beton, ("raw", "int"), transform=CenterCrop(6), cache=cache),
+        ]
+
+    first = []
+    for dataset in sets():
+        first.append([dataset[number] for number in range(COUNT)])
+        dataset.close()
+    for dataset, wanted in zip(sets(), first, strict=True):
+        assert all(dataset.contains(number) for number in range(COUNT))
+        assert describe([dataset[number] for number in range(COUNT)]) == describe(wanted)
+
+
+# --- bad input: an error that names the place and the next step
+
+
+@pytest.mark.parametrize(
+    "name", ["../escape.mds", "/etc/passwd", "a/../../b", "a\\b", "s3://x/y", "", 7, "*.mds"]
+)
+def test_names_that_leave_the_folder_are_refused(name: Any, copied: Callable[[str], Path]) -> None:
+    mds, lit = copied("mds"), copied("lit-list")
+    edit(mds, lambda told: told["shards"][1]["raw_data"].update(basename=name))
+    edit(lit, lambda told: told["chunks"][1].update(filename=name))
+    for dataset, folder in ((MDSDataset, mds), (LitDataset, lit)):
+        with pytest.raises(ArgumentError, match="not a plain name below this folder"):
+            dataset(folder)
+
+
+def test_merged_index_names_files_in_folders_below(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "mds", tmp_path / "part")
+    told = json.loads((tmp_path / "part" / "index.json").read_text())
+    for shard in told["shards"]:
+        shard["raw_data"]["basename"] = f"part/{shard['raw_data']['basename']}"
+    (tmp_path / "index.json").write_text(json.dumps(told))
+    assert MDSDataset(tmp_path, fields="c_int")[5] == made("mds")[5]["c_int"]
+
+
+@pytest.mark.parametrize(("name", "file"), [("mds", "shard.00001.mds"), ("lit", "chunk-0-1.bin")])
+def test_cut_or_foreign_shard_is_named_by_the_constructor(
+    name: str, file: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(name)
+    whole = (folder / file).read_bytes()
+    for damaged in (whole[:-5], whole[:9], b"", encoded(0) * 9, b"\xff" * len(whole)):
+        (folder / file).write_bytes(damaged)
+        with pytest.raises(DecodeError, match=r"copy it again|cut") as error:
+            (MDSDataset if name == "mds" else LitDataset)(folder)
+        assert file in str(error.value)
+
+
+def test_cut_compressed_shard_costs_its_last_samples(copied: Callable[[str], Path]) -> None:
+    folder = copied("mds-gz")
+    path = folder / "shard.00001.mds.gz"
+    path.write_bytes(path.read_bytes()[:-300])
+    size = path.stat().st_size
+    edit(folder, lambda told: told["shards"][1]["zip_data"].update(bytes=size))
+    dataset = MDSDataset(folder, "label")
+    assert [dataset[number] for number in range(4)] == list(range(4))
+    with pytest.raises(DecodeError, match="cut") as error:
+        dataset[COUNT - 1]
+    assert "shard.00001.mds.gz" in str(error.value)
+
+
+def test_damaged_sample_is_one_error_with_its_place(copied: Callable[[str], Path]) -> None:
+    folder = copied("mds")
+    path = folder / "shard.00000.mds"
+    start = int.from_bytes(path.read_bytes()[4:8], "little")
+    data = bytearray(path.read_bytes())
+    data[start : start + 4] = b"\xff" * 4  # the size of the first column
+    path.write_bytes(data)
+    dataset = MDSDataset(folder)
+    with pytest.raises(DecodeError, match="columns add up") as error:
+        dataset[0]
+    assert error.value.key == f"shard.00000.mds @ {start}"
+    assert as_json(dataset[1]) == oracle("mds")[1]
+
+
+@pytest.mark.parametrize("column", ["h_any", "i_pil", "l_array", "l_pils", "m_json", "f_float16"])
+def test_damaged_value_is_an_error_that_names_its_column(column: str) -> None:
+    dataset = made("mds")
+    fields = dataset._fields.split(memoryview(dataset.payload(1)))
+    for damaged in (b"", b"\xff" * 40, bytes(fields[column])[:-1]):
+        with pytest.raises(DecodeError, match=f"column '{column}'"):
+            dataset._fields.open(column, memoryview(damaged))
+
+
+@pytest.mark.parametrize("leaf", ["numpy", "tensor", "flat_numpy", "int", "jpegs", "pil", "json"])
+def test_damaged_leaf_is_an_error_that_names_it(leaf: str) -> None:
+    dataset = made("lit")
+    fields = dataset._fields.split(memoryview(dataset.payload(1)))
+    for damaged in (b"\xff" * 41, bytes(fields[leaf])[:-1]):
+        with pytest.raises(DecodeError, match=leaf):
+            dataset._fields.open(leaf, memoryview(damaged))
+
+
+def test_index_of_another_kind_says_which_dataset_reads_it(tmp_path: Path, beton: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"of LitData: read it with fastload\.LitDataset"):
+        MDSDataset(DATA / "lit")
+    with pytest.raises(ArgumentError, match=r"of MosaicML Streaming: read it with fastload\.MDSDataset"):
+        LitDataset(DATA / "mds")
+    with pytest.raises(NotFoundError, match=r"no index\.json"):
+        MDSDataset(tmp_path)
+    with pytest.raises(FastloadError, match=r"fastload\.MDSDataset"):
+        TarDataset(DATA / "mds" / "shard.00000.mds")
+    with pytest.raises(FastloadError, match=r"fastload\.BetonDataset"):
+        TarDataset(beton)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told: told["config"].update(item_loader="TokensLoader"), r"fastload\.TokenDataset"),
+        (lambda told: told["config"].update(encryption={"algorithm": "fernet"}), "encrypted"),
+        (lambda told: told["config"].update(compression="lz4"), "compressed by 'lz4'"),
+        (
+            lambda told: told["config"].update(data_format=["video:mp4", "int"]),
+            "'video:mp4', which is not known",
+        ),
+        (lambda told: told["config"].update(data_spec="[1, {}]"), "not an index.json of LitData"),
+        (lambda told: told["chunks"].clear(), "lists no shards"),
+    ],
+)
+def test_chunks_that_are_not_read_are_refused_in_words(
+    change: Callable[[Any], Any], message: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("lit-tuple")
+    edit(folder, change)
+    with pytest.raises(ArgumentError, match=message):
+        LitDataset(folder)
+
+
+def test_chunks_of_arrow_rows_are_refused_in_words() -> None:
+    with pytest.raises(DecodeError, match=r"rows of Arrow.*tuples"):
+        LitDataset(DATA / "lit-arrow")
+
+
+def test_brotli_is_refused_in_words() -> None:
+    with pytest.raises(
+        ArgumentError, match="compressed by 'br' are not read: write them with compression='zstd'"
+    ):
+        MDSDataset(DATA / "mds-br")
+
+
+def test_damaged_beton_is_an_error_before_memory_is_taken(beton: Path) -> None:
+    data = beton.read_bytes()
+
+    def with_number(at: int, value: int, size: int = 8) -> bytes:
+        return data[:at] + value.to_bytes(size, "little") + data[at + size :]
+
+    table = int.from_bytes(data[16:24], "little")
+    for damaged, message in (
+        (with_number(8, 2**60), "cut|fit"),
+        (with_number(16, 2**60), "the file was cut"),
+        (with_number(0, 1, 2), "version is 1"),
+        (data[:10], "at least"),
+        (data[:-4000], "cut"),
+        (with_number(table, 999), "damaged"),
+        (with_number(table + 8, 2**63), "damaged"),
+        (data[:24] + b"\xff" + data[25:], "one of the author's own classes"),
+    ):
+        beton.write_bytes(damaged)
+        with pytest.raises(DecodeError, match=message) as error:
+            BetonDataset(beton)
+        assert "fields.beton" in str(error.value)
+
+
+def test_transform_without_an_image_or_with_two_is_refused_early(beton: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"takes one image.*jpg, raw"):
+        BetonDataset(beton, transform=CenterCrop(6))
+    with pytest.raises(ArgumentError, match="none, of label"):
+        MDSDataset(DATA / "mds-gz", ("label",), transform=CenterCrop(6))
+    with pytest.raises(ArgumentError, match="transform names 'photo', and a sample has image, label, text"):
+        MDSDataset(DATA / "mds-gz", transform={"photo": CenterCrop(6)})
+    with pytest.raises(ArgumentError, match="fields names 'photo', and the columns are image, label, text"):
+        MDSDataset(DATA / "mds-gz", fields=("photo",))
+
+
+def test_images_keep_the_mode_that_the_real_reader_gives() -> None:
+    image = made("mds")[3]["j_jpeg"]
+    assert isinstance(image, Image.Image) and image.mode == "L"
+
+
+# --- epochs
+
+
+@pytest.mark.parametrize("name", ["mds", "mds-gz", "lit"])
+def test_each_sample_once_over_two_epochs_resumed_with_other_workers(name: str, tmp_path: Path) -> None:
+    column = {"mds": "c_int", "mds-gz": "label", "lit": "int"}[name]
+
+    def loader(workers: int) -> DataLoader[Any]:
+        kind = MDSDataset if name.startswith("mds") else LitDataset
+        dataset = kind(DATA / name, fields=column, cache=tmp_path / "cache", block_length=2)
+        return DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers, seed=1)
+
+    wanted = sorted(made(name)[number][column] for number in range(COUNT))
+    first = loader(2)
+    assert len(first.dataset) == COUNT  # type: ignore[arg-type]
+    batches = iter(first)
+    seen = next(batches).tolist()
+    state = json.loads(json.dumps(first.state_dict()))
+    del batches
+    second = loader(1)
+    second.load_state_dict(state)
+    seen += [int(label) for batch in second for label in batch]
+    assert sorted(seen) == wanted
+    assert sorted(int(label) for batch in second for label in batch) == wanted
