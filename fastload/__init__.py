@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from fastload.datasets.map import map
     from fastload.datasets.mixture import Mixture
     from fastload.datasets.objects import ObjectDataset
+    from fastload.datasets.table import TableDataset
+    from fastload.datasets.table_fields import File
     from fastload.distributed.mixture_sampler import MixtureSampler
     from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
@@ -43,6 +45,7 @@ _HOME = {
     "Dali": "fastload.gpu.dali",
     "DataLoader": "fastload.loader.dataloader",
     "DistributedSampler": "fastload.distributed.sampler",
+    "File": "fastload.datasets.table_fields",
     "ImageFolder": "fastload.datasets.image_folder",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",
@@ -54,6 +57,7 @@ _HOME = {
     "RandomResizedCrop": "fastload.images.transforms",
     "ShardSampler": "fastload.distributed.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
+    "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",
     "TokenDataset": "fastload.shards.tokens",
     "cached": "fastload.datasets.cached",
@@ -71,6 +75,7 @@ __all__ = [
     "Dali",
     "DataLoader",
     "DistributedSampler",
+    "File",
     "ImageFolder",
     "LitDataset",
     "MDSDataset",
@@ -82,6 +87,7 @@ __all__ = [
     "RandomResizedCrop",
     "ShardSampler",
     "TFRecordDataset",
+    "TableDataset",
     "TarDataset",
     "TokenDataset",
     "__version__",

@@ -2,7 +2,9 @@
 
 bool, int, float                       bool, int, float
 string; binary                         str; bytes
-list of numbers                        a numpy array; (a, b) of regular lists of lists, else a list of arrays
+list of numbers                        a numpy array
+list of lists of numbers               an array (a, b) if the lists have one length, else a list of arrays
+list of fixed size lists of numbers    an array (a, b), also with a = 0
 list of anything else                  a list
 struct                                 a dict
 dictionary; extension                  as what it stands for
@@ -125,9 +127,24 @@ def _lists(column: Any) -> list[Any]:
     first, last = offsets[0], offsets[-1]
     inner = _decoded(column.values.slice(first, last - first))
     bounds = [(start - first, stop - first) for start, stop in itertools.pairwise(offsets)]
-    return _masked(
-        _number_rows(inner, bounds) if _is_number(inner.type) else _item_rows(inner, bounds), column
-    )
+    if _is_number(inner.type):
+        return _masked(_number_rows(inner, bounds), column)
+    block = _block(inner)
+    if block is not None:
+        return _masked([block[start:stop].copy() for start, stop in bounds], column)
+    return _masked(_item_rows(inner, bounds), column)
+
+
+def _block(inner: Any) -> np.ndarray[Any, Any] | None:
+    """Fixed size lists of numbers, without nulls, as one array (rows, size); None for others."""
+    kind = inner.type
+    if not pa.types.is_fixed_size_list(kind) or not _is_number(kind.value_type) or inner.null_count:
+        return None
+    numbers = inner.flatten()
+    if numbers.null_count:
+        return None
+    block: np.ndarray[Any, Any] = numbers.to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
+    return block
 
 
 def _number_rows(inner: Any, bounds: list[tuple[int, int]]) -> list[Any]:

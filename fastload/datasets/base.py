@@ -50,7 +50,7 @@ class StoreDataset(Dataset[Any]):
     cache: Cache | None
     _step: PrepareStep
 
-    def __init__(self, url: Any, decode: Callable[[Any], Any] | None) -> None:
+    def __init__(self, url: Any, decode: Callable[..., Any] | None) -> None:
         check_function("decode", decode)
         self.url = url
         self.decode = decode
@@ -99,12 +99,7 @@ class StoreDataset(Dataset[Any]):
 
     def contains(self, index: int) -> bool:
         """Whether the cache has a sample. Does not count as a miss. Raises as `cache_key`."""
-        key = self.cache_key(index)
-        assert self.cache is not None
-        if self.cache.lookup(key) is not None:
-            return True
-        self.cache.counters.add("cache.misses", -1)  # nobody wanted it
-        return False
+        return self._cache_has(self.cache_key(index))
 
     def open_prefetcher(self) -> Prefetcher:
         """The prefetcher of this process, opened on first use and after `close`."""
@@ -137,7 +132,7 @@ class StoreDataset(Dataset[Any]):
                 record = None
                 try:
                     record = self._record(index)
-                    values.append(self._step.restore(self._get(record), readonly=True))
+                    values.append(self._restore(record, self._get(record), readonly=True))
                 except self._row_errors as error:
                     errors.append((row, self._named(error, record)))
                 else:
@@ -199,7 +194,23 @@ class StoreDataset(Dataset[Any]):
         return ProcessLocal(self._new_prefetcher)
 
     def _new_prefetcher(self) -> Prefetcher:
-        return Prefetcher(self._source(), self.cache, prepare=self._step.prepare, counters=self.counters)
+        return Prefetcher(self._source(), self.cache, prepare=self._preparer(), counters=self.counters)
+
+    def _cache_has(self, key: bytes) -> bool:
+        assert self.cache is not None
+        if self.cache.lookup(key) is not None:
+            return True
+        self.cache.counters.add("cache.misses", -1)  # nobody wanted it
+        return False
+
+    def _preparer(self) -> Callable[[Any, int], Any] | None:
+        """(bytes, record) -> what the cache keeps; None if it is the bytes themselves."""
+        prepare = self._step.prepare
+        if prepare is None:
+            return None
+        if self._step.asks_for_key:
+            return lambda payload, record: prepare(payload, self._name(record))
+        return lambda payload, record: prepare(payload)
 
     def _get(self, record: int) -> Any:
         """What the prefetcher has of a record; an error of reading or preparing it carries its name."""
@@ -212,10 +223,15 @@ class StoreDataset(Dataset[Any]):
     def _finish(self, record: int, payload: Any) -> Any:
         """What the prefetcher hands out -> sample."""
         try:
-            return self._sample(self._step.restore(payload))
+            return self._sample(self._restore(record, payload))
         except FastloadError as error:
             self._named(error, record)
             raise
+
+    def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
+        """What the prefetcher hands out -> what the sample is made of; see `PrepareStep.restore`."""
+        key = self._name(record) if self._step.asks_for_key else None
+        return self._step.restore(payload, key, readonly=readonly)
 
     def _named(self, error: Exception, record: int | None) -> Exception:
         """The error, with the name of its record if it has none yet."""

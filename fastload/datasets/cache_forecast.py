@@ -27,7 +27,7 @@ _PROBE = 16
 _RECORD_OVERHEAD = 96  # bytes: a header, and padding to a multiple of 64
 _log = logging.getLogger("fastload")
 
-Prepare = Callable[[Any], Any]
+Prepare = Callable[[Any, int], Any]
 
 
 class Forecast(NamedTuple):
@@ -131,7 +131,7 @@ class _Watched:
     """Prepares samples, and tells the sizes of the first ones. Called by several threads.
 
     Args:
-        prepare: bytes -> payload.
+        prepare: (bytes, number of the sample) -> payload.
         count: of the sizes to tell.
         tell: called once, with these.
     """
@@ -143,8 +143,8 @@ class _Watched:
         self._sizes: list[int] = []
         self._lock = threading.Lock()
 
-    def __call__(self, data: Any) -> Any:
-        payload = self._prepare(data)
+    def __call__(self, data: Any, record: int) -> Any:
+        payload = self._prepare(data, record)
         if len(self._sizes) < self._count:
             with self._lock:
                 self._sizes.append(memoryview(payload).nbytes)

@@ -5,22 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "SampleFields"]
 
 
-class Fields(Protocol):
-    """The fields that the records of a format have."""
-
-    @property
-    def key(self) -> str:
-        """A text that differs where other arguments give other fields: part of the cache's keys."""
-
-    def split(self, payload: memoryview) -> dict[str, Any]:
-        """The fields of a record, as they lie in it.
-
-        Raises:
-            DecodeError: it is no record of this format.
-        """
+class SampleFields(Protocol):
+    """The fields that samples are made of."""
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
         """The names of the fields that are encoded images."""
@@ -36,4 +25,19 @@ class Fields(Protocol):
         """An image -> its value in a sample without a fused transform.
 
         Its bytes, or (H, W, 3) pixels where the cache keeps pixels.
+        """
+
+
+class Fields(SampleFields, Protocol):
+    """The fields that the records of a format have."""
+
+    @property
+    def key(self) -> str:
+        """A text that differs where other arguments give other fields: part of the cache's keys."""
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        """The fields of a record, as they lie in it.
+
+        Raises:
+            DecodeError: it is no record of this format.
         """

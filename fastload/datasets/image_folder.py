@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from fastload.datasets.view import View
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 from fastload.images.encoded import EncodedBatch
+from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
 
 __all__ = ["ImageFolder"]
@@ -53,9 +54,12 @@ class ImageFolder(ObjectDataset):
             `PIL.Image` (torchvision's convention; needs Pillow or pillow-simd). None: the `PIL.Image`.
         target_transform: function of the class index that returns the target, any object. None: the class
             index. `targets` and `samples` keep the index.
+        keys: the samples, as "class/name.jpg" relative to `url`, in this order; one may be there twice. As in
+            `ObjectDataset`. None: all images below `url`, in torchvision's order.
         classes: the class names, in the order of their indices; they are not sorted. A folder with another
-            name is an error. None: every folder below `url`, sorted by name.
-        allow_empty: accept classes without images. Otherwise they are an error.
+            name is an error. None: every folder below `url`, sorted by name, also with `keys` of a few of
+            them. An http server tells no folders: there, the folders of `keys`.
+        allow_empty: accept classes without images. Otherwise they are an error, unless `keys` are given.
         cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
@@ -81,6 +85,7 @@ class ImageFolder(ObjectDataset):
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
         *,
+        keys: Iterable[str] | None = None,
         classes: Sequence[str] | None = None,
         allow_empty: bool = False,
         cache: Cache | str | os.PathLike[str] | None = None,
@@ -99,6 +104,7 @@ class ImageFolder(ObjectDataset):
             url,
             None,
             transform,
+            keys=keys,
             cache=cache,
             storage_options=storage_options,
             refresh=refresh,
@@ -159,7 +165,7 @@ class ImageFolder(ObjectDataset):
         targets = batch[1]
         targets[target] = targets[source]
 
-    def _list(self, directory: Path | None, refresh: bool) -> Manifest:
+    def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
         return Manifest.open(
             self._store,
             directory=directory,
@@ -167,7 +173,8 @@ class ImageFolder(ObjectDataset):
             images_only=True,
             labels=True,
             classes=self._classes,
-            allow_empty=self._allow_empty,
+            allow_empty=self._allow_empty or keys is not None,
+            keys=None if keys is None else Keys(keys, folders=self._classes is None),
         )
 
     def _label(self, index: int) -> int:

@@ -25,6 +25,7 @@ from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
 from fastload.store import open_store
+from fastload.store.keyed_listing import Keys, as_keys
 from fastload.store.manifest import Manifest
 
 __all__ = ["ObjectDataset"]
@@ -50,9 +51,13 @@ class ObjectDataset(StoreDataset):
 
     Args:
         url: any fsspec URL or path: `s3://bucket/prefix`, `gs://`, `az://`, `file://`, `memory://`, ...
-        decode: bytes -> object; deterministic. Default: none; `transform` gets the bytes.
+        decode: bytes -> object; deterministic. A function with a parameter `key` (without default) also gets
+            the object's key: `def decode(data, key)`. Default: none; `transform` gets the bytes.
         transform: one of fastload's fused transforms (the object must then be an image; the sample is a uint8
             tensor), or any callable on the result of `decode`; or a `ByEpoch` of these.
+        keys: the samples: keys of objects, relative to `url`, in this order; one may be there twice. A list,
+            a numpy or Arrow array, or a column of a data frame. None: all objects below `url`, in the order
+            of their keys.
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
@@ -64,15 +69,17 @@ class ObjectDataset(StoreDataset):
             version. `stats()` counts these as `get.refreshed`.
 
     Raises:
-        ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
+        ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts. A
+            key without an object is a NotFoundError.
     """
 
     def __init__(
         self,
         url: str,
-        decode: Callable[[Any], Any] | None = None,
+        decode: Callable[..., Any] | None = None,
         transform: Callable[[Any], Any] | None = None,
         *,
+        keys: Iterable[str] | None = None,
         fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
@@ -94,7 +101,8 @@ class ObjectDataset(StoreDataset):
                 f"cache {kept_in.path!r} lies within {url!r}, and its files would be read as samples: "
                 "give a directory outside it"
             )
-        self._manifest = self._list(None if kept_in is None else kept_in.manifests, refresh)
+        given = None if keys is None else as_keys(keys)
+        self._manifest = self._list(given, None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -130,7 +138,7 @@ class ObjectDataset(StoreDataset):
                 "that nothing is cached)"
             )
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
-        prefetcher = Prefetcher(source, None, prepare=self._step.prepare, counters=self.counters)
+        prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
         return warm(records, self.cache, prefetcher, key=self._cache_key, size=self._manifest.size)
 
@@ -205,7 +213,7 @@ class ObjectDataset(StoreDataset):
         return self.cache.key(self._store.identity, manifest.key(record), version, *self._step.key)
 
     def _new_prefetcher(self) -> Prefetcher:
-        prepare, manifest = self._step.prepare, self._manifest
+        prepare, manifest = self._preparer(), self._manifest
         if self.cache is not None and len(manifest):
             forecaster = Forecaster(self.cache, len(manifest), manifest.total_bytes, self.contains)
             prepare = forecaster.watch(prepare)
@@ -231,8 +239,9 @@ class ObjectDataset(StoreDataset):
 
     # --- what differs for a folder of images
 
-    def _list(self, directory: Path | None, refresh: bool) -> Manifest:
-        return Manifest.open(self._store, directory=directory, refresh=refresh)
+    def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
+        chosen = None if keys is None else Keys(keys)
+        return Manifest.open(self._store, directory=directory, refresh=refresh, keys=chosen)
 
     @property
     def _fused(self) -> Crop | None:

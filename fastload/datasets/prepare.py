@@ -7,12 +7,14 @@
               the EXIF orientation, or                that object
               what the user's `decode` returned
 
-In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution.
+In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution. A
+`decode` with a parameter `key` gets the object's key too; the cache's keys have it in them in any case.
 `fastload.datasets.prepare_fields` does the same for records of several fields.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +25,7 @@ from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images.decode import Oriented, decode_oriented, shrink
 
-__all__ = ["PrepareStep", "check_fingerprint"]
+__all__ = ["PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
@@ -40,6 +42,7 @@ class PrepareStep:
 
     Attributes:
         key: what tells these results apart from those of another prepare step, beside the cache's mode.
+        asks_for_key: whether `decode` gets the key of the object.
     """
 
     _kept = KeptImages()
@@ -48,7 +51,7 @@ class PrepareStep:
     def __init__(
         self,
         cache: Cache | None,
-        decode: Callable[[Any], Any] | None,
+        decode: Callable[..., Any] | None,
         fingerprint: str | None = None,
         *,
         layout: tuple[str, ...] = (),
@@ -56,29 +59,34 @@ class PrepareStep:
         check_fingerprint(fingerprint)
         self.mode = "raw" if cache is None else cache.mode
         self._decode = decode
+        self.asks_for_key = asks_for_key(decode)
         self._short_side = cache.short_side if cache is not None else 0
         self._quality = cache.quality if cache is not None else 0
         self._check()
         self.key = () if self.mode == "raw" else (_VERSION, *layout, *_key_of(decode, fingerprint))
 
     @property
-    def prepare(self) -> Callable[[Any], bytes] | None:
-        """Bytes -> the cached payload; None if it is the bytes themselves."""
+    def prepare(self) -> Callable[..., bytes] | None:
+        """Bytes, and their key where `decode` asks for it -> the cached payload.
+
+        None if it is the bytes themselves.
+        """
         return None if self.mode == "raw" else self._to_record
 
-    def restore(self, payload: Any, *, readonly: bool = False) -> Any:
+    def restore(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
         """The payload from the cache or from `prepare` -> the input of the transform.
 
         Args:
+            key: of the object, where `decode` asks for it.
             readonly: it is only read: pixels in the cache's memory are not copied out of it.
 
         Raises:
             DecodeError: the payload is not what it should be. What `decode` raises.
         """
         if self.mode == "raw":
-            return self._open(payload)
+            return self._open(payload, key)
         value = self._load(payload, readonly)
-        return value if self._decode is not None else self._map_images(value, _with_orientation)
+        return value if self._decode is not None else self._map_images(value, with_orientation)
 
     def check_transform(self, transform: Any) -> None:
         """Refuse a transform that needs an image's own values, where the cache keeps those of a smaller copy.
@@ -123,12 +131,15 @@ class PrepareStep:
 
     # --- the same for both
 
-    def _open(self, payload: Any) -> Any:
+    def _open(self, payload: Any, key: str | None) -> Any:
         value = self._split(payload)
-        return value if self._decode is None else self._decode(self._decoded_from(value))
+        if self._decode is None:
+            return value
+        value = self._decoded_from(value)
+        return self._decode(value, key=key) if self.asks_for_key else self._decode(value)
 
-    def _to_record(self, payload: Any) -> bytes:
-        value = self._open(payload)
+    def _to_record(self, payload: Any, key: str | None = None) -> bytes:
+        value = self._open(payload, key)
         if self._decode is not None:
             return dump(value)
         return self._dump(self._map_images(value, self._smaller))
@@ -140,11 +151,12 @@ class PrepareStep:
         return tuple(pixels) if isinstance(pixels, Oriented) else pixels
 
 
-def _with_orientation(image: Any) -> Any:
+def with_orientation(image: Any) -> Any:
+    """What `load` gives of kept pixels -> pixels, or `Oriented`."""
     return Oriented(*image) if type(image) is tuple else image
 
 
-def _key_of(decode: Callable[[Any], Any] | None, fingerprint: str | None) -> tuple[str, ...]:
+def _key_of(decode: Callable[..., Any] | None, fingerprint: str | None) -> tuple[str, ...]:
     """What tells the results of `decode` from those of another function, as parts of a key.
 
     Raises:
@@ -153,6 +165,21 @@ def _key_of(decode: Callable[[Any], Any] | None, fingerprint: str | None) -> tup
     if fingerprint is not None:
         return "fingerprint", fingerprint
     return ("",) if decode is None else ("described", describe(decode, "decode"))
+
+
+def asks_for_key(decode: Callable[..., Any] | None) -> bool:
+    """Whether a function has a parameter `key` without default, beside its first one.
+
+    One with a default was rejected: a `partial` that binds `key` would be given another.
+    """
+    if decode is None:
+        return False
+    try:
+        parameters = list(inspect.signature(decode).parameters.values())
+    except (TypeError, ValueError):  # a function of C, or a class, that has no signature
+        return False
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return any(one.name == "key" and one.default is one.empty and one.kind in kinds for one in parameters[1:])
 
 
 def check_fingerprint(fingerprint: str | None) -> None:

@@ -50,6 +50,11 @@ class RecordPrepareStep(PrepareStep):
         super().__init__(cache, decode, fingerprint, layout=tuple(layout))
 
     def _check(self) -> None:
+        if self.asks_for_key:
+            raise ArgumentError(
+                "decode asks for a key, and a record of a shard has none: leave the parameter out (a sample "
+                "of a tar has its key in the field '__key__')"
+            )
         if self.mode == "shrunk" and (self._decode is not None or self._fields is None):
             raise ArgumentError(
                 "cache mode 'shrunk' keeps smaller JPEGs: it needs the fields of a record and does not work "

@@ -15,7 +15,7 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.fields import Fields
+from fastload.datasets.fields import SampleFields
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.shape import Shape
@@ -66,7 +66,7 @@ class SampleMaker:
 
     def __init__(
         self,
-        fields: Fields | None,
+        fields: SampleFields | None,
         decoded: bool,
         transform: Transform,
         shape: Shape | None = None,

@@ -39,7 +39,8 @@ class CachedReads:
         store: reads what the cache does not have.
         source: knows the cache keys.
         cache: where to look first and what to fill, or None.
-        prepare: bytes from the store -> what is cached and handed out (None: the bytes themselves).
+        prepare: (bytes from the store, index of the sample) -> what is cached and handed out (None: the
+            bytes themselves).
         counters: get.* and cache.* are added here.
         patience: seconds that another run gets for a sample whose in-flight lock it holds.
     """
@@ -50,7 +51,7 @@ class CachedReads:
         source: Source,
         cache: Cache | None,
         *,
-        prepare: Callable[[Any], Any] | None,
+        prepare: Callable[[Any, int], Any] | None,
         counters: Counters,
         patience: float,
     ) -> None:
@@ -152,7 +153,7 @@ class CachedReads:
         """The bytes of a sample -> the result of `get`, which is also the payload in the cache."""
         self._counters.add("get.samples")
         self._counters.add("get.bytes", len(body))
-        payload = body if self._prepare is None else self._prepare(body)
+        payload = body if self._prepare is None else self._prepare(body, read.index)
         if self._cache is not None and read.key is not None:
             self._cache.write(read.key, payload)
         return payload

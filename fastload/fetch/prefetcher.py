@@ -59,8 +59,8 @@ class Prefetcher:
     Args:
         source: how a sample is read.
         cache: where to look first and what to fill, or None.
-        prepare: bytes from the store -> what is cached and handed out (None: the bytes themselves). Runs in
-            the reader threads.
+        prepare: (bytes from the store, index) -> what is cached and handed out (None: the bytes themselves).
+            Runs in the reader threads.
         counters: get.* and cache.* are added here.
         settings: limits. Default: `SETTINGS`.
 
@@ -73,7 +73,7 @@ class Prefetcher:
         source: Source,
         cache: Cache | None,
         *,
-        prepare: Callable[[Any], Any] | None,
+        prepare: Callable[[Any, int], Any] | None,
         counters: Counters,
         settings: ReadSettings | None = None,
     ) -> None:

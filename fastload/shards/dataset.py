@@ -172,7 +172,7 @@ class ShardDataset(FieldsDataset):
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
-        prefetcher = Prefetcher(self._source(), None, prepare=self._step.prepare, counters=self.counters)
+        prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
         return warm(records, self._filled(), prefetcher, key=self._cache_key, size=self._source().size)
 

@@ -28,7 +28,19 @@ from fastload.errors import NotFoundError
 from fastload.store.base import ObjectInfo, Page, Store
 from fastload.store.local import LocalStore
 
-__all__ = ["FORMAT", "HEADER", "IMAGE_EXTENSIONS", "MAGIC", "SECTIONS", "TABLE", "Selection", "write_listing"]
+__all__ = [
+    "FORMAT",
+    "HEADER",
+    "IMAGE_EXTENSIONS",
+    "MAGIC",
+    "SECTIONS",
+    "TABLE",
+    "Columns",
+    "Selection",
+    "has_listing",
+    "write_listing",
+    "write_manifest",
+]
 
 MAGIC = b"fastload"
 FORMAT = 2  # 2: classes are all folders, also those without images
@@ -93,21 +105,21 @@ def write_listing(
         StoreError: the listing failed.
     """
     chosen = _Filter(images_only=images_only or labels, labels=labels, selection=selection)
-    columns = _Columns(labels=labels)
+    columns = Columns(labels=labels)
     for page in _heads(store, selection.required) if selection and selection.heads else store.list():
         columns.add(chosen.select(page, len(columns.sizes)))
         progress(chosen.listed)
     if labels:
         chosen.folders.update(store.folders())
     chosen.check(store.url, len(columns.sizes), local=isinstance(store, LocalStore))
-    columns.arrange(chosen.folders)
-    facts = {
-        "identity": store.identity,
-        "images_only": images_only,
-        "classes": columns.classes if labels else None,
-        "listed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    _write(descriptor, columns, facts)
+    columns.number_classes(chosen.folders)
+    columns.arrange()
+    write_manifest(descriptor, columns, store)
+
+
+def has_listing(store: Store) -> bool:
+    """Whether it can list its objects, which an http server cannot."""
+    return not store.url.lower().startswith(("http://", "https://"))
 
 
 class _Filter:
@@ -176,7 +188,7 @@ class _Filter:
         raise NotFoundError(f"{url!r}: {why}", stage="list")
 
 
-class _Columns:
+class Columns:
     """Listed objects as flat arrays, which take the memory of the names and numbers alone."""
 
     def __init__(self, *, labels: bool) -> None:
@@ -184,7 +196,7 @@ class _Columns:
         self.key_lengths, self.version_lengths = array("Q"), array("Q")
         self.sizes, self.labels = array("q"), array("q")
         self.classes: list[str] = []  # in order of appearance, until arranged
-        self._labels = labels
+        self.labelled = labels
         self._class_of: dict[str, int] = {}
         self._ordered, self._last = True, b""
 
@@ -197,20 +209,23 @@ class _Columns:
         self.key_lengths.extend(map(len, keys))
         self.version_lengths.extend(map(len, versions))
         self.sizes.extend(info.size for info in page)
-        if self._labels:
+        if self.labelled:
             self.labels.extend(self._label(info.key) for info in page)
         for rank in map(self._rank, keys):
             self._ordered = self._ordered and self._last <= rank
             self._last = rank
 
-    def arrange(self, folders: set[str]) -> None:
-        """Number the classes by name, and put the rows in order unless they came so."""
+    def number_classes(self, folders: set[str]) -> None:
+        """Number the classes, which are these folders, by name."""
         names = sorted(folders)
         if names != self.classes:
             position = {name: index for index, name in enumerate(names)}
             renumber = np.array([position[name] for name in self.classes], dtype=np.int64)
             self.labels = array("q", renumber[np.frombuffer(self.labels, dtype=np.int64)].tobytes())
             self.classes = names
+
+    def arrange(self) -> None:
+        """Put the rows in order unless they came so."""
         if self._ordered:
             return
         keys = _split(self.keys, self.key_lengths)
@@ -220,7 +235,7 @@ class _Columns:
         versions = _split(self.versions, self.version_lengths)
         self.keys = bytearray().join(keys[i] for i in order)
         self.versions = bytearray().join(versions[i] for i in order)
-        for name in ("key_lengths", "version_lengths", "sizes", *(["labels"] if self._labels else [])):
+        for name in ("key_lengths", "version_lengths", "sizes", *(["labels"] if self.labelled else [])):
             old = getattr(self, name)
             setattr(self, name, array(old.typecode, (old[i] for i in order)))
 
@@ -233,7 +248,7 @@ class _Columns:
 
     def _rank(self, key: bytes) -> bytes:
         """The sort key of a row. UTF-8 sorts as the strings do; 0 comes before every character."""
-        if not self._labels:
+        if not self.labelled:
             return key
         directory, _, name = key.rpartition(b"/")
         return b"\0".join((key.partition(b"/")[0], directory, name))
@@ -255,7 +270,13 @@ def _split(joined: bytearray, lengths: array[int]) -> list[bytes]:
     return [bytes(joined[start:stop]) for start, stop in pairwise(stops)]
 
 
-def _write(descriptor: int, columns: _Columns, facts: dict[str, Any]) -> None:
+def write_manifest(descriptor: int, columns: Columns, store: Store) -> None:
+    """Write the manifest's bytes of these objects of `store` to an empty file, open for writing."""
+    facts = {
+        "identity": store.identity,
+        "classes": columns.classes if columns.labelled else None,
+        "listed_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     parts: dict[str, Any] = {
         "key_offsets": _offsets(columns.key_lengths),
         "sizes": columns.sizes,

@@ -11,11 +11,9 @@ import logging
 import mmap
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
-from multiprocessing import context, reduction
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,15 @@ import numpy.typing as npt
 import xxhash
 
 from fastload.errors import CacheError, FastloadError, address
-from fastload.metrics.platform import memory_file
 from fastload.store.base import Store
 from fastload.store.child import run_in_child
 from fastload.store.classes import check_classes
 from fastload.store.client_process import clients_live_here
 from fastload.store.folder import open_kept, save_kept
+from fastload.store.keyed_listing import Keys, write_keys
 from fastload.store.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
 from fastload.store.listing_progress import ListingProgress
+from fastload.store.shared_file import SharedFile
 
 __all__ = ["Manifest"]
 
@@ -54,13 +53,11 @@ class Manifest:
         unversioned: how many objects have no version. No change of these is ever noticed.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """Map an open file that `write_listing` wrote. The manifest owns the descriptor from here on."""
-        self._descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor).atexit = False
-        self._map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-        count, *table = TABLE.unpack_from(self._map, HEADER.size)
-        view = memoryview(self._map)
+    def __init__(self, file: SharedFile) -> None:
+        """The manifest in a file that `write_listing` or `write_keys` wrote."""
+        self._file = file
+        count, *table = TABLE.unpack_from(file.map, HEADER.size)
+        view = memoryview(file.map)
         part = {name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(SECTIONS)}
         self._keys, self._versions = part["keys"], part["versions"]
         self._key_offsets = np.frombuffer(part["key_offsets"], dtype="<u8")
@@ -119,6 +116,7 @@ class Manifest:
         classes: Sequence[str] | None = None,
         allow_empty: bool = False,
         selection: Selection | None = None,
+        keys: Keys | None = None,
     ) -> Manifest:
         """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
 
@@ -133,13 +131,14 @@ class Manifest:
             directory: where manifests are kept. None: nowhere.
             refresh: list even where a saved manifest exists, and replace it.
             images_only, labels, selection: what to take; see `write_listing`.
+            keys: take these objects, in this order; `images_only` and `selection` are not for them.
             classes, allow_empty: with labels, see `check_classes`.
 
         Raises:
             ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
                 answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
         """
-        name = _file_name(store.identity, images_only, labels, selection)
+        name = _file_name(store.identity, images_only, labels, selection, keys)
         path = None if directory is None else Path(directory) / name
         if path is not None and not refresh and not store.unidentified:
             saved = cls._load(path, store.identity)
@@ -159,6 +158,7 @@ class Manifest:
                 classes=classes,
                 allow_empty=allow_empty,
                 selection=selection,
+                keys=keys,
                 progress=progress,
             )
         why = manifest.why_not_cached(store)
@@ -181,31 +181,33 @@ class Manifest:
         classes: Sequence[str] | None = None,
         allow_empty: bool = False,
         selection: Selection | None = None,
+        keys: Keys | None = None,
         progress: Callable[[int], None] = lambda listed: None,
     ) -> Manifest:
         """List a store into memory; arguments and errors as for `open`."""
-        descriptor = memory_file("fastload-manifest")
 
-        def work(report: Callable[[int], None]) -> None:
-            write_listing(
-                store,
-                descriptor,
-                images_only=images_only,
-                labels=labels,
-                selection=selection,
-                progress=report,
-            )
+        def write(descriptor: int) -> None:
+            def work(report: Callable[[int], None]) -> None:
+                if keys is not None:
+                    write_keys(store, descriptor, keys, labels=labels, progress=report)
+                    return
+                write_listing(
+                    store,
+                    descriptor,
+                    images_only=images_only,
+                    labels=labels,
+                    selection=selection,
+                    progress=report,
+                )
 
-        try:
             if store.native and not clients_live_here():
                 run_in_child(work, progress)
             else:
                 work(progress)
-        except BaseException:
-            os.close(descriptor)
-            raise
+
+        file = SharedFile.written("fastload-manifest", write)
         store.reached = True
-        manifest = cls(descriptor)
+        manifest = cls(file)
         if labels:
             manifest.check_classes(store.url, classes, allow_empty)
         return manifest
@@ -230,7 +232,7 @@ class Manifest:
         Raises:
             OSError: the directory cannot be made or written to, or others can write to it.
         """
-        save_kept(path, self._map)
+        save_kept(path, self._file.map)
 
     @classmethod
     def kept_in(cls, directory: Path) -> list[Manifest]:
@@ -252,7 +254,7 @@ class Manifest:
             os.close(descriptor)
             _log.warning("manifest %s is damaged or of another version: listing again", path)
             return None
-        manifest = cls(descriptor)
+        manifest = cls(SharedFile(descriptor))
         return manifest if identity in (None, manifest.identity) else None
 
     def __fingerprint__(self) -> Any:
@@ -264,26 +266,17 @@ class Manifest:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if context.get_spawning_popen() is not None:
-            return _from_handle, (reduction.DupFd(self._descriptor),)
-        return _from_bytes, (self._map[:],)
+        return Manifest, (self._file,)
 
 
-def _from_handle(handle: Any) -> Manifest:
-    return Manifest(handle.detach())
-
-
-def _from_bytes(content: bytes) -> Manifest:
-    descriptor = memory_file("fastload-manifest")
-    with os.fdopen(descriptor, "wb", closefd=False) as file:
-        file.write(content)
-    return Manifest(descriptor)
-
-
-def _file_name(identity: str, images_only: bool, labels: bool, selection: Selection | None) -> str:
+def _file_name(
+    identity: str, images_only: bool, labels: bool, selection: Selection | None, keys: Keys | None
+) -> str:
     taken = "labels" if labels else "images" if images_only else "all"
     if selection is not None:
         taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    if keys is not None:
+        taken = f"{'labels-' if labels else ''}{keys.digest()}"
     return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}.manifest"
 
 

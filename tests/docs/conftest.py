@@ -2,6 +2,7 @@
 
 s3://bucket/ has train/ and val/, with a folder a class (cat, dog: 24 and 8 photos);
 shards/train-{00000..00003} of 8 records as .tar (jpg, cls) and .tfrecord (image, label);
+labels.csv, the keys and labels (0, 1) of train/;
 parquet/train-{00000..00001} of 12 rows (image as Hugging Face keeps it, label, width, split);
 spectra/*.bin, 32 float32 numbers each;
 corpus/{000,001}.bin, documents of uint16 tokens from 1 to 255 that end with token 0;
@@ -58,6 +59,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record_writer.close()
         (root / "shards" / f"train-{shard:05d}.tar").write_bytes(tar.getvalue())
         (root / "shards" / f"train-{shard:05d}.tfrecord").write_bytes(records.getvalue())
+    labels = [f"{('cat', 'dog')[n % 2]}/{n:04d}.jpg,{n % 2}" for n in range(24)]
+    (root / "labels.csv").write_text("\n".join(["image,label", *labels]))
     write_parquet(root / "parquet")
     (root / "spectra").mkdir()
     for number in range(16):

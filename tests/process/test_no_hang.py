@@ -77,7 +77,7 @@ def open_prefetcher(bodies: Bodies) -> Iterator[Open]:
     """Opens prefetchers over `bodies`; each reads one sample at a time unless told otherwise."""
     opened: list[Prefetcher] = []
 
-    def open_one(requests: int = 1, prepare: Callable[[Any], Any] | None = None) -> Prefetcher:
+    def open_one(requests: int = 1, prepare: Callable[[Any, int], Any] | None = None) -> Prefetcher:
         settings = ReadSettings(process_requests=requests)
         opened.append(Prefetcher(bodies, None, prepare=prepare, counters=Counters(), settings=settings))
         return opened[-1]
@@ -129,7 +129,7 @@ class Panic(BaseException):
 
 
 def test_panic_of_the_client_is_raised_at_the_consumer(open_prefetcher: Open) -> None:
-    def panic(body: Any) -> Any:
+    def panic(body: Any, index: int) -> Any:
         raise Panic("index out of bounds")
 
     prefetcher = open_prefetcher(prepare=panic)

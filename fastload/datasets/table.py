@@ -1,0 +1,385 @@
+"""A dataset whose samples are the rows of a table: its values, and the objects that it names.
+
+    row ─▶ values of the columns, from memory that all workers share ─────────┐
+     └───▶ objects ─▶ prefetcher (cache, store) ─▶ payloads ─▶ prepare steps ─┴─▶ sample or row of a batch
+
+An object is a number for the prefetcher: row * files of a sample + file.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from fastload.cache import Cache, as_cache
+from fastload.datasets.cache_forecast import Forecaster
+from fastload.datasets.columns import copy_value, ordinary_memory
+from fastload.datasets.fields_dataset import FieldsDataset
+from fastload.datasets.prepare_files import FilePrepareStep, Picture
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader
+from fastload.datasets.samples import SampleMaker
+from fastload.datasets.shape import Shape
+from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields
+from fastload.datasets.warm import Warmed, warm
+from fastload.errors import ArgumentError, FastloadError
+from fastload.fetch.prefetcher import Prefetcher
+from fastload.fetch.source import ObjectSource
+from fastload.images.by_epoch import all_transforms
+from fastload.images.crop import Crop
+from fastload.store import open_store
+from fastload.store.keyed_listing import Keys
+from fastload.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from fastload.datasets.table_columns import TableColumns  # needs pyarrow
+
+__all__ = ["TableDataset"]
+
+Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
+
+
+class TableDataset(FieldsDataset):
+    """A map-style dataset with one sample for each row of a table.
+
+    `fields` has the shape of a sample: a tuple gives tuples, a mapping gives dicts, nested or not. Each leaf
+    is the name of a column, or a `File` for an object whose key stands in the table.
+
+    Example::
+
+        from fastload import DataLoader, File, RandomResizedCrop, TableDataset
+
+        dataset = TableDataset(
+            "s3://bucket/labels.csv",  # image,label
+            (File("image"), "label"),
+            url="s3://bucket/train",
+            transform=RandomResizedCrop(224, flip=0.5),
+            cache="/ssd/cache",
+        )
+        for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
+            images.shape, labels.shape  # (256, 3, 224, 224) uint8, (256,) int64
+
+    The values of a column are bool, int, float, str or bytes. A list of numbers is a numpy array of the
+    column's dtype, and lists of lists of one length are one array, such as boxes (k, 4). Columns stay in
+    memory that all workers share. Only objects are cached, each under its own key, as in `ObjectDataset`.
+
+    Args:
+        table: the path or URL of a CSV, JSON lines or Parquet file; an Arrow table; a data frame of pandas,
+            polars or another library that speaks Arrow; a list of dicts; or a dict of columns.
+        fields: the shape of a sample.
+        url: what the keys of the objects are relative to. "": the keys are full URLs.
+        transform: a fused transform, for the one image of a sample; a dict {name: fused transform, or
+            function of that value}; or a function of the whole sample. A value's name is its key in a
+            mapping, else its column (the last one of a pattern). Of two with one name, the second is
+            "name (2)".
+        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch. An object that
+            several rows name is kept once.
+        storage_options: for `open_store`: of `url`, and of a `table` that is a URL.
+        refresh: look the objects up again although the cache has an earlier listing.
+        on_change: as in `ObjectDataset`.
+
+    Raises:
+        ArgumentError: a column is missing or has nulls; the table is of another kind than its name; pyarrow
+            is not installed.
+        NotFoundError: there is no table, or a key has no object.
+        AccessDeniedError, StoreError: as in `ObjectDataset`.
+    """
+
+    settled: ClassVar[frozenset[str]] = FieldsDataset.settled | {"fields"}
+
+    def __init__(
+        self,
+        table: Any,
+        fields: Any,
+        *,
+        url: str | os.PathLike[str] = "",
+        transform: Transform = None,
+        cache: Cache | str | os.PathLike[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
+        on_change: str = "error",
+    ) -> None:
+        if on_change not in ("error", "refresh"):
+            raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
+        super().__init__(os.fspath(url), None)
+        self.fields = fields
+        self.on_change = on_change
+        kept_in = as_cache(cache)
+        self._shape = Shape(fields, (str, File), _name_of)
+        self._files = [
+            FileLeaf(
+                name, leaf, FilePrepareStep(kept_in, leaf.decode, leaf.fingerprint, _of(name, transform))
+            )
+            for name, leaf in self._shape.leaves.items()
+            if isinstance(leaf, File)
+        ]
+        of_objects = {"url": self.url, "cache": kept_in}
+        if not isinstance(table, str | os.PathLike):
+            of_objects["storage_options"] = storage_options
+        given = [name for name, value in of_objects.items() if value]
+        if given and not self._files:
+            raise ArgumentError(
+                f"{given[0]}= is for objects, and fields has none: write File('image') for the objects that "
+                "the column 'image' names"
+            )
+        self.transform = transform
+        self._read(table, storage_options or {}, None if kept_in is None else kept_in.manifests, refresh)
+        kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
+        self.cache = kept_in if kept else None
+
+    def _read(self, table: Any, options: dict[str, Any], directory: Any, refresh: bool) -> None:
+        """Read the columns of the table, and look up the objects that it names."""
+        if find_spec("pyarrow") is None:
+            raise ArgumentError(
+                "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
+            )
+        from fastload.datasets.table_columns import TableColumns
+        from fastload.datasets.table_files import read_table
+        from fastload.datasets.table_keys import object_keys
+
+        values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
+        named = {column for leaf in self._files for column in leaf.file.columns}
+        table_is_remote = isinstance(table, str) and "://" in table
+        of_table = options if table_is_remote or not self._files else {}
+        found = read_table(table, sorted(named | set(values.values())), named, of_table)
+        if not found.num_rows:
+            raise ArgumentError("the table has no rows")
+        self._count: int = found.num_rows
+        self._columns = None
+        if values:
+            self._columns = TableColumns.of(found.select(list(values.values())).rename_columns(list(values)))
+        if self._files:
+            root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url)
+            self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
+            self._distinct = len(set(keys))
+            self._manifest = Manifest.open(self._store, directory=directory, refresh=refresh, keys=Keys(keys))
+
+    def __fingerprint__(self) -> dict[str, Any]:
+        """No sample depends on what the maker remembers: see `datasets.fingerprint`."""
+        return {name: value for name, value in self.__getstate__().items() if name != "_maker"}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        where = f"{self._store.url!r}, " if self._files else ""
+        cache = "" if self.cache is None else f", cache={self.cache!r}"
+        return f"{type(self).__name__}({where}{self._count:,} samples, fields={self.fields!r}{cache})"
+
+    def key(self, index: int) -> str:
+        """The key of a sample's first object, relative to `url`; of a sample without objects "row N"."""
+        return super().key(index)
+
+    def payload(self, index: int) -> list[Any]:
+        """The bytes of a sample's objects as the cache keeps them. It raises what `dataset[index]` raises."""
+        return self._get(self._record(index))
+
+    def cache_key(self, index: int) -> bytes:
+        """The key under which the cache has a sample's first object.
+
+        Raises:
+            ArgumentError: the dataset has no cache.
+        """
+        return super().cache_key(index)
+
+    def contains(self, index: int) -> bool:
+        """Whether the cache has all objects of a sample. Does not count as a miss. Raises as `cache_key`."""
+        self.cache_key(index)
+        return all(self._cache_has(self._object_key(one)) for one in self._objects(self._record(index)))
+
+    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
+        """As `ObjectDataset.warm`, with an outcome for each object of a sample."""
+        if self.cache is None:
+            raise ArgumentError(
+                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said "
+                "that nothing is cached)"
+            )
+        source = ObjectSource(self._store, self._manifest, key=self._object_key)
+        prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
+        objects = (one for index in indices for one in self._objects(self._record(index)))
+        outcomes = warm(objects, self.cache, prefetcher, key=self._object_key, size=self._manifest.size)
+        return (outcome._replace(sample=outcome.sample // len(self._files)) for outcome in outcomes)
+
+    def outstanding(self) -> int:
+        return -(-super().outstanding() // max(1, len(self._files)))
+
+    # --- RowDataset
+
+    def prefetch(self, indices: Iterable[int]) -> None:
+        objects = [one for index in indices for one in self._objects(self._record(index))]
+        if objects:
+            self._prefetchers.get().request(objects, current_reader.get())
+
+    def cancel(self, indices: Iterable[int]) -> None:
+        prefetcher = self._prefetchers.peek()
+        if prefetcher is not None:  # else nothing is under way
+            prefetcher.cancel([one for index in indices for one in self._objects(self._record(index))])
+
+    def new_batch(self, n: int, allocate: Allocate) -> Any | None:
+        if self._flat is None:
+            return super().new_batch(n, allocate)
+        return None if allocate is ordinary_memory else self._flat.new_batch(n, allocate)
+
+    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
+        if self._flat is None:
+            return super().fill(batch, todo, seed, epoch)
+        self._flat.fill(batch, [row for row, _ in todo], [self._record(index) for _, index in todo])
+        self.counters.add("decode.samples", len(todo))
+        return []
+
+    def sample(self, batch: Any, row: int) -> Any:
+        if self._flat is None:
+            return super().sample(batch, row)
+        values = {name: column[row] for name, column in batch.items()}
+        numbers = {name: one.item() for name, one in values.items() if isinstance(one, torch.Tensor)}
+        return self._shape.sample(values | numbers)
+
+    def finish_batch(self, batch: Any) -> Any:
+        """See `fastload.datasets.protocols.finish_batch`."""
+        return super().finish_batch(batch) if self._flat is None else self._shape.batch(batch)
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        if self._flat is None:
+            super().copy_row(batch, target, source)
+            return
+        for column in batch.values():
+            copy_value(column, target, source)
+
+    # --- what `StoreDataset` and `FieldsDataset` ask for
+
+    def _new_maker(self, transform: Transform) -> SampleMaker:
+        maker = SampleMaker(RowFields(), False, transform, self._shape)
+        self._check_transform(transform)
+        return maker
+
+    def _source(self) -> ObjectSource:
+        return ObjectSource(self._store, self._manifest, key=self._object_key, on_change=self.on_change)
+
+    def _record(self, index: int) -> int:
+        """The row of an index."""
+        index = operator.index(index)  # two tensors of one number are not one key
+        if not -self._count <= index < self._count:
+            raise IndexError(f"index {index} is out of range for the {self._count:,} rows of the table")
+        return index % self._count
+
+    def _name(self, record: int) -> str:
+        return self._manifest.key(self._objects(record)[0]) if self._files else f"row {record}"
+
+    def _cache_key(self, record: int) -> bytes:
+        return self._object_key(self._objects(record)[0])
+
+    def _new_prefetcher(self) -> Prefetcher:
+        prepare = self._preparer()
+        if self.cache is not None:
+            n, distinct = len(self._manifest), self._distinct
+            forecaster = Forecaster(
+                self.cache,
+                distinct,
+                self._manifest.total_bytes * distinct // n,
+                lambda number: self._cache_has(self._object_key(number * n // distinct)),
+            )
+            prepare = forecaster.watch(prepare)
+        return Prefetcher(self._source(), self.cache, prepare=prepare, counters=self.counters)
+
+    def _preparer(self) -> Callable[[Any, int], Any] | None:
+        steps = [leaf.step.prepare for leaf in self._files]
+        if None in steps:  # in cache mode "raw", which is the same for all
+            return None
+        return lambda payload, one: steps[one % len(steps)](payload, self._manifest.key(one))  # type: ignore[misc]
+
+    def _get(self, record: int) -> list[Any]:
+        """The payloads of a row's objects."""
+        payloads: list[Any] = []
+        objects = self._objects(record)
+        for one in objects:
+            try:
+                payloads.append(self._prefetchers.get().get(one))
+            except BaseException as error:
+                self._prefetchers.get().cancel(range(one + 1, objects.stop))
+                if isinstance(error, FastloadError):
+                    error.key = self._object_name(one)
+                raise
+        return payloads
+
+    def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Row:
+        """A row's payloads, and its values in the table -> the fields of a sample."""
+        row = Row({} if self._columns is None else self._columns.row(record))
+        for one, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
+            try:
+                value = leaf.step.restore(content, self._manifest.key(one), readonly=readonly)
+            except FastloadError as error:
+                error.key = self._object_name(one)
+                raise
+            if type(value) is Picture:
+                row.images.append(leaf.name)
+                value = value.source
+            row[leaf.name] = value
+        return row
+
+    @property
+    def _flat(self) -> TableColumns | None:
+        """The columns, where they alone make the samples: a batch is then written column by column."""
+        flat = (
+            not self._files and self._transform is None and self._columns is not None and self._columns.flat
+        )
+        return self._columns if flat else None
+
+    # --- objects
+
+    def _objects(self, row: int) -> range:
+        """The objects of a row, in the order of the fields."""
+        return range(row * len(self._files), (row + 1) * len(self._files))
+
+    def _object_key(self, one: int, version: str | None = None) -> bytes:
+        """The cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
+        assert self.cache is not None
+        manifest, step = self._manifest, self._files[one % len(self._files)].step
+        version = manifest.version(one) if version is None else version
+        return self.cache.key(self._store.identity, manifest.key(one), version, *step.key)
+
+    def _object_name(self, one: int) -> str:
+        """An object in error messages."""
+        row, number = divmod(one, len(self._files))
+        return f"{self._manifest.key(one)} ({self._files[number].name} of row {row})"
+
+    def _check_transform(self, transform: Transform) -> None:
+        """Refuse a transform that names what no sample has, a fused one without an image of its own, and one
+        that needs more of an image than the cache keeps.
+
+        Raises:
+            ArgumentError: it does.
+        """
+        names = list(self._shape.leaves)
+        images = [leaf.name for leaf in self._files if leaf.file.decode is None]
+        if isinstance(transform, Mapping):
+            for name, part in transform.items():
+                if name not in names:
+                    raise ArgumentError(
+                        f"transform names {name!r}, and the values of a sample are {', '.join(names)}"
+                    )
+                if _is_fused(part) and not isinstance(self._shape.leaves[name], File):
+                    raise ArgumentError(f"transform[{name!r}] takes an image: write File({name!r}) in fields")
+        elif _is_fused(transform) and len(images) != 1:
+            raise ArgumentError(
+                f"transform takes one image, and fields has {len(images)} objects without decode=: name the "
+                "image, as in transform={'image': RandomResizedCrop(224)}"
+            )
+        for leaf in self._files:
+            leaf.step.check_transform(_of(leaf.name, transform))
+
+
+def _name_of(leaf: str | File) -> str:
+    return leaf if isinstance(leaf, str) else leaf.columns[-1]
+
+
+def _of(name: str, transform: Transform) -> Callable[[Any], Any] | None:
+    """The transform of one value; that of the whole sample is the one of its image too."""
+    return transform.get(name) if isinstance(transform, Mapping) else transform
+
+
+def _is_fused(transform: Any) -> bool:
+    return any(isinstance(one, Crop) for one in all_transforms(transform))

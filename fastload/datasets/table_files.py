@@ -1,0 +1,266 @@
+"""The table of a `TableDataset` as Arrow columns: from a file, a data frame, rows or columns.
+
+    .csv .tsv                  a line a row, the first one names the columns; quoted text may have line ends
+    .jsonl .ndjson .json       a JSON object a line, or one JSON array of objects
+    .parquet .pq               Apache Parquet
+
+CSV and JSON may be compressed by gzip. The content of a file has to be what its name says.
+
+A file is parsed in a child process, which takes Arrow's threads and the file's bytes with it when it ends.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fastload.datasets.table_columns import mapped_table, write_table
+from fastload.errors import ArgumentError, NotFoundError
+from fastload.formats.compression import kind_of
+from fastload.metrics.platform import why_not_linux
+from fastload.store import open_store
+from fastload.store.child import run_in_child
+from fastload.store.client_process import clients_live_here
+from fastload.store.shared_file import SharedFile
+from fastload.store.translate import redacted
+
+__all__ = ["read_table"]
+
+_KINDS = {
+    "csv": "CSV",
+    "tsv": "CSV",
+    "jsonl": "JSON",
+    "ndjson": "JSON",
+    "json": "JSON",
+    "parquet": "Parquet",
+    "pq": "Parquet",
+}
+_NAMES = "a table's name ends in .csv, .tsv, .jsonl, .ndjson, .json or .parquet (.gz behind it is accepted)"
+_BOM = b"\xef\xbb\xbf"
+_JSON = re.compile(rb'\s*(\{\s*["}]|\[\s*[{\]])')
+_MOST = 1 << 30  # bytes that are parsed as one block: types are then inferred from all rows
+_SHOWN = 20  # columns in a message
+_BAD = (pa.ArrowException, TypeError, ValueError, OverflowError)
+
+
+def read_table(table: Any, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
+    """These columns of a table, as a `pyarrow.Table`.
+
+    Args:
+        table: a URL or path; anything that Arrow knows as a table; a pandas DataFrame; rows as mappings; or a
+            mapping of columns.
+        columns: their names, each once.
+        text: those among them that are text whatever they look like in a CSV file, such as "0001".
+        options: of the store of a path or URL.
+
+    Raises:
+        ArgumentError: a column is missing, the table is of another kind than its name, or it is damaged.
+        NotFoundError, StoreError: it cannot be read.
+    """
+    if isinstance(table, str | os.PathLike):
+        return _from_file(os.fspath(table), columns, text, options)
+    if type(table).__module__.partition(".")[0] == "pandas":
+        return _from_pandas(table, columns)
+    if isinstance(table, pa.Table | pa.RecordBatch) or hasattr(table, "__arrow_c_stream__"):
+        found = pa.table(table) if not isinstance(table, pa.RecordBatch) else pa.Table.from_batches([table])
+        _check_columns(found.column_names, columns, "the table")
+        return found.select(columns)
+    if isinstance(table, Mapping):
+        _check_columns(list(table), columns, "the table")
+        return _joined({name: _array(name, table[name]) for name in columns})
+    if isinstance(table, Sequence):
+        return _from_rows(table, columns, "the table")
+    raise ArgumentError(
+        "table must be the path or URL of a file, a data frame, an Arrow table, a list of dicts or a dict of "
+        f"columns, found a {type(table).__name__}"
+    )
+
+
+# --- files
+
+
+def _from_file(url: str, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
+    directory, slash, name = url.rpartition("/")
+    ending = name.lower().removesuffix(".gz").rpartition(".")[2]
+    if ending not in _KINDS:
+        raise ArgumentError(
+            f"table {redacted(url)!r}: {_NAMES}. Read other files yourself, and pass the data frame"
+        )
+    store = open_store(directory or slash or ".", **options)
+
+    def write(descriptor: int) -> None:
+        def work(report: Any) -> None:
+            try:
+                data = memoryview(store.read(name))
+            except NotFoundError:
+                where = redacted(url)
+                raise NotFoundError(f"there is no table {where!r}: check its path or URL") from None
+            write_table(descriptor, _parsed(data, redacted(url), ending, columns, text))
+
+        if clients_live_here() or why_not_linux():
+            work(None)
+        else:
+            run_in_child(work, lambda count: None)
+
+    return mapped_table(SharedFile.written("fastload-table", write))
+
+
+def _parsed(data: memoryview, url: str, ending: str, columns: Sequence[str], text: Collection[str]) -> Any:
+    kind = _KINDS[ending]
+    if kind_of(data) == "gzip":
+        try:
+            data = memoryview(gzip.decompress(data))
+        except (OSError, EOFError, zlib.error) as error:
+            raise ArgumentError(f"table {url!r} is cut or damaged: {error}") from error
+    if data[:3] == _BOM:
+        data = data[3:]
+    found = _kind_of(data)
+    if found != kind and not (kind == "CSV" and not found):
+        raise ArgumentError(
+            f"table {url!r} is named as {kind}, and its content is {found or 'something else'}: {_NAMES}"
+        )
+    try:
+        if kind == "CSV":
+            return _from_csv(data, "\t" if ending == "tsv" else ",", url, columns, text)
+        return (_from_json if kind == "JSON" else _from_parquet)(data, url, columns)
+    except ArgumentError:
+        raise
+    except _BAD as error:
+        raise ArgumentError(
+            f"table {url!r} cannot be read as {kind}: {error}. Mend it, or pass the data frame that "
+            "another program reads"
+        ) from error
+
+
+def _kind_of(data: memoryview) -> str:
+    """ "Parquet", "JSON", "HTML or XML", what it is compressed by, or "" for anything else."""
+    head = bytes(data[:512])
+    if head.startswith(b"PAR1"):
+        return "Parquet"
+    if _JSON.match(head):
+        return "JSON"
+    if re.match(rb"\s*<[!?a-zA-Z]", head):
+        return "HTML or XML"
+    return kind_of(data)
+
+
+def _from_csv(
+    data: memoryview, delimiter: str, url: str, columns: Sequence[str], text: Collection[str]
+) -> Any:
+    from pyarrow import csv
+
+    reading = csv.ReadOptions(block_size=min(max(len(data), 1), _MOST))
+    parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    header = csv.open_csv(pa.BufferReader(data[: _header_end(data)]), parse_options=parsing).schema.names
+    _check_columns(header, columns, f"table {url!r}")
+    types = {name: pa.string() for name in text}
+    converting = csv.ConvertOptions(include_columns=list(columns), column_types=types)
+    return csv.read_csv(pa.BufferReader(data), reading, parsing, converting)
+
+
+def _header_end(data: memoryview) -> int:
+    """Where the first line ends that closes its quotes."""
+    quotes, at = 0, 0
+    for line in bytes(data[: 1 << 20]).splitlines(keepends=True):
+        quotes, at = quotes + line.count(b'"'), at + len(line)
+        if quotes % 2 == 0:
+            return at
+    return len(data)
+
+
+def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
+    from pyarrow import json as lines
+
+    what = f"table {url!r}"
+    if bytes(data[:512]).lstrip().startswith(b"["):
+        return _from_rows(json.loads(bytes(data)), columns, what)
+    reading = lines.ReadOptions(block_size=min(max(len(data), 1), _MOST))
+    found = lines.read_json(pa.BufferReader(data), reading)
+    _check_columns(found.column_names, columns, what)
+    return found.select(columns)
+
+
+def _from_parquet(data: memoryview, url: str, columns: Sequence[str]) -> Any:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(pa.BufferReader(data))
+    _check_columns(file.schema_arrow.names, columns, f"table {url!r}")
+    return file.read(columns=list(columns))
+
+
+# --- what is in memory already
+
+
+def _from_pandas(table: Any, columns: Sequence[str]) -> Any:
+    _check_columns([str(name) for name in table.columns], columns, "the data frame")
+    # As an array of numpy, or Arrow would make nulls of NaN.
+    plain = {name: getattr(table[name].dtype, "kind", "") == "f" for name in columns}
+    series = {name: table[name] for name in columns}
+    return _joined(
+        {name: _array(name, one.to_numpy() if plain[name] else one) for name, one in series.items()}
+    )
+
+
+def _from_rows(rows: Any, columns: Sequence[str], what: str) -> Any:
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ArgumentError(f"row {number:,} of {what} must be a dict, found {row!r:.60}")
+        missing = next((name for name in columns if name not in row), None)
+        if missing is not None:
+            raise ArgumentError(
+                f"row {number:,} of {what} has no {missing!r}: it has {_listed(list(map(str, row)), missing)}"
+            )
+    return _joined({name: _array(name, [row[name] for row in rows]) for name in columns})
+
+
+def _joined(columns: Mapping[str, Any]) -> Any:
+    try:
+        return pa.table(dict(columns))
+    except _BAD as error:
+        raise ArgumentError(f"the columns of the table do not go together: {error}") from error
+
+
+def _array(name: str, values: Any) -> Any:
+    """The values of one column in Arrow's memory; arrays of more than one dimension as lists of numbers."""
+    try:
+        if isinstance(values, pa.Array | pa.ChunkedArray):
+            return values
+        if hasattr(values, "detach"):
+            values = values.detach().cpu().numpy()
+        if isinstance(values, np.ndarray) and values.ndim > 1:
+            flat = pa.array(values.reshape(-1))
+            for size in reversed(values.shape[1:]):
+                flat = pa.FixedSizeListArray.from_arrays(flat, size)
+            return flat
+        if isinstance(values, list | tuple):  # of arrays and tensors, perhaps
+            values = [one.tolist() if hasattr(one, "tolist") else one for one in values]
+        return pa.array(values)
+    except _BAD as error:
+        raise ArgumentError(f"column {name!r} of the table has values of no one type: {error}") from error
+
+
+# --- columns
+
+
+def _check_columns(names: Sequence[str], wanted: Sequence[str], what: str) -> None:
+    for name in wanted:
+        count = names.count(name)
+        if count == 0:
+            raise ArgumentError(f"fields names the column {name!r}, and {what} has {_listed(names, name)}")
+        if count > 1:
+            raise ArgumentError(f"{what} has {count} columns {name!r}: rename all but one")
+
+
+def _listed(names: Sequence[str], wanted: str) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    near = difflib.get_close_matches(wanted, names, 1)
+    return f"{shown or 'none'}{f': did you mean {near[0]!r}?' if near else ''}"
