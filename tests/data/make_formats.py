@@ -25,6 +25,13 @@ import numpy as np
 from PIL import Image
 
 COUNT = 7
+NUMBERED = 24  # photos of one colour each, which tells their number: for tests/store/test_shapes.py
+
+
+def numbered(number: int) -> Image.Image:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 24), (8 * number + 4,) * 3).save(file, "JPEG")
+    return Image.open(file)
 
 
 def describe(value: Any) -> Any:
@@ -129,6 +136,11 @@ def make_mds(folder: Path) -> None:
             local=local or str(out), remote=str(out) if local else None, shuffle=False, batch_size=1
         )
         save(folder, name, [found[number] for number in range(COUNT)])
+    with MDSWriter(
+        out=str(folder / "mds-numbered"), columns={"image": "jpeg", "label": "int"}, size_limit=6_000
+    ) as w:
+        for number in range(NUMBERED):
+            w.write({"image": numbered(number), "label": number})
     with MDSWriter(out=str(folder / "mds-pkl"), columns={"thing": "pkl", "label": "int"}) as w:
         for number in range(2):
             w.write({"thing": {1, number}, "label": number})
@@ -171,6 +183,10 @@ def lit_photo(number: int) -> Any:
     return {"image": Image.open(io.BytesIO(encoded(number))), "label": number}
 
 
+def lit_numbered(number: int) -> Any:
+    return (numbered(number), number)
+
+
 def rgb_tensor(data: bytes) -> Any:
     import torch
 
@@ -210,6 +226,11 @@ def make_litdata(folder: Path) -> None:
                 shutil.copytree(folder / name, copy, dirs_exist_ok=True)
                 found = litdata.StreamingDataset(copy, shuffle=False)
                 save(folder, name, [found[number] for number in range(COUNT)])
+    cache = Cache(str(folder / "lit-numbered"), chunk_size=7)
+    for number in range(NUMBERED):
+        cache[number] = lit_numbered(number)
+    cache.done()
+    cache.merge()
 
 
 # --- FFCV
@@ -233,6 +254,14 @@ class BetonSamples:
             {"number": number},
             torch.full((3,), number / 2),
         )
+
+
+class NumberedSamples:
+    def __len__(self) -> int:
+        return NUMBERED
+
+    def __getitem__(self, number: int) -> Any:
+        return np.asarray(numbered(int(number))), int(number)
 
 
 def make_beton(folder: Path) -> None:
@@ -269,6 +298,13 @@ def make_beton(folder: Path) -> None:
         )
     (folder / "fields.json").write_text(json.dumps(found) + "\n")
     (folder / "fields.beton.gz").write_bytes(gzip.compress(trimmed(path.read_bytes()), mtime=0))
+    path.unlink()
+    path = folder / "numbered.beton"
+    kinds = {"image": fields.RGBImageField(write_mode="jpg"), "label": fields.IntField()}
+    DatasetWriter(str(path), kinds, page_size=1 << 21, num_workers=1).from_indexed_dataset(
+        NumberedSamples(), chunksize=2
+    )
+    (folder / "numbered.beton.gz").write_bytes(gzip.compress(trimmed(path.read_bytes()), mtime=0))
     path.unlink()
 
 
