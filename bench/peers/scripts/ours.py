@@ -1,7 +1,6 @@
-"""fastload: mode "SOURCE MODE", SOURCE one of files, s3, tar, tfrecord, MODE that of the cache or none.
+"""fastload: mode "SOURCE MODE", SOURCE one of files, s3, tfrecord, MODE that of the cache or none.
 
-SOURCE mds, litdata or NAME.beton: what their own scripts wrote, on the S3 server in a first epoch, else on
-the local disk.
+SOURCE also table, pair, tar, parquet, mixture and what the scripts of others wrote: mds, litdata, beton.
 
 First epochs without a cache share one dataset, listed at the start, as others' do; those that fill a cache
 begin with an empty one, and so list the bucket within their time. "memory MODE" decodes what the cache would
@@ -18,10 +17,14 @@ from fastload import (
     BetonDataset,
     Cache,
     DataLoader,
+    File,
     ImageFolder,
     LitDataset,
     MDSDataset,
+    Mixture,
+    ParquetDataset,
     RandomResizedCrop,
+    TableDataset,
     TarDataset,
     TFRecordDataset,
 )
@@ -33,20 +36,27 @@ def dataset(job, source, cache):
     if source == "files":
         return ImageFolder(job.folder, crop, cache=cache)
     access = {"endpoint_url": job.endpoint, "key": job.key, "secret": job.secret}
+    options = {"cache": cache, "storage_options": access}
     if source == "s3":
-        return ImageFolder(f"s3://{job.bucket}/", crop, cache=cache, storage_options=access)
-    if source in ("mds", "litdata") or source.endswith(".beton"):
-        reader = {"mds": MDSDataset, "litdata": LitDataset}.get(source, BetonDataset)
-        place = beside(job, source)
-        options = {"fields": ("image", "label"), "transform": crop, "cache": cache}
-        if job.later:
-            return reader(place, **options)
-        return reader(f"s3://{os.path.basename(place)}", storage_options=access, **options)
-    url = f"s3://{os.path.basename(beside(job, source))}/"
-    options = {"transform": crop, "cache": cache, "storage_options": access, "index": False}
+        return ImageFolder(f"s3://{job.bucket}/", crop, **options)
+    pairs = f"s3://{job.bucket}-pairs"
+    if source == "table":
+        fields = (File("image"), "label")
+        return TableDataset(f"{pairs}/table.csv", fields, url=pairs, transform=crop, **options)
+    if source == "pair":
+        mask = RandomResizedCrop(job.size, flip=0.5, interpolation="nearest", channels=1)
+        fields, crops = (File("image"), File("mask")), {"image": crop, "mask": mask}
+        return TableDataset(f"{pairs}/table.csv", fields, url=pairs, transform=crops, **options)
+    if source == "mixture":
+        parts = [dataset(job, part, cache) for part in ("s3", "litdata", "mds")]
+        return Mixture(parts, [1, 1, 1], num_samples=len(parts[0]))
+    url = f"s3://{os.path.basename(beside(job, source))}"
     if source == "tar":
-        return TarDataset(url, **options)
-    return TFRecordDataset(url, {"image": bytes, "label": int}, **options)
+        return TarDataset(url, fields=("jpg", "cls"), transform=crop, index=False, **options)
+    if source == "tfrecord":
+        return TFRecordDataset(url, {"image": bytes, "label": int}, transform=crop, index=False, **options)
+    reader = {"parquet": ParquetDataset, "mds": MDSDataset, "litdata": LitDataset}.get(source, BetonDataset)
+    return reader(url, fields=("image", "label"), transform=crop, **options)
 
 
 def start(job):

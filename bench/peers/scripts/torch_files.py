@@ -4,8 +4,9 @@
 """torch's DataLoader with torchvision's ImageFolder over local files, decoded by pillow-simd."""
 
 from peer_side import epochs, serve, torch_loader
-from torchvision import transforms
 from torchvision_on_cpu import torchvision
+
+transforms = torchvision.transforms
 
 
 def start(job):
