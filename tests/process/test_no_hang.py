@@ -351,7 +351,7 @@ def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
     next(iterator)
     pool = ReadPool(1, Counters())
     source = iterator._executor._source
-    close, source.close_streams = source.close_streams, pool.close
+    close, source.end_iteration = source.end_iteration, pool.close
     locked, over = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -365,7 +365,7 @@ def test_an_iterator_is_let_go_in_a_fork(tmp_path: Path) -> None:
     assert forked(iterator.__del__)
     over.set()
     thread.join()
-    source.close_streams = close
+    source.end_iteration = close
 
 
 # --- workers ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 from fastload import Cache, DataLoader, ObjectDataset
 from fastload.cache import inflight as claims
 from fastload.cache.inflight import InflightLocks
+from fastload.datasets.warm import Warmed
 from fastload.demo.photos import make_dataset
 from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import WorkerError
@@ -272,11 +273,11 @@ def test_warming_leaves_to_others_what_they_read(tmp_path: Path) -> None:
     first, second = dataset.cache_key(0), dataset.cache_key(1)
     assert other.lock(first) and other.lock(second)
     outcomes = dataset.warm(range(3))
-    assert next(outcomes) == (2, "stored", 100, "")
+    assert next(outcomes) == Warmed(2, "stored", 100)
     assert dataset.cache is not None
     dataset.cache.write(first, b"a" * 100)  # by the other run; its lock on the second ends with it
     dataset.cache.flush()
     other.close()
-    assert sorted(outcomes) == [(0, "present", 0, ""), (1, "stored", 100, "")]
+    assert sorted(outcomes) == [Warmed(0, "present"), Warmed(1, "stored", 100)]
     dataset.close()
     os.close(fd)
