@@ -194,7 +194,16 @@ class RowGroups:
 
 
 def _columns(table: Any) -> dict[str, list[Any]]:
-    return {name: column_values(table[name]) for name in table.column_names}
+    columns = {}
+    for name in table.column_names:
+        try:
+            columns[name] = column_values(table[name])
+        except UnicodeDecodeError as error:  # Arrow does not look into texts
+            raise DecodeError(
+                f"column {name!r} has a text that is not UTF-8 ({error}), in its row group: write it as "
+                "binary, or leave it out with fields="
+            ) from error
+    return columns
 
 
 class RowGroupReader:

@@ -345,6 +345,32 @@ def test_damaged_row_group_is_an_error_of_each_of_its_rows(tmp_path: Path) -> No
         data[14]
 
 
+def test_text_that_is_no_utf8_is_an_error_of_its_row_group(tmp_path: Path) -> None:
+    wrong = pa.array([b"fine", b"\xff"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, wrong.buffers())
+    data = one(tmp_path, parquet({"text": text, "n": [0, 1]}, row_group_size=1))
+    assert data[0]["text"] == "fine"
+    with pytest.raises(DecodeError, match="column 'text' has a text that is not UTF-8"):
+        data[1]
+    assert one(tmp_path, parquet({"text": text, "n": [0, 1]}), fields="n")[1] == 1
+
+
+@pytest.mark.parametrize("rows", [-5, 10**15])
+def test_impossible_number_of_rows_is_refused_before_memory_is_taken(tmp_path: Path, rows: int) -> None:
+    def varint(number: int) -> bytes:
+        zigzag, out = (number << 1 ^ number >> 63) & (1 << 64) - 1, bytearray()
+        while zigzag > 127:
+            out.append(zigzag & 127 | 128)
+            zigzag >>= 7
+        return bytes([*out, zigzag])
+
+    data = parquet({"n": pa.array(range(12345), pa.int32())}, 99999, store_schema=False)
+    size = int.from_bytes(data[-8:-4], "little")
+    footer = data[-8 - size : -8].replace(varint(12345), varint(rows))
+    with pytest.raises(DecodeError, match=f"the footer tells of {rows:,} rows"):
+        one(tmp_path, data[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+
 def test_missing_column_is_named(url: str) -> None:
     with pytest.raises(ArgumentError, match=r"fields names 'target'.*no column.*image, label, name"):
         ParquetDataset(url, ("image", "target"))
