@@ -25,6 +25,7 @@ from fastload.formats.parquet import (
     TAIL,
     column_ranges,
     footer_size,
+    leaf_columns,
     parse_footer,
     read_row_group,
     statistics,
@@ -186,7 +187,8 @@ class ParquetFiles:
         told = [metadata.row_group(group).num_rows for group in count]
         _check_rows(told, shard.size)
         rows = np.array(told, np.int64)
-        sizes = [column_ranges(metadata, group, wanted, shard.size, footer)[1] for group in count]
+        leaves = leaf_columns(metadata, wanted)
+        sizes = [column_ranges(metadata, group, leaves, shard.size, footer)[1] for group in count]
         chosen = None
         if self._filter is not None:
             chosen = self._choose(
@@ -198,9 +200,10 @@ class ParquetFiles:
         """The numbers of the rows that pass the filter. Reads the row groups that may have any."""
         assert self._filter is not None
         found, first = [np.empty(0, np.int64)], 0
+        leaves = {column: leaf_columns(metadata, [column]) for column in self._filter.columns}
         for group in range(metadata.num_row_groups):
             rows = metadata.row_group(group).num_rows
-            if rows and self._filter.may_pass(partial(statistics, metadata, group)):
+            if rows and self._filter.may_pass(partial(statistics, metadata, group, leaves)):
                 found.append(np.flatnonzero(self._filter.mask(read(group))) + first)
             first += rows
         return np.concatenate(found)
@@ -270,7 +273,7 @@ def _check_rows(rows: list[int], size: int) -> None:
 
 
 def _table(store: Store, shard: Shard, metadata: Any, footer: int, columns: Sequence[str], group: int) -> Any:
-    ranges, _ = column_ranges(metadata, group, columns, shard.size, footer)
+    ranges, _ = column_ranges(metadata, group, leaf_columns(metadata, columns), shard.size, footer)
     pieces = [(start, store.read_range(shard.key, start, stop, shard.version)) for start, stop in ranges]
     return read_row_group(metadata, group, columns, pieces, shard.size)
 

@@ -20,7 +20,7 @@ from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.source import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.packed_row import dump_row
-from fastload.formats.parquet import Ranges, column_ranges, parse_footer, read_row_group
+from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
@@ -137,8 +137,9 @@ class RowGroups:
     def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
         """The bytes of a row group to read, in pieces."""
         file, size = self._files.files[shard], self._shards[shard].size
-        columns = self._files.columns
-        whole, _ = column_ranges(self._metadata(shard, wait), group, columns, size, file.footer)
+        metadata = self._metadata(shard, wait)
+        leaves = leaf_columns(metadata, self._files.columns)
+        whole, _ = column_ranges(metadata, group, leaves, size, file.footer)
         return [
             (start + first, start + last)
             for start, stop in whole
