@@ -156,6 +156,8 @@ class LitDataset(ShardDataset):
             told = parse_index(found)
         except DecodeError as error:
             raise ArgumentError(f"{root!r}: {error.message}") from None
+        if told.compression:
+            zstd()  # missing, it would be an error of each sample
         if fields is None and told.tree is None:
             raise ArgumentError(
                 f"{root!r}: its samples have a structure of other than dicts, lists and tuples: name their "

@@ -287,6 +287,7 @@ def test_nulls_pass_no_comparison(tmp_path: Path) -> None:
         ([("label", "in", 3)], "give a list, tuple or set"),
         ([("colour", "=", 3)], "filters names 'colour'.*it has image, label"),
         ([("label", "=", "three")], "compares column 'label', which is int64, with 'three'"),
+        ([("label", "<", np.arange(2))], "compares column 'label', which is int64, with array"),
     ],
     ids=str,
 )
