@@ -73,6 +73,7 @@ class RowGroups:
         self._lock = threading.Lock()  # of both
         self._decoding = threading.Lock()
         self._read_once: set[tuple[int, int]] = set()  # for a row alone
+        self._damaged: dict[tuple[int, int], str] = {}  # of these, why; each process looks once
         self._warned = False
         self._recent: dict[tuple[int, int], Rows] = {}  # (shard, row group), of which a row alone was read
         self._recent_lock = threading.Lock()
@@ -98,13 +99,19 @@ class RowGroups:
             rows = self._recent.get((shard, group))
             if rows is not None:
                 return rows, False
+            if (shard, group) in self._damaged:
+                raise DecodeError(self._damaged[shard, group])
             self._make_room(int(self._files.files[shard].sizes[group]))
             self._warn_of_rereads(shard, group)
             pieces = [
                 (start, self.read_range(shard, wait, start, stop))
                 for start, stop in self.ranges(shard, group, wait)
             ]
-            rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+            try:
+                rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+            except DecodeError as error:
+                self._damaged[shard, group] = error.message
+                raise
             return rows, True
 
     def _make_room(self, size: int) -> None:

@@ -237,6 +237,19 @@ def test_row_group_is_read_once_for_neighbours() -> None:
         assert server.count("part-000.parquet") == listed + 2  # the footer, and the row group
 
 
+def test_damaged_row_group_is_read_once_for_its_rows() -> None:
+    body = bytearray(parquet(table(range(12)), compression="none", write_page_checksum=True))
+    mark = body.index(b"%08d" % 3)
+    body[mark - 20 : mark] = bytes(20)
+    with FaultServer({"a.parquet": bytes(body)}) as server:
+        data = closing(ParquetDataset("s3://bucket", "image", storage_options=server.options))
+        listed = server.count("a.parquet")
+        for number in range(12):
+            with pytest.raises(DecodeError, match=rf"a\.parquet @ {number}\b.*row group 0 cannot be read"):
+                data[number]
+        assert server.count("a.parquet") == listed + 2  # the footer, and the row group
+
+
 def test_pickled_dataset_reads_the_same(url: str) -> None:
     data = closing(ParquetDataset(url, ("label", "name"), filters=[("label", ">", 100)]))
     copy = closing(pickle.loads(pickle.dumps(data)))
