@@ -441,6 +441,8 @@ def test_huge_row_group_brings_a_warning(
 def test_names_of_other_kinds_point_to_their_dataset(url: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"fastload\.ParquetDataset"):
         fastload.TarDataset(f"{url}/part-000.parquet")
+    with pytest.raises(NotFoundError, match=r"fastload\.ParquetDataset reads them"):
+        fastload.ImageFolder(url)
     with pytest.raises(ArgumentError, match=r"fastload\.TarDataset"):
         ParquetDataset("data/train.tar")
     with pytest.raises(NotFoundError):
