@@ -134,7 +134,7 @@ def _array_of(name: str, arguments: NDArray[np.uint8]) -> tuple[np.dtype[Any], t
     try:
         ((_, code),) = json.loads(text)
         dtype = np.dtype(str(code))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, SyntaxError) as error:
         raise DecodeError(f"field {name!r} has a dtype that is not read: {error}") from None
     if dtype.kind not in "biufcSU" or not dtype.itemsize or 0 in shape:
         raise DecodeError(

@@ -98,6 +98,7 @@ def parse_index(told: dict[str, Any]) -> LitIndex:
         ValueError,
         AttributeError,
         IndexError,
+        OverflowError,
         StopIteration,
         RecursionError,
     ) as error:
@@ -204,9 +205,8 @@ def opener(form: str, open_image: Open, *, unsafe: bool) -> Open | None:
         return unpickle if unsafe else None
     if name in ("no_header_numpy", "no_header_tensor"):
         dtypes: Any = _NUMPY_DTYPES if name == "no_header_numpy" else _TORCH_DTYPES
-        if not argument.isdigit() or int(argument) not in dtypes:
-            return None
-        return partial(_open_flat, dtype=dtypes[int(argument)])
+        dtype = {str(number): dtype for number, dtype in dtypes.items()}.get(argument)
+        return None if dtype is None else partial(_open_flat, dtype=dtype)
     return _OPENERS.get(name)
 
 

@@ -83,7 +83,7 @@ def parse_shard(entry: Any) -> MDSShard:
         )
     except DecodeError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DecodeError(f"not an entry of MDS: {type(error).__name__} {error}") from None
     if min(found.bytes, found.raw_bytes, found.samples) < 0 or any((c.size or 0) < 0 for c in columns):
         raise DecodeError("not an entry of MDS: a size in it is negative")

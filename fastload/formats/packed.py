@@ -1,5 +1,7 @@
-"""Values inside the samples of MDS shards and LitData chunks. Sizes are checked before memory is "
-"allocated."""
+"""Values inside the samples of MDS shards and LitData chunks.
+
+Sizes are checked before memory is allocated.
+"""
 
 from __future__ import annotations
 

@@ -10,12 +10,21 @@ will ask for, so that they are read side by side.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastload.errors import DecodeError
 
-__all__ = ["TAIL", "Ranges", "column_ranges", "footer_size", "parse_footer", "read_row_group", "statistics"]
+__all__ = [
+    "TAIL",
+    "Ranges",
+    "column_ranges",
+    "footer_size",
+    "leaf_columns",
+    "parse_footer",
+    "read_row_group",
+    "statistics",
+]
 
 TAIL = 64 << 10  # bytes at the end of a file among which most footers are
 _MAGIC, _ENCRYPTED = b"PAR1", b"PARE"
@@ -59,8 +68,8 @@ def parse_footer(footer: Any) -> Any:
         raise DecodeError(f"the footer cannot be read: {_first_line(error)}") from error
 
 
-def _leaves(metadata: Any, columns: Iterable[str]) -> list[int]:
-    """The numbers of the leaf columns below the named top-level ones."""
+def leaf_columns(metadata: Any, columns: Iterable[str]) -> list[int]:
+    """The numbers of the leaf columns below the named top-level ones. Looks at all columns of the file."""
     wanted = set(columns)
     paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     names = metadata.schema.to_arrow_schema().names
@@ -69,11 +78,12 @@ def _leaves(metadata: Any, columns: Iterable[str]) -> list[int]:
 
 
 def column_ranges(
-    metadata: Any, group: int, columns: Iterable[str], size: int, footer: int
+    metadata: Any, group: int, leaves: Iterable[int], size: int, footer: int
 ) -> tuple[Ranges, int]:
     """The bytes of some columns of a row group, as ranges [start, stop); and what they inflate to.
 
     Args:
+        leaves: of `leaf_columns`.
         size, footer: of the file, and of the footer at its end.
 
     Raises:
@@ -84,7 +94,7 @@ def column_ranges(
     inflated = 0
     if not row_group.num_rows:  # its columns lie nowhere
         return found, inflated
-    for leaf in _leaves(metadata, columns):
+    for leaf in leaves:
         chunk = row_group.column(leaf)
         starts = [chunk.data_page_offset]
         if chunk.has_dictionary_page and chunk.dictionary_page_offset:
@@ -113,12 +123,17 @@ def _joined(ranges: Ranges) -> Ranges:
     return joined
 
 
-def statistics(metadata: Any, group: int, column: str) -> tuple[Any, Any] | None:
-    """The least and the greatest value of a column in a row group; None where the file does not say."""
-    found = [leaf for leaf in _leaves(metadata, [column]) if metadata.schema.column(leaf).path == column]
-    if not found:
+def statistics(
+    metadata: Any, group: int, leaves: Mapping[str, list[int]], column: str
+) -> tuple[Any, Any] | None:
+    """The least and the greatest value of a column in a row group; None where the file does not say.
+
+    `leaves`: of each column, see `leaf_columns`.
+    """
+    if len(leaves[column]) != 1:
         return None
-    told = metadata.row_group(group).column(found[0]).statistics
+    chunk = metadata.row_group(group).column(leaves[column][0])
+    told = chunk.statistics if chunk.path_in_schema == column else None
     return (told.min, told.max) if told is not None and told.has_min_max else None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.shape import Shape
+from fastload.datasets.warm import Warmed
 from fastload.errors import DecodeError
 from fastload.formats.beton import (
     HEADER,
@@ -31,6 +32,7 @@ from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import read_head
 from fastload.shards.reader import Shard
+from fastload.shards.record_id import RecordId
 from fastload.shards.urls import Wanted
 from fastload.store import Store
 from fastload.store.retry import Wait, sleep
@@ -170,6 +172,15 @@ class BetonDataset(ShardDataset):
             refresh=refresh,
             shape=shape,
             shards=shards,
+        )
+
+    def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
+        """Read these files into the cache, a request a sample. As `ObjectDataset.warm`."""
+        found = {shard: self.index_of(shard) for shard in shards}
+        return self.warm(
+            RecordId(shard, ordinal).pack()
+            for shard, records in found.items()
+            for ordinal in range(0 if records is None else len(records.offsets))
         )
 
     def _random_pays(self) -> bool:

@@ -20,7 +20,6 @@ from fastload.datasets.shape import Shape
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
@@ -85,9 +84,7 @@ class ShardDataset(FieldsDataset):
         shape: Shape | None = None,
         shards: ShardList | None = None,
     ) -> None:
-        for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
+        self._options = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
         if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
             raise ArgumentError(
                 f"num_samples must be a whole number >= 1 or None (not known), found {num_samples!r}"
@@ -95,7 +92,6 @@ class ShardDataset(FieldsDataset):
         super().__init__(url, decode)
         self._fields, self._shape = fields, shape
         self.transform = transform
-        self._options = StreamOptions(cycle_length, block_length, *_buffer(shuffle_buffer))
         kept_in = as_cache(cache)
         self._form = form
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
@@ -399,18 +395,3 @@ class ShardDataset(FieldsDataset):
         """A record that the cache had and lost, as the cache would have it."""
         payload = self._source().read(record, sleep)
         return payload if self._step.prepare is None else self._step.prepare(payload)
-
-
-def _buffer(shuffle_buffer: int | str) -> tuple[int, int]:
-    """(records, bytes) of a block at most."""
-    if isinstance(shuffle_buffer, str):
-        try:
-            return 1 << 30, max(1, parse_size(shuffle_buffer))
-        except ArgumentError:
-            shuffle_buffer = shuffle_buffer[:100]
-    if not isinstance(shuffle_buffer, int) or shuffle_buffer < 1:
-        raise ArgumentError(
-            "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "
-            f"found {shuffle_buffer!r}"
-        )
-    return shuffle_buffer, 1 << 62

@@ -18,6 +18,7 @@ from fastload.errors import ArgumentError
 from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
+from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import ShardIndex
 from fastload.shards.reader import CachedReader, ReadAhead, ShardReader
@@ -124,6 +125,33 @@ class StreamOptions(NamedTuple):
     block_length: int
     most_records: int
     most_bytes: int
+
+    @classmethod
+    def of(cls, cycle_length: Any, block_length: Any, shuffle_buffer: Any) -> StreamOptions:
+        """The arguments of a dataset.
+
+        Raises:
+            ArgumentError: one of them is not what it must be.
+        """
+        for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
+            if not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
+        return cls(cycle_length, block_length, *_buffer(shuffle_buffer))
+
+
+def _buffer(shuffle_buffer: Any) -> tuple[int, int]:
+    """(records, bytes) of a block at most."""
+    if isinstance(shuffle_buffer, str):
+        try:
+            return 1 << 30, max(1, parse_size(shuffle_buffer))
+        except ArgumentError:
+            shuffle_buffer = shuffle_buffer[:100]
+    if not isinstance(shuffle_buffer, int) or shuffle_buffer < 1:
+        raise ArgumentError(
+            "shuffle_buffer must be a number of records >= 1 or a size such as '64MB', "
+            f"found {shuffle_buffer!r}"
+        )
+    return shuffle_buffer, 1 << 62
 
 
 class EpochStreams:

@@ -152,7 +152,7 @@ class ShardFilling:
         return ShardReader(
             self._shards.store,
             shard,
-            self._form.splitter,
+            functools.partial(self._form.splitter, records=records),
             ahead=self._ahead,
             pool=self._pool,
             counters=self._counters,

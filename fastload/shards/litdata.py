@@ -156,6 +156,8 @@ class LitDataset(ShardDataset):
             told = parse_index(found)
         except DecodeError as error:
             raise ArgumentError(f"{root!r}: {error.message}") from None
+        if told.compression:
+            zstd()  # missing, it would be an error of each sample
         if fields is None and told.tree is None:
             raise ArgumentError(
                 f"{root!r}: its samples have a structure of other than dicts, lists and tuples: name their "
@@ -208,8 +210,7 @@ def rgb_tensor(value: Any) -> torch.Tensor:
 
 
 def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -> bool:
-    """Whether the samples lie in a table of Arrow at the end. Its last bytes are read only where that may "
-    "be."""
+    """Whether the samples lie in a table of Arrow at the end. Reads the last bytes only where that may be."""
     if int.from_bytes(head[-4:], "little") == shard.size:
         return False
     end = store.read_range(shard.key, max(0, shard.size - 8), shard.size, shard.version, wait=wait)
@@ -218,9 +219,10 @@ def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -
 
 def _inflated(record: memoryview) -> memoryview:
     """The one zstd frame of a sample."""
+    module = zstd()
     try:
-        inflated = zstd().ZstdDecompressor().decompress(record, MOST_UNKNOWN)
-    except (OSError, ValueError, EOFError) as error:
+        inflated = module.ZstdDecompressor().decompress(record, MOST_UNKNOWN)
+    except (module.ZstdError, OSError, ValueError, EOFError) as error:
         raise DecodeError(f"the sample cannot be decompressed: {error}") from None
     return memoryview(inflated)
 

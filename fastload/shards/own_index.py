@@ -12,10 +12,11 @@ from typing import Any
 
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.inflate import Inflater
+from fastload.formats.pieces import MOST_UNKNOWN
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard
-from fastload.shards.urls import Wanted
+from fastload.shards.urls import Wanted, is_index
 from fastload.store import Store, open_store
 from fastload.store.retry import Wait, sleep
 
@@ -23,8 +24,10 @@ __all__ = ["check_name", "list_shards", "read_head", "read_json", "read_own_inde
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
+_MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
 _ANY_NAME = Wanted(r".*", "listed in index.json")
 _NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
+_GLOB = re.compile(r"[*?\[\]{}]")
 
 # A key that only the index.json of one writer has -> what it is, and its dataset.
 _KINDS = {
@@ -47,7 +50,10 @@ def read_own_indexes(
     def read(number: int) -> RecordOffsets:
         shard = shards[number]
         try:
-            return own_index(shards.store, shard, sleep)
+            records = own_index(shards.store, shard, sleep)
+            if records.compressed and records.offsets[:, 1].max(initial=0) > MOST_UNKNOWN:
+                raise DecodeError(f"a sample of it would inflate to more than {MOST_UNKNOWN:,} bytes")
+            return records
         except DecodeError as error:
             error.key = shard.key
             raise
@@ -70,6 +76,11 @@ def read_head(store: Store, shard: Shard, size: int, wait: Wait, *, compressed: 
                 f"the file has {shard.size:,} bytes, less than its head of {size:,}: it was cut"
             )
         return memoryview(store.read_range(shard.key, 0, size, shard.version, wait=wait))
+    if size > _MOST_HEAD:
+        raise DecodeError(
+            f"the head of the compressed file would have {size:,} bytes, more than {_MOST_HEAD:,}: write the "
+            "dataset with smaller shards"
+        )
     starts = iter(range(0, shard.size, _PIECE))
 
     def more() -> Any:
@@ -105,10 +116,9 @@ def read_json(
             f"url must be one folder with an index.json, found {url!r}: make a dataset of each"
         )
     text = os.fspath(url)
-    root, _, name = text.rpartition("/")
-    if name != "index.json":
-        root = text.rstrip("/") or "/"
-    store = open_store(root or ".", **storage_options)
+    folder, slash, name = text.rpartition("/")
+    root = (folder or slash or ".") if name == "index.json" else text.rstrip("/") or "/"
+    store = open_store(root, **storage_options)
     try:
         body = bytes(store.read("index.json"))
     except NotFoundError as error:
@@ -136,7 +146,7 @@ def check_name(name: Any, root: str) -> str:
     Raises:
         ArgumentError: it does not, or it is no name.
     """
-    if not isinstance(name, str) or _NOT_IN_NAMES.search(name):
+    if not isinstance(name, str) or _NOT_IN_NAMES.search(name) or is_index(name):
         raise ArgumentError(
             f"{root!r}: index.json names the file {name!r}, which is not a plain name below this folder: "
             "write the index again"
@@ -150,6 +160,8 @@ def list_shards(
     """The shards that an index.json lists, in its order."""
     if not names:
         raise ArgumentError(f"{root!r}: index.json lists no shards")
+    if _GLOB.search(root):
+        raise ArgumentError(f"url {root!r} has one of * ? [ ] {{ }}: give the folder a name without these")
     return ShardList(
         [f"{root}/{name}" for name in names],
         _ANY_NAME,

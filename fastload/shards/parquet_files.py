@@ -20,11 +20,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.datasets.arrow_values import check_type
-from fastload.errors import ArgumentError, CacheError, FastloadError
+from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError
 from fastload.formats.parquet import (
     TAIL,
     column_ranges,
     footer_size,
+    leaf_columns,
     parse_footer,
     read_row_group,
     statistics,
@@ -44,6 +45,8 @@ _log = logging.getLogger("fastload")
 
 _READS = 64  # files at once
 _HUGE = 1 << 30
+_MOST_ROWS = 1 << 32  # of a file: see `RecordId`
+_ROWS_A_BYTE, _FEW_ROWS = 64, 1 << 26  # columns of one value need few bytes; a damaged footer may tell of any
 _VERSION = "parquet rows 1"
 
 Numbers = NDArray[np.int64]
@@ -181,8 +184,11 @@ class ParquetFiles:
         wanted = schema.names if self._wanted is None else self._wanted
         _check_columns(shard.key, schema, wanted, self._filter)
         count = range(metadata.num_row_groups)
-        rows = np.array([metadata.row_group(group).num_rows for group in count], np.int64)
-        sizes = [column_ranges(metadata, group, wanted, shard.size, footer)[1] for group in count]
+        told = [metadata.row_group(group).num_rows for group in count]
+        _check_rows(told, shard.size)
+        rows = np.array(told, np.int64)
+        leaves = leaf_columns(metadata, wanted)
+        sizes = [column_ranges(metadata, group, leaves, shard.size, footer)[1] for group in count]
         chosen = None
         if self._filter is not None:
             chosen = self._choose(
@@ -194,9 +200,10 @@ class ParquetFiles:
         """The numbers of the rows that pass the filter. Reads the row groups that may have any."""
         assert self._filter is not None
         found, first = [np.empty(0, np.int64)], 0
+        leaves = {column: leaf_columns(metadata, [column]) for column in self._filter.columns}
         for group in range(metadata.num_row_groups):
             rows = metadata.row_group(group).num_rows
-            if rows and self._filter.may_pass(partial(statistics, metadata, group)):
+            if rows and self._filter.may_pass(partial(statistics, metadata, group, leaves)):
                 found.append(np.flatnonzero(self._filter.mask(read(group))) + first)
             first += rows
         return np.concatenate(found)
@@ -255,8 +262,18 @@ def _check_columns(key: str, schema: Any, wanted: Iterable[str], row_filter: Row
             )
 
 
+def _check_rows(rows: list[int], size: int) -> None:
+    """Raise DecodeError where a file of `size` bytes cannot have that many rows in its row groups."""
+    most = min(_MOST_ROWS, max(_FEW_ROWS, _ROWS_A_BYTE * size))
+    if min(rows, default=0) < 0 or sum(rows) > most:
+        raise DecodeError(
+            f"the footer tells of {sum(rows):,} rows in {size:,} bytes, and only up to "
+            f"{most:,} are read of one of that size: it is damaged, or must be written as several files"
+        )
+
+
 def _table(store: Store, shard: Shard, metadata: Any, footer: int, columns: Sequence[str], group: int) -> Any:
-    ranges, _ = column_ranges(metadata, group, columns, shard.size, footer)
+    ranges, _ = column_ranges(metadata, group, leaf_columns(metadata, columns), shard.size, footer)
     pieces = [(start, store.read_range(shard.key, start, stop, shard.version)) for start, stop in ranges]
     return read_row_group(metadata, group, columns, pieces, shard.size)
 

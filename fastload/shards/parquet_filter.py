@@ -129,6 +129,6 @@ def _may_hold(condition: Condition, statistics: tuple[Any, Any] | None) -> bool:
             return bool(least < value or (operator == "<=" and least == value))
         if operator in (">", ">="):
             return bool(most > value or (operator == ">=" and most == value))
-    except TypeError:  # compared as Arrow does, once the rows are read
+    except (TypeError, ValueError):  # compared as Arrow does, once the rows are read
         pass
     return True

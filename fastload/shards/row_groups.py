@@ -20,7 +20,7 @@ from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.source import plan_ranges
 from fastload.fetch.threads import ReadPool
 from fastload.formats.packed_row import dump_row
-from fastload.formats.parquet import Ranges, column_ranges, parse_footer, read_row_group
+from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
@@ -73,6 +73,7 @@ class RowGroups:
         self._lock = threading.Lock()  # of both
         self._decoding = threading.Lock()
         self._read_once: set[tuple[int, int]] = set()  # for a row alone
+        self._damaged: dict[tuple[int, int], str] = {}  # of these, why; each process looks once
         self._warned = False
         self._recent: dict[tuple[int, int], Rows] = {}  # (shard, row group), of which a row alone was read
         self._recent_lock = threading.Lock()
@@ -98,13 +99,19 @@ class RowGroups:
             rows = self._recent.get((shard, group))
             if rows is not None:
                 return rows, False
+            if (shard, group) in self._damaged:
+                raise DecodeError(self._damaged[shard, group])
             self._make_room(int(self._files.files[shard].sizes[group]))
             self._warn_of_rereads(shard, group)
             pieces = [
                 (start, self.read_range(shard, wait, start, stop))
                 for start, stop in self.ranges(shard, group, wait)
             ]
-            rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+            try:
+                rows = self._recent[shard, group] = self.decode(shard, group, pieces, wait)
+            except DecodeError as error:
+                self._damaged[shard, group] = error.message
+                raise
             return rows, True
 
     def _make_room(self, size: int) -> None:
@@ -137,8 +144,9 @@ class RowGroups:
     def ranges(self, shard: int, group: int, wait: Wait) -> Ranges:
         """The bytes of a row group to read, in pieces."""
         file, size = self._files.files[shard], self._shards[shard].size
-        columns = self._files.columns
-        whole, _ = column_ranges(self._metadata(shard, wait), group, columns, size, file.footer)
+        metadata = self._metadata(shard, wait)
+        leaves = leaf_columns(metadata, self._files.columns)
+        whole, _ = column_ranges(metadata, group, leaves, size, file.footer)
         return [
             (start + first, start + last)
             for start, stop in whole
@@ -194,7 +202,16 @@ class RowGroups:
 
 
 def _columns(table: Any) -> dict[str, list[Any]]:
-    return {name: column_values(table[name]) for name in table.column_names}
+    columns = {}
+    for name in table.column_names:
+        try:
+            columns[name] = column_values(table[name])
+        except UnicodeDecodeError as error:  # Arrow does not look into texts
+            raise DecodeError(
+                f"column {name!r} has a text that is not UTF-8 ({error}), in its row group: write it as "
+                "binary, or leave it out with fields="
+            ) from error
+    return columns
 
 
 class RowGroupReader:

@@ -60,6 +60,7 @@ _SHARDS = {
     (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz"): ("TFRecord", "TFRecordDataset"),
     (".mds", ".mds.zstd", ".mds.gz"): ("MDS", "MDSDataset"),
     (".beton",): ("FFCV", "BetonDataset"),
+    (".parquet", ".pq"): ("Parquet", "ParquetDataset"),
 }
 _HEADS = 32  # at once
 

@@ -195,7 +195,7 @@ def test_cache_modes_keep_images_and_the_index(mode: str, tmp_path: Path, beton:
 
 
 @pytest.mark.parametrize(
-    "name", ["../escape.mds", "/etc/passwd", "a/../../b", "a\\b", "s3://x/y", "", 7, "*.mds"]
+    "name", ["../escape.mds", "/etc/passwd", "a/../../b", "a\\b", "s3://x/y", "", 7, "*.mds", "a.idx"]
 )
 def test_names_that_leave_the_folder_are_refused(name: Any, copied: Callable[[str], Path]) -> None:
     mds, lit = copied("mds"), copied("lit-list")
@@ -204,6 +204,49 @@ def test_names_that_leave_the_folder_are_refused(name: Any, copied: Callable[[st
     for dataset, folder in ((MDSDataset, mds), (LitDataset, lit)):
         with pytest.raises(ArgumentError, match="not a plain name below this folder"):
             dataset(folder)
+
+
+def test_index_json_is_found_without_a_folder_before_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DATA / "mds")
+    assert len(MDSDataset("index.json")) == len(MDSDataset(".")) == COUNT
+
+
+def test_folder_named_like_a_glob_is_refused(tmp_path: Path) -> None:
+    folder = shutil.copytree(DATA / "mds", tmp_path / "run[1]")
+    with pytest.raises(ArgumentError, match="give the folder a name without these"):
+        MDSDataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mds", lambda told: told["shards"][0].update(samples=float("inf"))),
+        ("lit", lambda told: told["chunks"][0].update(chunk_size=float("inf"))),
+        ("lit", lambda told: told["config"]["data_format"].__setitem__(0, "no_header_numpy:\u00b2")),
+        ("mds-gz", lambda told: told["shards"][0].update(samples=10**9)),
+    ],
+)
+def test_numbers_that_are_none_are_refused_in_words(
+    name: str, change: Callable[[Any], Any], copied: Callable[[str], Path]
+) -> None:
+    folder = copied(name)
+    edit(folder, change)
+    with pytest.raises(FastloadError, match=r"not an|not known|smaller shards"):
+        (MDSDataset if name.startswith("mds") else LitDataset)(folder)
+
+
+@pytest.mark.parametrize("name", ["mds", "mds-gz", "lit", "beton"])
+def test_whole_shards_fill_a_cache(name: str, tmp_path: Path, beton: Path) -> None:
+    cache = tmp_path / "cache"
+    dataset: Any
+    if name == "beton":
+        dataset = BetonDataset(beton, cache=cache)
+    else:
+        dataset = (MDSDataset if name.startswith("mds") else LitDataset)(DATA / name, cache=cache)
+    shards = range(len(dataset.shards()))
+    assert [warmed.outcome for warmed in dataset.warm_shards(shards)] == ["stored"] * COUNT
+    assert all(dataset.contains(number) for number in range(COUNT))
+    dataset.close()
 
 
 def test_merged_index_names_files_in_folders_below(tmp_path: Path) -> None:
@@ -337,6 +380,7 @@ def test_damaged_beton_is_an_error_before_memory_is_taken(beton: Path) -> None:
         (with_number(table, 999), "damaged"),
         (with_number(table + 8, 2**63), "damaged"),
         (data[:24] + b"\xff" + data[25:], "one of the author's own classes"),
+        (data.replace(b'"<f4"', b'"(2, "'), "dtype that is not read"),
     ):
         beton.write_bytes(damaged)
         with pytest.raises(DecodeError, match=message) as error:

@@ -237,6 +237,19 @@ def test_row_group_is_read_once_for_neighbours() -> None:
         assert server.count("part-000.parquet") == listed + 2  # the footer, and the row group
 
 
+def test_damaged_row_group_is_read_once_for_its_rows() -> None:
+    body = bytearray(parquet(table(range(12)), compression="none", write_page_checksum=True))
+    mark = body.index(b"%08d" % 3)
+    body[mark - 20 : mark] = bytes(20)
+    with FaultServer({"a.parquet": bytes(body)}) as server:
+        data = closing(ParquetDataset("s3://bucket", "image", storage_options=server.options))
+        listed = server.count("a.parquet")
+        for number in range(12):
+            with pytest.raises(DecodeError, match=rf"a\.parquet @ {number}\b.*row group 0 cannot be read"):
+                data[number]
+        assert server.count("a.parquet") == listed + 2  # the footer, and the row group
+
+
 def test_pickled_dataset_reads_the_same(url: str) -> None:
     data = closing(ParquetDataset(url, ("label", "name"), filters=[("label", ">", 100)]))
     copy = closing(pickle.loads(pickle.dumps(data)))
@@ -287,6 +300,7 @@ def test_nulls_pass_no_comparison(tmp_path: Path) -> None:
         ([("label", "in", 3)], "give a list, tuple or set"),
         ([("colour", "=", 3)], "filters names 'colour'.*it has image, label"),
         ([("label", "=", "three")], "compares column 'label', which is int64, with 'three'"),
+        ([("label", "<", np.arange(2))], "compares column 'label', which is int64, with array"),
     ],
     ids=str,
 )
@@ -345,6 +359,32 @@ def test_damaged_row_group_is_an_error_of_each_of_its_rows(tmp_path: Path) -> No
         data[14]
 
 
+def test_text_that_is_no_utf8_is_an_error_of_its_row_group(tmp_path: Path) -> None:
+    wrong = pa.array([b"fine", b"\xff"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, wrong.buffers())
+    data = one(tmp_path, parquet({"text": text, "n": [0, 1]}, row_group_size=1))
+    assert data[0]["text"] == "fine"
+    with pytest.raises(DecodeError, match="column 'text' has a text that is not UTF-8"):
+        data[1]
+    assert one(tmp_path, parquet({"text": text, "n": [0, 1]}), fields="n")[1] == 1
+
+
+@pytest.mark.parametrize("rows", [-5, 10**15])
+def test_impossible_number_of_rows_is_refused_before_memory_is_taken(tmp_path: Path, rows: int) -> None:
+    def varint(number: int) -> bytes:
+        zigzag, out = (number << 1 ^ number >> 63) & (1 << 64) - 1, bytearray()
+        while zigzag > 127:
+            out.append(zigzag & 127 | 128)
+            zigzag >>= 7
+        return bytes([*out, zigzag])
+
+    data = parquet({"n": pa.array(range(12345), pa.int32())}, 99999, store_schema=False)
+    size = int.from_bytes(data[-8:-4], "little")
+    footer = data[-8 - size : -8].replace(varint(12345), varint(rows))
+    with pytest.raises(DecodeError, match=f"the footer tells of {rows:,} rows"):
+        one(tmp_path, data[: -8 - size] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+
+
 def test_missing_column_is_named(url: str) -> None:
     with pytest.raises(ArgumentError, match=r"fields names 'target'.*no column.*image, label, name"):
         ParquetDataset(url, ("image", "target"))
@@ -401,6 +441,8 @@ def test_huge_row_group_brings_a_warning(
 def test_names_of_other_kinds_point_to_their_dataset(url: str, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"fastload\.ParquetDataset"):
         fastload.TarDataset(f"{url}/part-000.parquet")
+    with pytest.raises(NotFoundError, match=r"fastload\.ParquetDataset reads them"):
+        fastload.ImageFolder(url)
     with pytest.raises(ArgumentError, match=r"fastload\.TarDataset"):
         ParquetDataset("data/train.tar")
     with pytest.raises(NotFoundError):
