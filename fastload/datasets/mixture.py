@@ -328,7 +328,7 @@ def _check_source(name: str, dataset: Any) -> None:
     except TypeError as error:
         raise ArgumentError(
             f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards "
-            f"first with `fastload index URL`, or read them once through a cache ({error})"
+            "first with `fastload index URL`, or read them once through a cache"
         ) from error
     if length == 0:
         raise ArgumentError(f"source {name!r} is empty: leave it out, or check its URL and filters")
