@@ -92,7 +92,10 @@ def put_value(column: Any, row: int, value: Any, path: str) -> None:
             put_value(part, row, value[name], f"{path}[{name!r}]")
     elif isinstance(column, _Columns):
         if not isinstance(value, list | tuple) or len(value) != len(column):
-            raise DecodeError(f"{path} is {_kind(value)}, others in the batch have {len(column)} items")
+            raise DecodeError(
+                f"{path} is {_kind(value)}, others in the batch have {len(column)} items: they cannot be one "
+                "column. Pad them, or pass a collate_fn"
+            )
         for position, part in enumerate(column):
             put_value(part, row, value[position], f"{path}[{position}]")
     elif isinstance(column, list):
@@ -110,7 +113,7 @@ def _put_number(column: torch.Tensor, row: int, value: Any, path: str) -> None:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise DecodeError(
             f"{path} is {_kind(value)}, others in the batch are {column.dtype} of shape "
-            f"{tuple(column.shape[1:])}: they cannot be one tensor"
+            f"{tuple(column.shape[1:])}: they cannot be one tensor. Pad them, or pass a collate_fn"
         ) from None
 
 

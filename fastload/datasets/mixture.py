@@ -39,7 +39,7 @@ class SourceRead(NamedTuple):
 
     Attributes:
         weight: its part of the samples now, from 0 to 1.
-        samples: that it gave, over all ranks and epochs.
+        samples: the samples that it gave, over all ranks and epochs.
         share: its part of all samples so far, from 0 to 1.
         epochs: passes over the source: 1.37 is one whole pass and 37 % of the second.
         remaining: samples until the pass ends.
@@ -84,8 +84,8 @@ class Mixture(ConcatDataset[Any]):
 
     After every sample, over all ranks together, the number of samples of each source is less than one sample
     away from its weight's part. If weights change during a run, a source is never a whole sample ahead; with
-    four sources and more it may be one and a part of a sample behind for a while, as no method that does not
-    know the coming weights can prevent.
+    four sources and more it may be one and a part of a sample behind for a while. No method can prevent that
+    without knowing the coming weights.
 
     Each source is read in passes: it repeats no sample before it has given all. A pass goes on over the ends
     of epochs. A source that is exhausted begins its next pass, in another order with `shuffle=True` of the
@@ -328,7 +328,7 @@ def _check_source(name: str, dataset: Any) -> None:
     except TypeError as error:
         raise ArgumentError(
             f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards "
-            f"first with `fastload index URL`, or read them once through a cache ({error})"
+            "first with `fastload index URL`, or read them once through a cache"
         ) from error
     if length == 0:
         raise ArgumentError(f"source {name!r} is empty: leave it out, or check its URL and filters")

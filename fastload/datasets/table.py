@@ -363,10 +363,15 @@ class TableDataset(FieldsDataset):
                     )
                 if _is_fused(part) and not isinstance(self._shape.leaves[name], File):
                     raise ArgumentError(f"transform[{name!r}] takes an image: write File({name!r}) in fields")
-        elif _is_fused(transform) and len(images) != 1:
+        elif _is_fused(transform) and not images:
+            raise ArgumentError(
+                "transform takes an image, and fields has none: write File('image') for the objects that the "
+                "column 'image' names. Images inside a Parquet file are for fastload.ParquetDataset"
+            )
+        elif _is_fused(transform) and len(images) > 1:
             raise ArgumentError(
                 f"transform takes one image, and fields has {len(images)} objects without decode=: name the "
-                "image, as in transform={'image': RandomResizedCrop(224)}"
+                f"image, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
             )
         for leaf in self._files:
             leaf.step.check_transform(_of(leaf.name, transform))

@@ -43,8 +43,8 @@ def fuse(transform: Callable[[Any], Any]) -> Fused:
     The kernel takes, from the first step on: RandomHorizontalFlip and RandomVerticalFlip; one of
     RandomResizedCrop, CenterCrop, or Resize with or without a CenterCrop after it, bilinear; ToTensor,
     PILToTensor, ToImage, ToPureTensor, ToDtype, ConvertImageDtype and Normalize, which may stand before the
-    crop only while the values stay uint8. The first step that is none of these, or a second crop, and all
-    after it, are kept: they are called with what they would have got, a PIL image in RGB or a tensor.
+    crop only while the values stay uint8. The first other step, or a second crop, is kept, and so are all
+    steps after it: they get what torchvision would give them, a PIL image in RGB or a tensor.
 
     Values of the last group are torchvision's to the bit. Resized pixels differ by 2 grey levels at most from
     those of Pillow; a JPEG is decoded at a smaller scale where the crop is large.

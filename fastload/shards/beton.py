@@ -102,15 +102,15 @@ class BetonDataset(ShardDataset):
         for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
             ...  # uint8 (256, 3, 224, 224), int64 (256,)
 
-    It is a map-style dataset with FFCV's numbers of samples: `len()`, `[]`, an exact shuffle. The constructor
-    reads the tables of each file, 60 to 100 bytes a sample, and a cache keeps them. A sample is one ranged
-    read; it is never streamed, because samples do not lie in the order of their numbers.
+    It is a map-style dataset: `len()`, `[]`, an exact shuffle. Samples have the numbers that FFCV gives them.
+    The constructor reads the tables of each file, 60 to 100 bytes a sample, and a cache keeps them. A sample
+    is one ranged read. Files are never streamed, because samples do not lie in the order of their numbers.
 
     Args:
         url: a file, a prefix, a glob or a list of these: any fsspec URL or path.
         fields: the fields and the structure of a sample: ("image", "label"), {"x": "image"}, "image". None: a
             tuple of all fields.
-        decode: a dict {field: function of its bytes} in place of what belongs to its kind; or a function from
+        decode: a dict {field: function of its bytes} in place of the decoder of its kind; or a function from
             the dict of all fields to the sample, with bytes for JPEGs and arrays for raw images.
             Deterministic.
         transform: a fused transform, which takes the one image of a sample; a dict {field: function or fused
@@ -118,8 +118,8 @@ class BetonDataset(ShardDataset):
         fingerprint, cache, storage_options, refresh: see `TarDataset`.
 
     Raises:
-        ArgumentError: a field that there is not, or a transform that does not say which image it takes.
-        DecodeError: a file is no .beton, or was cut; its name is in the error.
+        ArgumentError: a field that does not exist, or a transform that does not say which image it takes.
+        DecodeError: a file is not a .beton, or was cut; its name is in the error.
         NotFoundError, AccessDeniedError, StoreError.
     """
 

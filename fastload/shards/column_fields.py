@@ -139,11 +139,15 @@ class ColumnFields:
         if not _is_fused(transform):
             return images
         images = images or [name for name, column in plain.items() if column.may_be_image]
-        if len(images) != 1:
+        if not images:
             raise ArgumentError(
-                f"the transform takes one image, and the columns that may be one are "
-                f"{', '.join(images) or 'none'}, of {', '.join(self._names)}: name it, as in "
-                "transform={'image': RandomResizedCrop(224)}"
+                f"transform=... takes an image, and none of the columns {', '.join(self._names)} may be one: "
+                "name the image's column in fields=, without a function for it in decode="
+            )
+        if len(images) > 1:
+            raise ArgumentError(
+                f"the transform takes one image, and several columns may be one: {', '.join(images)}. Name "
+                f"it, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
             )
         return images
 

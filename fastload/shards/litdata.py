@@ -109,7 +109,7 @@ class LitDataset(ShardDataset):
         for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
             ...  # uint8 (256, 3, 224, 224), int64 (256,)
 
-    Chunks have their own index, so it is a map-style dataset from the first epoch on, as `MDSDataset` is.
+    Chunks have their own index: `len()`, `[]` and the shuffle are as those of `MDSDataset`.
 
     Refused in words: chunks of tokens (`TokenDataset` reads them), encrypted chunks, and chunks whose samples
     are rows of Arrow, as newer LitData writes dicts of nothing but bytes, texts, numbers and lists.
@@ -118,7 +118,7 @@ class LitDataset(ShardDataset):
         url: the folder of index.json. Any fsspec URL or path.
         fields: the leaves and the structure of a sample: ("image", "label"), {"x": "image"}, "image". None:
             the structure that was written.
-        decode: a dict {leaf: function of its bytes} in place of what belongs to its format; or a function
+        decode: a dict {leaf: function of its bytes} in place of the decoder of its format; or a function
             from the dict of all leaves' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one leaf that is an image, or else the one of type bytes
             or file; a dict {leaf: function or fused transform}; or any callable on the sample.
@@ -129,7 +129,7 @@ class LitDataset(ShardDataset):
     Raises:
         ArgumentError: a format of leaves that is not known, chunks that are not read, an index.json of
             another kind.
-        DecodeError: a chunk was cut, or is none; its name is in the error.
+        DecodeError: a chunk was cut, or is not one of LitData; its name is in the error.
         NotFoundError, AccessDeniedError, StoreError.
     """
 

@@ -64,7 +64,7 @@ class MDSDataset(ShardDataset):
 
     A sample is a dict of the columns, with the values that `streaming.StreamingDataset` gives: str, bytes,
     int, numpy scalars and arrays, JSON, lists, and `PIL.Image` for jpeg and png, in the mode that the file
-    has. `pkl` is refused unless `unsafe`. Shards compressed by zstd, gz or bz2 are read as streams.
+    has. `pkl` is refused unless `unsafe`. Shards may be compressed by zstd, gz or bz2.
 
     Example::
 
@@ -79,16 +79,16 @@ class MDSDataset(ShardDataset):
         for images, labels in DataLoader(dataset, batch_size=256, shuffle=True, num_workers=8):
             ...  # uint8 (256, 3, 224, 224), int64 (256,)
 
-    Shards have their own index, so it is a map-style dataset from the first epoch on: `len()`, `[]`, an exact
-    shuffle. The constructor reads index.json and the head of every shard, and a cache keeps what it found.
-    Where samples are smaller than 32 KiB on average, or shards are compressed, epochs are streamed until the
-    cache has them, as of `TarDataset`. Hashes in index.json are not checked: sizes are.
+    Shards have their own index, so `len()` and `[]` work from the start. The constructor reads index.json and
+    the head of every shard, and a cache keeps what it found. The shuffle is exact, with one exception: where
+    samples are smaller than 32 KiB on average, or shards are compressed, epochs are streamed as those of
+    `TarDataset` until the cache has all samples. The sizes in index.json are checked, its hashes are not.
 
     Args:
-        url: the folder of index.json, that of one split; of a merged index too. Any fsspec URL or path.
+        url: the folder with index.json: of one split, or of a merged index. Any fsspec URL or path.
         fields: the columns and the structure of a sample: ("image", "label"), {"x": "image"}, "image". None:
             a dict of all columns.
-        decode: a dict {column: function of its bytes} in place of what belongs to its encoding; or a function
+        decode: a dict {column: function of its bytes} in place of the decoder of its encoding; or a function
             from the dict of all columns' bytes to the sample. Deterministic.
         transform: a fused transform, which takes the one column of type jpeg or png, or else the one of type
             bytes; a dict {name in the sample: function or fused transform}; or any callable on the sample.
@@ -97,8 +97,9 @@ class MDSDataset(ShardDataset):
         unsafe: unpickle columns of encoding pkl. A pickle can run any code of the author of the shards.
 
     Raises:
-        ArgumentError: an encoding that is not known, a column that there is not, an index.json of another
-        kind. DecodeError: a shard was cut, or is no MDS; its name is in the error.
+        ArgumentError: an encoding that is not known, a column that does not exist, an index.json of another
+            kind.
+        DecodeError: a shard was cut, or is not MDS; its name is in the error.
         NotFoundError, AccessDeniedError, StoreError.
     """
 

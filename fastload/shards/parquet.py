@@ -129,8 +129,8 @@ class ParquetDataset(ShardDataset):
     batches of the workers take turns: with one worker, or none, that is the order of the files.
 
     The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: a
-    worker opens as many as fit four times into 256 MiB (one is used, one is read ahead, and decoding doubles
-    them), and one at least. `dataset[i]`, `Subset` and the like read a whole row group for a row that the
+    worker opens as many as a quarter of 256 MiB holds, and one at least. For each, another one is read ahead,
+    and decoding doubles both. `dataset[i]`, `Subset` and the like read a whole row group for a row that the
     cache does not have; a cache in mode "raw" then keeps all its rows.
 
     Args:
@@ -141,7 +141,7 @@ class ParquetDataset(ShardDataset):
         transform: a fused transform, which takes the one image of a sample; a dict {field: function or fused
             transform}; or any callable on the sample. Fused transforms write their images into the batch.
         filters: conditions that rows must fulfil, in pyarrow's form: tuples (column, operator, value) with
-            =, !=, <, <=, >, >=, in, not in; of a list of such lists, one must hold entirely. Row groups are
+            =, !=, <, <=, >, >=, in, not in; of a list of such lists, one must hold as a whole. Row groups are
             skipped by their statistics. Of the others the columns named here are read at construction,
             once if there is a cache.
         cycle_length: row groups open at once, by all workers of a rank together.
@@ -156,7 +156,7 @@ class ParquetDataset(ShardDataset):
     Raises:
         ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is
             not installed.
-        DecodeError: a file is none of Parquet, was cut, or is encrypted.
+        DecodeError: a file is not Parquet, was cut, or is encrypted.
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 

@@ -72,18 +72,18 @@ class TokenDataset(StoreDataset):
         dtype: of the tokens as they are stored: any integer type of numpy that fits into int64, such as
             "uint16", or ">u2" for big-endian.
         block: tokens from the beginning of one sample to that of the next, at least 1.
-        overlap: tokens of the next sample that a sample has too, so that it has `block + overlap` tokens.
+        overlap: tokens that a sample shares with the next one, at its end. It has `block + overlap` tokens.
             With 1, all tokens but the first are a target once.
         cache: a `Cache` in mode "raw", or a directory for one; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
 
     Attributes:
-        tokens: in all objects.
+        tokens: the number of tokens in all objects.
 
     Raises:
-        ArgumentError: of an argument; or an object does not hold whole tokens of `dtype`, is cut, or is
-            compressed; or some objects have a header and others none; or all together hold less than one
+        ArgumentError: an argument is invalid; or an object does not hold whole tokens of `dtype`, is cut, or
+            is compressed; or some objects have a header and others none; or all together hold less than one
             sample.
         DecodeError: the header of an object cannot be read.
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.

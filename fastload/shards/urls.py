@@ -82,11 +82,15 @@ def resolve(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], wan
         raise ArgumentError("url names shards of several buckets: one dataset reads one bucket")
     prefix = f"{root}/" if root not in ("", "/") else root
     keys = [name.removeprefix(prefix) for name in names]
-    patterns = [glob_pattern(key) for key in keys if _SPECIAL.search(key)]
+    globs = [key for key in keys if _SPECIAL.search(key)]
+    patterns = [glob_pattern(key) for key in globs]
     required = tuple(sorted(key for key in keys if not _SPECIAL.search(key)))
     if patterns and heads:
         raise ArgumentError("a glob needs a store that can list: over http, use braces or a list")
-    return Named(root or ".", Selection("|".join([*patterns, _INDEX_FILES]), required, heads))
+    selection = Selection("|".join([*patterns, _INDEX_FILES]), required, heads)
+    if globs:
+        selection = selection._replace(wanted=f"matched by {', '.join(map(repr, globs))}")
+    return Named(root or ".", selection)
 
 
 def _prefix(name: str, wanted: Wanted) -> Named:

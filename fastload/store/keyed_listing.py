@@ -130,7 +130,11 @@ def _refuse(store: Store, missing: list[str], count: int) -> None:
     if first.startswith(root) or "://" in first:
         why = f"they are relative to the url: {first.removeprefix(root)!r} instead of {first!r}"
     elif forgotten:
-        why = f"there is {forgotten[0]!r}: a key has its extension"
+        end = forgotten[0].removeprefix(first)
+        why = (
+            f"there is {forgotten[0]!r}: a key has its extension, which File('{{column}}{end}') adds to a "
+            "column"
+        )
     else:
         why = "check the url, to which they are relative, and that the upload is complete"
     names = ", ".join(map(repr, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")

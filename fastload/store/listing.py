@@ -173,7 +173,8 @@ class _Filter:
         elif self._labels:
             why = (
                 f"{self.listed:,} objects there, but no class directories: give the parent of "
-                "class/file.jpg; other objects are for fastload.ObjectDataset (fastload warm --objects)"
+                "class/file.jpg; labels in a table are for fastload.TableDataset, other objects for "
+                "fastload.ObjectDataset (fastload warm --objects)"
             )
         elif self._missing:
             some = sorted(self._missing)

@@ -136,8 +136,8 @@ class NativeStore(Store):
 
         if self._address.kind == "http":
             raise ArgumentError(
-                f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. Shards need no listing: "
-                "TarDataset and TFRecordDataset take a list of URLs, or "
+                f"{self.url!r}: http servers have no listing: {as_bucket(self.url)}. What is named needs "
+                "none: ImageFolder and ObjectDataset take keys=, and datasets of shards a list of URLs, or "
                 f"'{self.url.rstrip('/')}/{{000..099}}.tar'"
             )
         with self._location.errors("list"):

@@ -530,9 +530,7 @@ def test_http_is_read_but_not_listed(faults: FaultServer) -> None:
 def test_http_without_a_listing_says_what_to_open(url: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=words) as caught:
         everything(open_store(url))
-    assert f"TarDataset and TFRecordDataset take a list of URLs, or '{url.rstrip('/')}/{{" in str(
-        caught.value
-    )
+    assert f"take keys=, and datasets of shards a list of URLs, or '{url.rstrip('/')}/{{" in str(caught.value)
 
 
 @pytest.mark.parametrize(

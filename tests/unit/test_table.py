@@ -489,6 +489,11 @@ def test_copies_share_the_columns_and_pickles_have_them(table: Any) -> None:
         ((IMAGE, "label"), {"url": ""}, r"keys such as 'images/000.jpg': pass what they are relative to"),
         ((IMAGE, MASK), {"transform": CenterCrop(8)}, "takes one image, and fields has 2 objects"),
         (
+            "label",
+            {"transform": CenterCrop(8)},
+            r"takes an image, and fields has none: write File\('image'\)",
+        ),
+        (
             (IMAGE, "label"),
             {"transform": {"image": CenterCrop(8)}},
             "names 'image', and the values .* id, label",
