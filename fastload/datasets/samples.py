@@ -91,6 +91,9 @@ class SampleMaker:
             )
         check_cut_alike(transform)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_making": None}  # the memory of a batch is of this process
+
     def _part_names(self) -> list[str]:
         fields = self._transform
         return [f"transform[{name!r}]" for name in fields] if isinstance(fields, Mapping) else ["transform"]
@@ -215,6 +218,7 @@ class SampleMaker:
                 name: column if name in self._optional else collate_column(column)
                 for name, column in batch.items()
             }
+        self._making = None  # or its values would live until the next batch
         return batch if self._shape is None else self._shape.batch(batch)
 
     def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
