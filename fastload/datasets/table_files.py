@@ -196,7 +196,7 @@ def _is_large(column: Any) -> bool:
 
 
 def _dates_as_text(schema: Any) -> dict[str, Any]:
-    """Column -> its type with text in place of dates and times, for columns where Arrow made these of text."""
+    """Column -> its type with text in place of dates, for the columns where Arrow took text for dates."""
     return {field.name: kind for field in schema if (kind := _undated(field.type)) != field.type}
 
 
