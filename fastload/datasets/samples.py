@@ -209,7 +209,8 @@ class SampleMaker:
     def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
         rest, crops = self._made.rest[row], self._made.crops
-        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in rest})
+        images = {name: crop.as_sample(batch[name][row]) for name, crop in crops.items()}
+        return self._shaped({name: images[name] if name in images else rest[name] for name in rest})
 
     def finish(self, batch: dict[str, Any]) -> Any:
         """The filled batch, as `default_collate` would make it of the samples."""
@@ -245,9 +246,10 @@ class SampleMaker:
         """
         transform = current_transform(self._transform)
         names = tuple(fields)
-        if self._last is None or self._last[:2] != (names, transform):  # samples are mostly alike
-            self._last = names, transform, self._find_crops(fields, transform)
-        return self._last[2]
+        last = self._last  # the threads of a loader share it
+        if last is None or last[:2] != (names, transform):  # samples are mostly alike
+            last = self._last = names, transform, self._find_crops(fields, transform)
+        return last[2]
 
     def _find_crops(self, fields: Mapping[str, Any], transform: Transform) -> dict[str, Crop]:
         if isinstance(transform, Mapping):

@@ -253,6 +253,10 @@ class Crop(ABC):
             images[rows] = out
         return failures
 
+    def as_sample(self, row: torch.Tensor) -> torch.Tensor:
+        """A row of a batch, as `__call__` gives it."""
+        return row
+
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
         """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""
         grey = self.channels == 1
