@@ -166,18 +166,7 @@ class SampleMaker:
         rest = self._open(fields, crops)
         made = self._made
         if not batch:
-            made.crops.update(crops)
-            for name in fields:
-                if name in crops:
-                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
-                elif made.allocate is ordinary_memory:
-                    continue
-                elif name in self._optional or not crops:
-                    batch[name] = [None] * made.rows
-                else:
-                    batch[name] = new_column(rest[name], made.rows, made.allocate)
-                    if (view := number_view(batch[name], rest[name])) is not None:
-                        made.numbers[name] = view
+            self._add_columns(batch, fields, crops, rest)
         columns = crops if made.allocate is ordinary_memory else fields
         if crops.keys() != made.crops.keys() or batch.keys() != columns.keys():
             raise DecodeError(_differs(fields, batch))
@@ -186,6 +175,30 @@ class SampleMaker:
                 self._put(column, row, name, rest[name])
         made.rest[row] = {name: rest.get(name) for name in fields}
         return {name: fields[name] for name in crops}
+
+    def _add_columns(
+        self,
+        batch: dict[str, Any],
+        fields: Mapping[str, Any],
+        crops: dict[str, Crop],
+        rest: Mapping[str, Any],
+    ) -> None:
+        """The columns for rows like this one: all, or none where one of its values cannot have a column."""
+        made, columns, numbers = self._made, dict[str, Any](), dict[str, tuple[type, Any]]()
+        for name in fields:
+            if name in crops:
+                columns[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
+            elif made.allocate is ordinary_memory:
+                continue
+            elif name in self._optional or not crops:
+                columns[name] = [None] * made.rows
+            else:
+                columns[name] = new_column(rest[name], made.rows, made.allocate)
+                if (view := number_view(columns[name], rest[name])) is not None:
+                    numbers[name] = view
+        batch.update(columns)
+        made.numbers.update(numbers)
+        made.crops.update(crops)
 
     def _put(self, column: Any, row: int, name: str, value: Any) -> None:
         number = self._made.numbers.get(name)

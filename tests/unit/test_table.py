@@ -380,6 +380,16 @@ def broken(objects: Path, tmp_path: Path) -> Path:
     return tmp_path / "broken"
 
 
+def test_first_row_without_a_column_is_the_only_bad_one(table: Any) -> None:
+    def decode(data: bytes, key: str) -> Any:
+        return np.zeros(2, ">f4" if "000" in key else "<f4")  # torch has no other byte order
+
+    fields = {"image": IMAGE, "x": File("images/{id}.jpg", decode=decode), "label": "label"}
+    loader = DataLoader(table(fields, transform={"image": CenterCrop(8)}), N, on_error="skip")
+    [batch] = loader
+    assert batch["x"].shape == (N, 2) and loader.stats()["counters"]["bad.samples"] == 1
+
+
 def test_prefetch_of_the_users_code_is_noted_so_that_it_can_be_cancelled(table: Any) -> None:
     notes: Prefetches = []
     found = table((IMAGE, "label"))
