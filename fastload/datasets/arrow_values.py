@@ -29,7 +29,7 @@ except ImportError as error:
         f"Arrow columns need the package pyarrow: pip install 'torch-fastload[parquet]' ({error})"
     ) from None
 
-__all__ = ["check_type", "is_numeric", "to_python", "why_not_number"]
+__all__ = ["check_type", "decoded", "is_numeric", "to_python", "why_not_number"]
 
 
 def check_type(name: str, kind: Any) -> None:
@@ -71,7 +71,7 @@ def to_python(column: Any, *, views: bool = False) -> list[Any]:
     """
     if isinstance(column, pa.ChunkedArray):
         return [value for chunk in column.chunks for value in to_python(chunk, views=views)]
-    column = _decoded(column)
+    column = decoded(column)
     kind = column.type
     if isinstance(kind, pa.FixedShapeTensorType):
         return _tensors(column)
@@ -85,16 +85,16 @@ def to_python(column: Any, *, views: bool = False) -> list[Any]:
     return found
 
 
-def _decoded(column: Any) -> Any:
+def decoded(column: Any) -> Any:
     """A dictionary or extension column as what it stands for; tensors and others as they are."""
     kind = column.type
     if pa.types.is_dictionary(kind):
-        return _decoded(column.dictionary_decode())
+        return decoded(column.dictionary_decode())
     if not isinstance(kind, pa.BaseExtensionType) or isinstance(kind, pa.FixedShapeTensorType):
         return column
     if kind.extension_name == "arrow.bool8":
         return column.storage.cast(pa.bool_())
-    return _decoded(column.storage)
+    return decoded(column.storage)
 
 
 def _tensors(column: Any) -> list[Any]:
@@ -125,7 +125,7 @@ def _lists(column: Any) -> list[Any]:
         column = pa.array(column.to_pylist(), wanted)  # a list view, whose rows may lie in any order
     offsets = column.offsets.to_numpy().tolist()
     first, last = offsets[0], offsets[-1]
-    inner = _decoded(column.values.slice(first, last - first))
+    inner = decoded(column.values.slice(first, last - first))
     bounds = [(start - first, stop - first) for start, stop in itertools.pairwise(offsets)]
     if _is_number(inner.type):
         return _masked(_number_rows(inner, bounds), column)

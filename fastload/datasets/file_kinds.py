@@ -84,8 +84,8 @@ def _open_npy(value: Any) -> Any:
     if dtype.hasobject:
         raise ValueError("an array of Python objects, which only pickle could read")
     count = int(np.prod(shape, dtype=object)) if shape else 1
-    if count * dtype.itemsize > len(value) - file.tell():
-        raise ValueError(f"shape {shape} needs more bytes than the file has")
+    if not 0 <= count * dtype.itemsize <= len(value) - file.tell():
+        raise ValueError(f"shape {shape} needs other bytes than the file has")
     array = np.frombuffer(value, dtype, count, file.tell()).copy()
     return array.reshape(shape, order="F" if fortran else "C")
 

@@ -156,9 +156,10 @@ class ImageFolder(ObjectDataset):
     def finish_encoded_batch(self, batch: Any) -> Any:
         return self.finish_batch([super().finish_encoded_batch(batch[0]), batch[1]])
 
-    def sample(self, batch: Any, row: int) -> tuple[torch.Tensor, Any]:
+    def sample(self, batch: Any, row: int) -> tuple[Any, Any]:
         images, targets = batch
-        return images[row], targets[row] if isinstance(targets, list) else int(targets[row])
+        target = targets[row] if isinstance(targets, list) else int(targets[row])
+        return super().sample(images, row), target
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         super().copy_row(batch, target, source)

@@ -154,7 +154,8 @@ class ObjectDataset(StoreDataset):
         return allocate((n, *self._fused.sample_shape), self._fused.dtype)
 
     def sample(self, batch: Any, row: int) -> Any:
-        return batch[row]
+        assert self._fused is not None
+        return self._fused.as_sample(batch[row])
 
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         images = self._images_of(batch)

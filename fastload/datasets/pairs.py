@@ -17,7 +17,7 @@ import torch
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import all_transforms, first_epochs, transform_at
 from fastload.images.crop import Crop, Size
-from fastload.images.rng import TorchRng
+from fastload.images.rng import SampleRng
 
 __all__ = ["KeptImages", "check_cut_alike", "fill_together", "images_kept", "transform_together"]
 
@@ -81,7 +81,10 @@ def check_cut_alike(transform: Any) -> None:
 
 
 def transform_together(crops: Mapping[str, Crop], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The images of one sample, transformed; each draws the same numbers from torch's global generator.
+    """The images of one sample, transformed.
+
+    Of several images, all boxes are drawn from one seed, which comes from torch's global generator. To set
+    that generator back for each image was rejected: other threads of a loader draw from it in between.
 
     Raises:
         DecodeError: an image cannot be decoded, or cut like the first one.
@@ -90,16 +93,12 @@ def transform_together(crops: Mapping[str, Crop], fields: Mapping[str, Any]) -> 
         return {name: crop(fields[name]) for name, crop in crops.items()}
     made: dict[str, Any] = {}
     first: Size | None = None
-    start = end = torch.get_rng_state()
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     for name, crop in crops.items():
-        torch.set_rng_state(start)
         with _naming(name):
-            made[name], size = crop.draw(fields[name], TorchRng(), first)
+            made[name], size = crop.draw(fields[name], SampleRng(seed), first)
         if _any_mask(crops) and first is None:
             first = size
-        if end is start or not crop.fills_rows:  # such a one may have drawn more numbers, after its box
-            end = torch.get_rng_state()
-    torch.set_rng_state(end)
     return made
 
 

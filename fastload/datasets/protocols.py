@@ -98,7 +98,12 @@ class RowDataset(Protocol):
         """These prefetched samples will not be used."""
 
     def new_batch(self, n: int, allocate: Allocate) -> Any | None:
-        """An empty collated batch of `n` rows, or None if this dataset has to be read sample by sample."""
+        """An empty collated batch of `n` rows, or None if this dataset has to be read sample by sample.
+
+        Args:
+            allocate: memory for its tensors. `columns.ordinary_memory` says that each row will be taken out
+                by `sample`, so that values of several lengths need no column.
+        """
 
     def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
         """Write the samples into their rows. Returns the errors; the rows of these are undefined."""

@@ -91,6 +91,9 @@ class SampleMaker:
             )
         check_cut_alike(transform)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_making": None}  # the memory of a batch is of this process
+
     def _part_names(self) -> list[str]:
         fields = self._transform
         return [f"transform[{name!r}]" for name in fields] if isinstance(fields, Mapping) else ["transform"]
@@ -163,18 +166,7 @@ class SampleMaker:
         rest = self._open(fields, crops)
         made = self._made
         if not batch:
-            made.crops.update(crops)
-            for name in fields:
-                if name in crops:
-                    batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
-                elif made.allocate is ordinary_memory:
-                    continue
-                elif name in self._optional or not crops:
-                    batch[name] = [None] * made.rows
-                else:
-                    batch[name] = new_column(rest[name], made.rows, made.allocate)
-                    if (view := number_view(batch[name], rest[name])) is not None:
-                        made.numbers[name] = view
+            self._add_columns(batch, fields, crops, rest)
         columns = crops if made.allocate is ordinary_memory else fields
         if crops.keys() != made.crops.keys() or batch.keys() != columns.keys():
             raise DecodeError(_differs(fields, batch))
@@ -183,6 +175,30 @@ class SampleMaker:
                 self._put(column, row, name, rest[name])
         made.rest[row] = {name: rest.get(name) for name in fields}
         return {name: fields[name] for name in crops}
+
+    def _add_columns(
+        self,
+        batch: dict[str, Any],
+        fields: Mapping[str, Any],
+        crops: dict[str, Crop],
+        rest: Mapping[str, Any],
+    ) -> None:
+        """The columns for rows like this one: all, or none where one of its values cannot have a column."""
+        made, columns, numbers = self._made, dict[str, Any](), dict[str, tuple[type, Any]]()
+        for name in fields:
+            if name in crops:
+                columns[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
+            elif made.allocate is ordinary_memory:
+                continue
+            elif name in self._optional or not crops:
+                columns[name] = [None] * made.rows
+            else:
+                columns[name] = new_column(rest[name], made.rows, made.allocate)
+                if (view := number_view(columns[name], rest[name])) is not None:
+                    numbers[name] = view
+        batch.update(columns)
+        made.numbers.update(numbers)
+        made.crops.update(crops)
 
     def _put(self, column: Any, row: int, name: str, value: Any) -> None:
         number = self._made.numbers.get(name)
@@ -206,7 +222,8 @@ class SampleMaker:
     def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
         rest, crops = self._made.rest[row], self._made.crops
-        return self._shaped({name: batch[name][row] if name in crops else rest[name] for name in rest})
+        images = {name: crop.as_sample(batch[name][row]) for name, crop in crops.items()}
+        return self._shaped({name: images[name] if name in images else rest[name] for name in rest})
 
     def finish(self, batch: dict[str, Any]) -> Any:
         """The filled batch, as `default_collate` would make it of the samples."""
@@ -215,6 +232,7 @@ class SampleMaker:
                 name: column if name in self._optional else collate_column(column)
                 for name, column in batch.items()
             }
+        self._making = None  # or its values would live until the next batch
         return batch if self._shape is None else self._shape.batch(batch)
 
     def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
@@ -241,9 +259,10 @@ class SampleMaker:
         """
         transform = current_transform(self._transform)
         names = tuple(fields)
-        if self._last is None or self._last[:2] != (names, transform):  # samples are mostly alike
-            self._last = names, transform, self._find_crops(fields, transform)
-        return self._last[2]
+        last = self._last  # the threads of a loader share it
+        if last is None or last[:2] != (names, transform):  # samples are mostly alike
+            last = self._last = names, transform, self._find_crops(fields, transform)
+        return last[2]
 
     def _find_crops(self, fields: Mapping[str, Any], transform: Transform) -> dict[str, Crop]:
         if isinstance(transform, Mapping):

@@ -21,7 +21,7 @@ from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_files import FilePrepareStep, Picture
-from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields
@@ -210,8 +210,10 @@ class TableDataset(FieldsDataset):
     # --- RowDataset
 
     def prefetch(self, indices: Iterable[int]) -> None:
+        indices = list(indices)
         objects = [one for index in indices for one in self._objects(self._record(index))]
         if objects:
+            note_prefetch(self, indices)
             self._prefetchers.get().request(objects, current_reader.get())
 
     def cancel(self, indices: Iterable[int]) -> None:

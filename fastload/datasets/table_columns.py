@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
-from fastload.datasets.arrow_values import check_type, to_python
+from fastload.datasets.arrow_values import check_type, decoded, to_python
 from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError
 from fastload.store.shared_file import SharedFile
@@ -29,7 +29,7 @@ class TableColumns:
         file: as `TableColumns.of` wrote it.
 
     Attributes:
-        flat: no column has lists or structs, so that `fill` can write rows of a batch.
+        flat: no column has lists, tensors or structs, so that `fill` can write rows of a batch.
     """
 
     def __init__(self, file: SharedFile) -> None:
@@ -38,7 +38,7 @@ class TableColumns:
         self._count: int = table.num_rows
         self._columns = {name: table[name].chunk(0) for name in table.column_names}
         self._value_of = {name: _reader(column) for name, column in self._columns.items()}
-        self.flat = not any(pa.types.is_nested(column.type) for column in self._columns.values())
+        self.flat = not any(_has_parts(column.type) for column in self._columns.values())
 
     @classmethod
     def of(cls, table: Any) -> TableColumns:
@@ -106,9 +106,14 @@ def mapped_table(file: SharedFile) -> Any:
     return pa.ipc.open_file(pa.py_buffer(file.map)).read_all()
 
 
+def _has_parts(kind: Any) -> bool:
+    """Whether a value is a list, an array or a dict."""
+    return pa.types.is_nested(kind) or isinstance(kind, pa.FixedShapeTensorType)
+
+
 def _reader(column: Any) -> Callable[[int], Any]:
     """Row -> value."""
-    if pa.types.is_nested(column.type):
+    if _has_parts(column.type):
         return lambda row: to_python(column.slice(row, 1))[0]
     return lambda row: column[row].as_py()  # a tenth of the time
 
@@ -116,6 +121,7 @@ def _reader(column: Any) -> Callable[[int], Any]:
 def _storable(name: str, column: Any) -> Any:
     """The column as one array without nulls."""
     check_type(name, column.type)
+    column = pa.chunked_array([decoded(chunk) for chunk in column.chunks])
     row = _null_row(column)
     if row is not None:
         raise ArgumentError(
@@ -123,8 +129,6 @@ def _storable(name: str, column: Any) -> Any:
             "frame.dropna(), frame.fillna(0); Arrow: table.drop_null())"
         )
     kind = column.type
-    if pa.types.is_dictionary(kind):
-        column, kind = column.cast(kind.value_type), kind.value_type
     # One array has at most 2 GiB of text, unless its offsets have 64 bits.
     if pa.types.is_string(kind) or pa.types.is_string_view(kind):
         column = column.cast(pa.large_string())
@@ -162,6 +166,8 @@ def _has_nulls(column: Any) -> bool:
     kind = column.type
     if pa.types.is_struct(kind):
         return any(_has_nulls(field) for chunk in chunks for field in chunk.flatten())
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return any(_has_nulls(chunk.storage) for chunk in chunks)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return any(_has_nulls(chunk.flatten()) for chunk in chunks)
     return False

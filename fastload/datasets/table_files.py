@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fastload.datasets.table_columns import mapped_table, write_table
 from fastload.errors import ArgumentError, NotFoundError
@@ -90,6 +91,8 @@ def read_table(table: Any, columns: Sequence[str], text: Collection[str], option
 
 def _from_file(url: str, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
     directory, slash, name = url.rpartition("/")
+    if directory.endswith(":/"):  # memory://labels.csv
+        directory += slash
     ending = name.lower().removesuffix(".gz").rpartition(".")[2]
     if ending not in _KINDS:
         raise ArgumentError(
@@ -162,9 +165,49 @@ def _from_csv(
     parsing = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     header = csv.open_csv(pa.BufferReader(data[: _header_end(data)]), parse_options=parsing).schema.names
     _check_columns(header, columns, f"table {url!r}")
+
+    def read(types: Mapping[str, Any]) -> Any:
+        converting = csv.ConvertOptions(include_columns=list(columns), column_types=types)
+        return csv.read_csv(pa.BufferReader(data), reading, parsing, converting)
+
     types = {name: pa.string() for name in text}
-    converting = csv.ConvertOptions(include_columns=list(columns), column_types=types)
-    return csv.read_csv(pa.BufferReader(data), reading, parsing, converting)
+    found = read(types)
+    dates = _dates_as_text(found.schema)
+    if dates:
+        found = read(types | dates)
+    for field in found.schema:
+        if pa.types.is_binary(field.type):
+            raise ArgumentError(f"column {field.name!r} of table {url!r} is not in UTF-8: convert the file")
+    large = [name for name in columns if _is_large(found[name])]
+    whole = read(dict.fromkeys(large, pa.string())) if large else found
+    for name in large:
+        if pc.any(pc.match_substring_regex(whole[name], r"^[+-]?\d+$")).as_py():
+            raise ArgumentError(
+                f"column {name!r} of table {url!r} has whole numbers that int64 cannot hold: write them with "
+                "a letter before them, as text"
+            )
+    return found
+
+
+def _is_large(column: Any) -> bool:
+    """Whether a column of floats has one that may stand for a whole number beyond int64."""
+    most = pc.max(pc.abs(column)).as_py() if pa.types.is_floating(column.type) else None
+    return most is not None and most >= 2**63
+
+
+def _dates_as_text(schema: Any) -> dict[str, Any]:
+    """Column -> its type with text in place of dates, for the columns where Arrow took text for dates."""
+    return {field.name: kind for field in schema if (kind := _undated(field.type)) != field.type}
+
+
+def _undated(kind: Any) -> Any:
+    if pa.types.is_temporal(kind):
+        return pa.string()
+    if pa.types.is_list(kind):
+        return pa.list_(_undated(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _undated(field.type)) for field in kind])
+    return kind
 
 
 def _header_end(data: memoryview) -> int:
@@ -186,6 +229,10 @@ def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
     reading = lines.ReadOptions(block_size=min(max(len(data), 1), _MOST))
     found = lines.read_json(pa.BufferReader(data), reading)
     _check_columns(found.column_names, columns, what)
+    dates = _dates_as_text(found.select(columns).schema)
+    if dates:
+        parsing = lines.ParseOptions(explicit_schema=pa.schema(dates.items()))
+        found = lines.read_json(pa.BufferReader(data), reading, parsing)
     return found.select(columns)
 
 
@@ -201,10 +248,11 @@ def _from_parquet(data: memoryview, url: str, columns: Sequence[str]) -> Any:
 
 
 def _from_pandas(table: Any, columns: Sequence[str]) -> Any:
-    _check_columns([str(name) for name in table.columns], columns, "the data frame")
+    names = [str(name) for name in table.columns]
+    _check_columns(names, columns, "the data frame")
+    series = {name: table.iloc[:, names.index(name)] for name in columns}
     # As an array of numpy, or Arrow would make nulls of NaN.
-    plain = {name: getattr(table[name].dtype, "kind", "") == "f" for name in columns}
-    series = {name: table[name] for name in columns}
+    plain = {name: isinstance(one.dtype, np.dtype) and one.dtype.kind == "f" for name, one in series.items()}
     return _joined(
         {name: _array(name, one.to_numpy() if plain[name] else one) for name, one in series.items()}
     )

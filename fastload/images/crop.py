@@ -140,8 +140,8 @@ class Crop(ABC):
 
         Args:
             out: `(n, *sample_shape)` uint8, C-contiguous and writable. Rows of failed images are undefined.
-            images: n encoded images (anything with the buffer protocol) or decoded (H, W, channels) uint8
-                arrays.
+            images: n encoded images (anything with the buffer protocol), (H, W, channels) uint8
+                arrays, or PIL images.
             seeds: n integers; everything random about image k is a function of seeds[k] and its size.
             sizes: for samples of several images, n entries: None for the first image, whose (width, height)
                 is put there; the others are then cut like the first one.
@@ -192,8 +192,6 @@ class Crop(ABC):
         return torch.from_numpy(out), size
 
     def _pixels(self, image: Any, rng: Rng, first: Size | None) -> tuple[Pixels, Size]:
-        if hasattr(image, "convert"):
-            image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         source, width, height, chosen = self.choose_box(image, rng, first)
         out = np.empty(self.shape_of(*self.result_size(width, height)), np.uint8)
         self.render_one(out, source, chosen)
@@ -216,6 +214,8 @@ class Crop(ABC):
             DecodeError: not an image, a damaged header, cut (if `strict`), or too large; not of one channel,
                 or of other proportions than the first image.
         """
+        if hasattr(image, "convert"):  # a PIL image
+            image = own_channel(image) if self.channels == 1 else np.asarray(image.convert("RGB"))
         if self.interpolation == "nearest":
             source: Source = open_values(image, self.channels, self.max_pixels, self.strict)
             height, width = source.shape[:2]
@@ -252,6 +252,10 @@ class Crop(ABC):
         if not adjacent:
             images[rows] = out
         return failures
+
+    def as_sample(self, row: torch.Tensor) -> torch.Tensor:
+        """A row of a batch, as `__call__` gives it."""
+        return row
 
     def render(self, out: np.ndarray[Any, Any], items: Sequence[Item]) -> list[tuple[int, DecodeError]]:
         """Decode, crop and resize `items` into their rows of `out`; (row, error) of those that failed."""

@@ -159,6 +159,16 @@ class Fused(Crop):
             return self._transform(image)
         return super().__call__(image)
 
+    def choose_box(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[Source, int, int, CropBox]:
+        mode = getattr(image, "mode", "RGB")
+        if mode != "RGB":  # torchvision's steps would make another number of channels of it
+            raise DecodeError(f"a PIL image in mode {mode} cannot be a row of RGB: give image.convert('RGB')")
+        return super().choose_box(image, rng, first)
+
+    def as_sample(self, row: torch.Tensor) -> torch.Tensor:
+        kind = torch.Tensor if self._values is None else self._values.kind
+        return row if kind is torch.Tensor else row.as_subclass(kind)
+
     def draw(self, image: Any, rng: Rng, first: Size | None = None) -> tuple[Any, Size]:
         pixels, size = self._pixels(image, rng, first)
         value = self._value_of(pixels)
@@ -172,12 +182,11 @@ class Fused(Crop):
             from PIL import Image
 
             return Image.fromarray(pixels)
-        kind, table = self._values
+        table = self._values.table
         out = pixels if table is None else np.empty(pixels.shape, table.dtype)
         if table is not None:
             _look_up(table, pixels[None], out[None])
-        tensor = torch.from_numpy(out)
-        return tensor if kind is torch.Tensor else tensor.as_subclass(kind)
+        return self.as_sample(torch.from_numpy(out))
 
     def _flipped(self, width: int, height: int, rng: Rng, choose: Callable[[], CropBox]) -> CropBox:
         """The box, with the flips around it, in torchvision's order of draws."""

@@ -1,7 +1,7 @@
 """The steps of a torchvision transform, v1 or v2, and which of them the kernel can do.
 
 torchvision is not imported: a step is known by the module and the name of its class. A subclass, or a module
-with hooks, may do anything, so it is none of these steps.
+with hooks or a `forward` of its own, may do anything, so it is none of these steps.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _kind(step: Any) -> str:
 
 
 def _hooked(step: Any) -> bool:
-    return any(getattr(step, name, None) for name in _HOOKS)
+    return "forward" in getattr(step, "__dict__", {}) or any(getattr(step, name, None) for name in _HOOKS)
 
 
 def _flip(step: Any, vertical: bool) -> Flip:

@@ -127,7 +127,9 @@ def _refuse(store: Store, missing: list[str], count: int) -> None:
         next(store.list(), None)  # a bucket or directory that does not exist is an error of its own
     first, root = missing[0], store.url.rstrip("/") + "/"
     forgotten = [first + end for end in _FORGOTTEN if _head(store, first + end) is not None]
-    if first.startswith(root) or "://" in first:
+    if "://" in first and not first.startswith(root):
+        why = f"they are relative to the url, and {first!r} is not below it"
+    elif first.startswith(root):
         why = f"they are relative to the url: {first.removeprefix(root)!r} instead of {first!r}"
     elif forgotten:
         end = forgotten[0].removeprefix(first)

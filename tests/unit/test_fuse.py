@@ -21,9 +21,11 @@ from fastload import (
     ByEpoch,
     Cache,
     DataLoader,
+    File,
     ImageFolder,
     ObjectDataset,
     RandomResizedCrop,
+    TableDataset,
     TarDataset,
     fuse,
 )
@@ -336,6 +338,22 @@ def test_rows_equal_samples_of_the_plain_transform(folder: Path) -> None:
     plain.close()
 
 
+def test_collate_function_gets_samples_of_the_plain_transforms_type(folder: Path) -> None:
+    compose = v2.Compose([v2.CenterCrop(16), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+    data = ImageFolder(str(folder), fuse(compose))
+    [image, label] = next(iter(DataLoader(data, 4, collate_fn=lambda samples: samples[1])))
+    assert type(image) is type(data[1][0]) is torchvision.tv_tensors.Image and label == data[1][1]
+    assert torch.equal(image, data[1][0])
+    data.close()
+
+
+def test_pil_image_in_another_mode_is_no_row_and_says_so() -> None:
+    fused = fuse(v1.Compose([v1.CenterCrop(8), v1.ToTensor()]))
+    grey = Image.fromarray(np.zeros((10, 10), np.uint8))
+    [(_, error)] = fused.fill(np.empty((1, 3, 8, 8), np.float32), [grey], [0])
+    assert "mode L cannot be a row of RGB" in error.message
+
+
 def test_kept_steps_draw_what_they_draw_in_the_plain_pipeline(folder: Path) -> None:
     compose = v1.Compose([v1.RandomResizedCrop(48), v1.ColorJitter(0.5), v1.ToTensor(), v1.RandomErasing(1)])
     batches = []
@@ -394,3 +412,20 @@ def test_fused_image_and_mask_are_cut_alike_with_and_without_kept_steps(tmp_path
         data.close()
     with pytest.raises(ArgumentError, match="must cut alike"):
         data.transform = {"jpg": fuse(v1.RandomResizedCrop(32)), "png": mask}
+
+
+def test_image_and_mask_are_cut_alike_while_other_threads_draw(tmp_path: Path) -> None:
+    x = np.tile(np.arange(200, dtype=np.uint8), (150, 1))
+    (tmp_path / "image.png").write_bytes(png(Image.fromarray(np.repeat(x[..., None], 3, 2))))
+    (tmp_path / "mask.png").write_bytes(png(Image.fromarray(x)))
+    steps = [v1.RandomResizedCrop(32), v1.RandomHorizontalFlip(), v1.RandomPosterize(8, 1), v1.PILToTensor()]
+    mask = RandomResizedCrop(32, flip=0.5, interpolation="nearest", channels=1)
+    data = TableDataset(
+        {"image": ["image.png"] * 160, "mask": ["mask.png"] * 160},
+        (File("image"), File("mask")),
+        url=tmp_path,
+        transform={"image": fuse(v1.Compose(steps)), "mask": mask},
+    )
+    for images, masks in DataLoader(data, 32, threads=4):
+        assert (images[:, 0].float() - masks[:, 0]).abs().max() <= 8
+    data.close()

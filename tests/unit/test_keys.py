@@ -105,6 +105,7 @@ def test_batches_of_keys_equal_those_of_a_subset(tree: Path) -> None:
             r"2 of 2 keys have no object: 'a/1', 'b/2'; there is 'a/1.jpg'.*File\('{column}.jpg'\)",
         ),
         (["a/1.jpg", "{tree}/a/1.jpg"], r"relative to the url: 'a/1.jpg' instead of"),
+        (["s3://other/1.jpg"], r"relative to the url, and 's3://other/1.jpg' is not below it"),
         ([f"{n}" for n in range(9)], r"9 of 9 keys .*: '0', '1', '2', '3', '4', \.\.\.;"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import io
 import json
 import multiprocessing.context
 import pickle
@@ -32,6 +33,7 @@ from fastload import (
     TableDataset,
     cached,
 )
+from fastload.datasets.protocols import Prefetches, noted_prefetches
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from tests.photos import pillow_jpeg, scene
 
@@ -200,6 +202,47 @@ def test_arrays_and_tensors_of_columns_keep_their_shape(table: Any) -> None:
     assert found[1][0].tolist() == [4, 5, 6, 7] and found[1][1] == 1 and found[2][2].shape == (0,)
 
 
+@pytest.mark.parametrize(
+    ("column", "first", "batch"),
+    [
+        (pa.array([b"0" * 16, b"1" * 16], pa.uuid()), b"0" * 16, (b"0" * 16, b"1" * 16)),
+        (
+            pa.ExtensionArray.from_storage(pa.bool8(), pa.array([0, 1], pa.int8())),
+            False,
+            torch.tensor([False, True]),
+        ),
+        (
+            pa.ExtensionArray.from_storage(
+                pa.fixed_shape_tensor(pa.int32(), (2, 1)), pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2))
+            ),
+            np.array([[1], [2]], np.int32),
+            torch.tensor([[[1], [2]], [[3], [4]]], dtype=torch.int32),
+        ),
+    ],
+    ids=["uuid", "bool8", "tensor"],
+)
+def test_extension_columns_are_what_they_stand_for(table: Any, column: Any, first: Any, batch: Any) -> None:
+    found = table(("x",), pa.table({"x": column}))
+    assert np.array_equal(found[0][0], first) and type(found[0][0]) is type(first)
+    [(made,)] = DataLoader(found, batch_size=2)
+    assert torch.equal(made, batch) if isinstance(batch, torch.Tensor) else made == batch
+
+
+def test_frame_with_numbers_for_names_has_its_columns_as_text(table: Any) -> None:
+    pd = pytest.importorskip("pandas")
+    assert table(("1", "0"), pd.DataFrame([[5, 6]]))[0] == (6, 5)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl"])
+def test_dates_in_a_file_of_text_stay_text(table: Any, objects: Path, tmp_path: Path, name: str) -> None:
+    (objects / "2024-01-02.txt").write_text("a day")
+    row = {"day": "2024-01-02", "time": "12:30:00", "n": 1}
+    lines = [",".join(row), ",".join(map(str, row.values()))] if name == "t.csv" else [json.dumps(row)]
+    (tmp_path / name).write_text("\n".join(lines))
+    found = table((File("{day}.txt"), "day", "time", "n"), tmp_path / name)
+    assert found[0] == ("a day", "2024-01-02", "12:30:00", 1)
+
+
 def test_nan_of_a_frame_stays_nan(table: Any) -> None:
     pandas = pytest.importorskip("pandas")
     assert np.isnan(table("y", pandas.DataFrame({"y": [1.0, float("nan")]}))[1])
@@ -291,6 +334,14 @@ def test_objects_are_opened_by_their_extension_or_by_decode(table: Any, file: Fi
     assert table(file)[7] == expected
 
 
+def test_pil_image_of_decode_is_cut_alike_as_sample_and_as_row(table: Any) -> None:
+    file = File("masks/{id}.png", decode=lambda data: Image.open(io.BytesIO(data)))
+    crop = CenterCrop(8, resize=10, interpolation="nearest", channels=1)
+    found = table({"mask": file}, transform={"mask": crop})
+    batch = next(iter(DataLoader(found, batch_size=2)))
+    assert torch.equal(batch["mask"], torch.stack([found[0]["mask"], found[1]["mask"]]))
+
+
 def test_arrays_and_images_without_extension_are_opened(table: Any, objects: Path) -> None:
     assert table(File("other/{id}.npy"))[7].tolist() == [7, 7, 7]
     assert table(File("other/{id}"))[7].size == (40, 32)
@@ -327,6 +378,25 @@ def broken(objects: Path, tmp_path: Path) -> Path:
     path = tmp_path / "broken/masks/004.png"
     path.write_bytes(path.read_bytes()[:60])
     return tmp_path / "broken"
+
+
+def test_first_row_without_a_column_is_the_only_bad_one(table: Any) -> None:
+    def decode(data: bytes, key: str) -> Any:
+        return np.zeros(2, ">f4" if "000" in key else "<f4")  # torch has no other byte order
+
+    fields = {"image": IMAGE, "x": File("images/{id}.jpg", decode=decode), "label": "label"}
+    loader = DataLoader(table(fields, transform={"image": CenterCrop(8)}), N, on_error="skip")
+    [batch] = loader
+    assert batch["x"].shape == (N, 2) and loader.stats()["counters"]["bad.samples"] == 1
+
+
+def test_prefetch_of_the_users_code_is_noted_so_that_it_can_be_cancelled(table: Any) -> None:
+    notes: Prefetches = []
+    found = table((IMAGE, "label"))
+    with noted_prefetches(notes):
+        found.prefetch([3, 1])
+    assert notes == [(found, [3, 1])]
+    found.cancel([3, 1])
 
 
 def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_path: Path) -> None:
@@ -474,6 +544,14 @@ def test_copies_share_the_columns_and_pickles_have_them(table: Any) -> None:
     assert [again[index] for index in range(N)] == [found[index] for index in range(N)]
 
 
+def test_dataset_that_made_batches_can_be_sent_to_a_worker(table: Any) -> None:
+    found = table((IMAGE, "label"), transform=CenterCrop(8))
+    batch = next(iter(DataLoader(found, batch_size=4)))
+    again = pickle.loads(pickle.dumps(found))
+    assert torch.equal(next(iter(DataLoader(again, batch_size=4)))[0], batch[0])
+    again.close()
+
+
 # --- bad input
 
 
@@ -532,6 +610,7 @@ def test_file_without_a_column_is_refused(column: Any, message: str) -> None:
         ([{"y": 1}, {"y": "a"}], "column 'y' of the table has values of no one type"),
         ([], "the table has no rows"),
         (7, "table must be the path or URL of a file.*found a int"),
+        (pa.table({"y": pa.DictionaryArray.from_arrays([0, 1], [None, "a"])}), "null in row 0"),
         ({"y": np.array([2**63], np.uint64)}, "numbers that torch's int64 cannot hold"),
         ({"y": np.array(["2020-01-01"], "datetime64[s]")}, r"column 'y' is timestamp"),
         ({"z": [1]}, "the table has 'z'"),
@@ -559,6 +638,8 @@ def test_tables_without_good_values_are_refused(rows: Any, message: str) -> None
         ("t.json", b'[{"label": 1},', "cannot be read as JSON"),
         ("t.xlsx", b"PK", "a table's name ends in .csv"),
         ("t.csv", b"label\n", "the table has no rows"),
+        ("t.csv", b"label\ncaf\xe9\n", "is not in UTF-8"),
+        ("t.csv", b"label\n18446744073709551615\n1\n", "whole numbers that int64 cannot hold"),
         ("t.csv", b"a;label\n1;2\n", "has 'a;label'"),
     ],
 )
