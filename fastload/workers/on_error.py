@@ -10,7 +10,14 @@ from fastload.datasets.mixture import Mixture
 from fastload.datasets.protocols import RowErrors, RowRequests
 from fastload.datasets.seeds import digest
 from fastload.datasets.wrappers import key_of
-from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.errors import (
+    FastloadError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+    StoreError,
+    WorkerError,
+)
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import tell_sample
 
@@ -86,11 +93,11 @@ class ErrorPolicy:
         self._counters.add("bad.samples")
 
     def raise_uncovered(self, error: Exception) -> None:
-        """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
+        """Raise `error` unless `on_error` covers it: a bad sample, no deadlock, and no store that is down."""
         outage = isinstance(error, StoreError) and not isinstance(
             error, NotFoundError | ObjectChangedError | ShortReadError
         )
-        if self.on_error == "raise" or outage:
+        if self.on_error == "raise" or outage or isinstance(error, WorkerError):
             raise error
 
     def name(self, index: Any) -> str:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, default_collate
 import fastload
 from fastload import CenterCrop, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, WorkerError
+from fastload.workers import turns
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
@@ -341,3 +342,23 @@ def test_number_of_threads_that_is_none_is_refused(threads: Any) -> None:
 def test_threads_for_an_iterable_dataset_are_refused() -> None:
     with pytest.raises(ArgumentError, match="Stream is iterable: leave out threads"):
         DataLoader(Iterable([3]), threads=2)
+
+
+class Locked(Drawing):
+    """Holds a lock while it reads."""
+
+    lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            return super().__getitem__(index)
+
+
+def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.02)
+    loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="skip")
+    with pytest.raises(WorkerError, match="hold no lock while __getitem__ reads"):
+        list(loader)
