@@ -148,7 +148,8 @@ class ImageFolder(ObjectDataset):
     def finish_batch(self, batch: Any) -> Any:
         """See `fastload.datasets.protocols.finish_batch`."""
         images, targets = batch
-        return [images, default_collate(targets) if isinstance(targets, list) else targets]
+        # A tuple, as torch's loader transposes samples: texts are handed out as they come.
+        return [images, default_collate(tuple(targets)) if isinstance(targets, list) else targets]
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         return [super().new_encoded_batch(n, allocate), self._new_targets(n, allocate)]
