@@ -23,6 +23,7 @@ from fastload.datasets.seeds import digest
 from fastload.datasets.seen_parts import ConcatRows, seeds_of
 from fastload.datasets.seen_rows import MadeSample
 from fastload.datasets.wrappers import see
+from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError
 
 __all__ = ["Ledger", "Mixture", "SourceRead"]
@@ -325,6 +326,8 @@ def _check_source(name: str, dataset: Any) -> None:
         )
     try:
         length = len(dataset)
+        for leaf in see(dataset).leaves():
+            indexed_length(leaf)  # whose `len()` may be a hint
     except TypeError as error:
         raise ArgumentError(
             f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards "

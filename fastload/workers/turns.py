@@ -154,7 +154,7 @@ class Turn:
 
 def _deadlock() -> WorkerError:
     return WorkerError(
-        "a sample cannot go on after a read: another one has its turn, and seems to wait for a lock that this "
-        "one holds. With seed= and threads=, hold no lock while __getitem__ reads from a dataset of fastload (a "
-        "functools.cached_property of Python 3.11 holds one), or leave out threads="
+        "a sample cannot go on after a read: another one has its turn, and seems to wait for a lock that "
+        "this one holds. With seed= and threads=, hold no lock while __getitem__ reads from a dataset of "
+        "fastload (a functools.cached_property of Python 3.11 holds one), or leave out threads="
     )
