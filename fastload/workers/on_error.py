@@ -73,15 +73,17 @@ class ErrorPolicy:
             for row, error in errors:
                 self._note(asked[row], error)
             failed = {row for row, _ in errors}
-            if self.on_error == "skip" or not self._indexed:
-                good = [row for row in range(len(indices)) if row not in failed]
-                if not good:
-                    raise errors[0][1]
+            good = [row for row in range(len(indices)) if row not in failed]
+            skips = self.on_error == "skip" or not self._indexed
+            if attempt == _REPLACEMENTS or (skips and not good):
+                raise errors[0][1]
+            for _, error in errors:
+                _drop_traceback(error)
+            if skips:
                 for row in failed:
                     copy(row, good[row % len(good)])
                 return
             requests = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
-        raise errors[0][1]
 
     def _note(self, index: Any, error: Exception) -> None:
         """Count a bad sample, or raise its error."""
@@ -120,3 +122,10 @@ class ErrorPolicy:
         if isinstance(self._dataset, Mixture):
             return self._dataset.replacement(index, number)
         return number % len(self._dataset)
+
+
+def _drop_traceback(error: BaseException | None) -> None:
+    """Its frames hold the errors, the batch and the iterator, which would live until the next collection."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

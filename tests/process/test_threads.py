@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -362,3 +364,17 @@ def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
     loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="skip")
     with pytest.raises(WorkerError, match="hold no lock while __getitem__ reads"):
         list(loader)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_iterator_that_met_a_bad_sample_is_freed_at_once(threads: int, on_error: str) -> None:
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(Bad(24), 8, threads=threads, on_error=on_error, seed=1))
+        next(iterator)
+        told = weakref.ref(iterator)
+        del iterator
+        assert told() is None
+    finally:
+        gc.enable()
