@@ -126,9 +126,9 @@ class Mixture(ConcatDataset[Any]):
         self._names = list(sources)
         if len(self) >= _MOST:
             raise ArgumentError(f"the sources have {len(self):,} samples, a mixture takes {_MOST:,} at most")
-        if num_samples is not None and (not isinstance(num_samples, int) or num_samples < 1):
+        if num_samples is not None and (not _is_whole(num_samples) or num_samples < 1):
             raise ArgumentError(f"num_samples must be a whole number >= 1 or None, found {num_samples!r}")
-        self.num_samples = len(self) if num_samples is None else num_samples
+        self.num_samples = len(self) if num_samples is None else int(num_samples)
         self._given: Callable[[int], Weights] | dict[str, Fraction]
         self._given = weights if callable(weights) else _parsed(weights, self._names)
         # In the trainer's process: the sampler that read last, and the weights that were set since it began.
@@ -292,6 +292,10 @@ def _by_pass(todo: RowRequests) -> Iterable[tuple[int, RowRequests]]:
     for row, index in todo:
         found.setdefault(operator.index(index) >> _PASS_BITS, []).append((row, index))
     return found.items()
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
 
 
 def _named(datasets: Any) -> dict[str, Any]:

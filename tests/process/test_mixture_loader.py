@@ -379,7 +379,7 @@ def test_bad_arguments_are_refused_with_the_source_and_the_next_step(
         Mixture(sources, weights)
 
 
-@pytest.mark.parametrize("samples", [0, -1, 2.5])
+@pytest.mark.parametrize("samples", [0, -1, 2.5, True])
 def test_num_samples_that_is_no_whole_number_is_refused(samples: Any) -> None:
     with pytest.raises(ArgumentError, match="num_samples must be a whole number >= 1"):
         mixture(num_samples=samples)
