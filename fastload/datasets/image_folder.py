@@ -148,7 +148,9 @@ class ImageFolder(ObjectDataset):
     def finish_batch(self, batch: Any) -> Any:
         """See `fastload.datasets.protocols.finish_batch`."""
         images, targets = batch
-        return [images, default_collate(targets) if isinstance(targets, list) else targets]
+        if isinstance(targets, list):
+            targets = default_collate(tuple(targets))  # type: ignore[arg-type]  # so texts stay a tuple, as in torch
+        return [images, targets]
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         return [super().new_encoded_batch(n, allocate), self._new_targets(n, allocate)]

@@ -23,6 +23,7 @@ from fastload.datasets.seeds import digest
 from fastload.datasets.seen_parts import ConcatRows, seeds_of
 from fastload.datasets.seen_rows import MadeSample
 from fastload.datasets.wrappers import see
+from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError
 
 __all__ = ["Ledger", "Mixture", "SourceRead"]
@@ -125,9 +126,9 @@ class Mixture(ConcatDataset[Any]):
         self._names = list(sources)
         if len(self) >= _MOST:
             raise ArgumentError(f"the sources have {len(self):,} samples, a mixture takes {_MOST:,} at most")
-        if num_samples is not None and (not isinstance(num_samples, int) or num_samples < 1):
+        if num_samples is not None and (not _is_whole(num_samples) or num_samples < 1):
             raise ArgumentError(f"num_samples must be a whole number >= 1 or None, found {num_samples!r}")
-        self.num_samples = len(self) if num_samples is None else num_samples
+        self.num_samples = len(self) if num_samples is None else int(num_samples)
         self._given: Callable[[int], Weights] | dict[str, Fraction]
         self._given = weights if callable(weights) else _parsed(weights, self._names)
         # In the trainer's process: the sampler that read last, and the weights that were set since it began.
@@ -293,6 +294,10 @@ def _by_pass(todo: RowRequests) -> Iterable[tuple[int, RowRequests]]:
     return found.items()
 
 
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, numbers.Integral) and not isinstance(number, bool)
+
+
 def _named(datasets: Any) -> dict[str, Any]:
     if isinstance(datasets, Mapping):
         sources = dict(datasets)
@@ -325,6 +330,8 @@ def _check_source(name: str, dataset: Any) -> None:
         )
     try:
         length = len(dataset)
+        for leaf in see(dataset).leaves():
+            indexed_length(leaf)  # whose `len()` may be a hint
     except TypeError as error:
         raise ArgumentError(
             f"source {name!r} has no length yet, and a mixture reads samples by index: index its shards "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.protocols import Allocate, RowErrors, RowRequests
+from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, StreamDataset
 from fastload.datasets.seeds import SampleSeeds, digest
 from fastload.datasets.seen_rows import MadeSample, Rows, located, raise_it
 
@@ -49,6 +49,11 @@ class ConcatRows(Rows):
         index %= total
         part = bisect.bisect_right(self._ends, index)
         return part, index - (self._ends[part - 1] if part else 0)
+
+    def streams(self) -> StreamDataset | None:
+        """None. Raises `ArgumentError` if the samples of a part are not indexed yet."""
+        self._check_indexed("a ConcatDataset")
+        return None
 
     def prefetch(self, indices: list[Any]) -> None:
         for part, requests in self._dealt(list(enumerate(map(self.locate, indices)))):
@@ -118,6 +123,11 @@ class StackRows(Rows):
     def __init__(self, parts: Sequence[Rows] | Mapping[str, Rows]) -> None:
         self._names = list(parts) if isinstance(parts, Mapping) else None
         self._take_over(list(parts.values() if isinstance(parts, Mapping) else parts))
+
+    def streams(self) -> StreamDataset | None:
+        """None. Raises `ArgumentError` if the samples of a part are not indexed yet."""
+        self._check_indexed("a StackDataset")
+        return None
 
     def prefetch(self, indices: list[Any]) -> None:
         for part in self.inner:

@@ -62,6 +62,16 @@ class Rows(ABC):
         self.certain = all(one.certain for one in inner)
         self.bulk = any(one.bulk for one in inner)
 
+    def _check_indexed(self, kind: str) -> None:
+        """Raise `ArgumentError` if a part has no samples by index yet; its `len()` may be a hint."""
+        for one in self.inner:
+            inner = one.streams()
+            if inner is not None:
+                try:
+                    indexed_length(inner)
+                except TypeError as error:
+                    raise ArgumentError(f"{kind} chooses samples by index: {error}") from error
+
     def leaves(self) -> Iterator[RowDataset]:
         """The datasets that read and write the rows."""
         for one in self.inner:
@@ -304,12 +314,8 @@ class SubsetRows(_Through):
         return self._rows.key(self._indices[index])
 
     def streams(self) -> StreamDataset | None:
-        inner = self._rows.streams()
-        if inner is not None:
-            try:
-                indexed_length(inner)
-            except TypeError as error:
-                raise ArgumentError(f"a Subset chooses samples by index: {error}") from error
+        """None. Raises `ArgumentError` if the samples are not indexed yet."""
+        self._check_indexed("a Subset")
         return None
 
     def encoded(self) -> EncodedRows | None:

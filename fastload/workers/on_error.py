@@ -10,7 +10,14 @@ from fastload.datasets.mixture import Mixture
 from fastload.datasets.protocols import RowErrors, RowRequests
 from fastload.datasets.seeds import digest
 from fastload.datasets.wrappers import key_of
-from fastload.errors import FastloadError, NotFoundError, ObjectChangedError, ShortReadError, StoreError
+from fastload.errors import (
+    FastloadError,
+    NotFoundError,
+    ObjectChangedError,
+    ShortReadError,
+    StoreError,
+    WorkerError,
+)
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import tell_sample
 
@@ -66,15 +73,17 @@ class ErrorPolicy:
             for row, error in errors:
                 self._note(asked[row], error)
             failed = {row for row, _ in errors}
-            if self.on_error == "skip" or not self._indexed:
-                good = [row for row in range(len(indices)) if row not in failed]
-                if not good:
-                    raise errors[0][1]
+            good = [row for row in range(len(indices)) if row not in failed]
+            skips = self.on_error == "skip" or not self._indexed
+            if attempt == _REPLACEMENTS or (skips and not good):
+                raise errors[0][1]
+            for _, error in errors:
+                _drop_traceback(error)
+            if skips:
                 for row in failed:
                     copy(row, good[row % len(good)])
                 return
             requests = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
-        raise errors[0][1]
 
     def _note(self, index: Any, error: Exception) -> None:
         """Count a bad sample, or raise its error."""
@@ -86,11 +95,11 @@ class ErrorPolicy:
         self._counters.add("bad.samples")
 
     def raise_uncovered(self, error: Exception) -> None:
-        """Raise `error` unless `on_error` covers it: a bad sample, not a store that is down."""
+        """Raise `error` unless `on_error` covers it: a bad sample, no deadlock, and no store that is down."""
         outage = isinstance(error, StoreError) and not isinstance(
             error, NotFoundError | ObjectChangedError | ShortReadError
         )
-        if self.on_error == "raise" or outage:
+        if self.on_error == "raise" or outage or isinstance(error, WorkerError):
             raise error
 
     def name(self, index: Any) -> str:
@@ -113,3 +122,10 @@ class ErrorPolicy:
         if isinstance(self._dataset, Mixture):
             return self._dataset.replacement(index, number)
         return number % len(self._dataset)
+
+
+def _drop_traceback(error: BaseException | None) -> None:
+    """Its frames hold the errors, the batch and the iterator, which would live until the next collection."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastload.errors import WorkerError
 from fastload.fetch.threads import this_thread
 
 __all__ = ["GeneratorStates", "Turn", "TurnOver"]
 
 _LOOK_SECONDS = 0.5
+_STUCK_SECONDS = 60.0  # that a thread may have the turn without running, while another one needs it
 
 
 class TurnOver(BaseException):
@@ -53,6 +55,7 @@ class Turn:
         self._lock = threading.RLock()  # see `SampleThreads`
         self._free = threading.Condition(self._lock)
         self._taken = self._first_waits = self._closed = False
+        self._holder = 0  # the thread that has it, if it makes a sample
         self.mine = False  # the thread that waits for the samples has it
 
     def close(self) -> None:
@@ -81,7 +84,9 @@ class Turn:
         """The result of `wait`, during which another thread may have the turn.
 
         Raises:
-            TurnOver: the turn was closed meanwhile. What `wait` raises.
+            TurnOver: the turn was closed meanwhile.
+            WorkerError: the sample that has the turn seems to wait for a lock that this one holds.
+            What `wait` raises.
         """
         states = GeneratorStates()
         this_thread.turn = None
@@ -89,17 +94,36 @@ class Turn:
         try:
             return wait()
         finally:
-            self._acquire()
+            self._acquire(in_the_middle=True)
             this_thread.turn = self
             states.restore()
 
-    def _acquire(self) -> None:
+    def _acquire(self, *, in_the_middle: bool = False) -> None:
         with self._lock:
+            ran, since = self._run_time(), time.monotonic()
             while (self._taken or self._first_waits) and not self._closed:
                 self._free.wait(_LOOK_SECONDS)
+                if not in_the_middle:
+                    continue
+                before, ran = ran, self._run_time()
+                if ran is None or ran != before:
+                    since = time.monotonic()
+                elif time.monotonic() - since > _STUCK_SECONDS:
+                    raise _deadlock()
             if self._closed:
                 raise TurnOver
-            self._taken = True
+            self._taken, self._holder = True, threading.get_ident()
+
+    def _run_time(self) -> tuple[int, float] | None:
+        """(thread, seconds of CPU) of the sample that has the turn, to a tenth; None if none has it.
+
+        A thread that waits for a lock uses none. The thread that waits for the samples may keep the turn: a
+        trainer may pause.
+        """
+        if not self._taken or self.mine or not hasattr(time, "pthread_getcpuclockid"):  # macOS has none
+            return None
+        clock = time.pthread_getcpuclockid(self._holder)  # it lives: it cannot give the turn away meanwhile
+        return self._holder, round(time.clock_gettime(clock), 1)
 
     def _release(self) -> None:
         with self._lock:
@@ -126,3 +150,11 @@ class Turn:
         """Give the turn away, if it is `mine`."""
         if self.mine:
             self._release()
+
+
+def _deadlock() -> WorkerError:
+    return WorkerError(
+        "a sample cannot go on after a read: another one has its turn, and seems to wait for a lock that "
+        "this one holds. With seed= and threads=, hold no lock while __getitem__ reads from a dataset of "
+        "fastload (a functools.cached_property of Python 3.11 holds one), or leave out threads="
+    )

@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, ConcatDataset, DistributedSampler, RandomSampler, Subset
 
 import fastload
-from fastload import Cache, DataLoader, ImageFolder, Mixture, MixtureSampler, RandomResizedCrop, cached
+from fastload import (
+    Cache,
+    DataLoader,
+    ImageFolder,
+    Mixture,
+    MixtureSampler,
+    RandomResizedCrop,
+    TarDataset,
+    cached,
+)
 from fastload.distributed import mixture_sampler
 from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError
@@ -370,7 +379,7 @@ def test_bad_arguments_are_refused_with_the_source_and_the_next_step(
         Mixture(sources, weights)
 
 
-@pytest.mark.parametrize("samples", [0, -1, 2.5])
+@pytest.mark.parametrize("samples", [0, -1, 2.5, True])
 def test_num_samples_that_is_no_whole_number_is_refused(samples: Any) -> None:
     with pytest.raises(ArgumentError, match="num_samples must be a whole number >= 1"):
         mixture(num_samples=samples)
@@ -381,6 +390,10 @@ def test_source_that_is_not_indexed_yet_is_refused_with_the_way_to_index_it(tmp_
     told = pytest.raises(ArgumentError, match=r"source 'tar' has no length yet.*fastload index URL")
     with contextlib.closing(shard_dataset("tar", url)) as source, told:
         Mixture({"tar": source}, [1])
+    with contextlib.closing(TarDataset(url, num_samples=7)) as hinted:
+        for source in (hinted, fastload.map(hinted, len)):
+            with pytest.raises(ArgumentError, match=r"source 'tar' has no length yet.*fastload index URL"):
+                Mixture({"tar": source}, [1])
 
 
 class Pairs(BatchSampler):

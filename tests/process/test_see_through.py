@@ -460,6 +460,10 @@ def test_map_of_shards_is_streamed_and_then_read_at_random(
         len(dataset)
     with pytest.raises(ArgumentError, match="a Subset chooses samples by index"):
         DataLoader(Subset(dataset, range(3)))
+    hinted = TarDataset(str(tmp_path / "data"), num_samples=7)  # a hint is no number of samples by index
+    for several in (ConcatDataset([hinted, hinted]), StackDataset(hinted, range(7))):
+        with pytest.raises(ArgumentError, match=r"chooses samples by index: .*not indexed yet"):
+            DataLoader(several)
     loader: Any = DataLoader(dataset, 16, shuffle=True, num_workers=workers)
     for _ in range(2):
         assert sorted(torch.cat(list(loader)).tolist()) == list(range(TOTAL))

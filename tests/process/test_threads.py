@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 import fastload
 from fastload import CenterCrop, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, WorkerError
+from fastload.workers import turns
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
@@ -341,3 +344,37 @@ def test_number_of_threads_that_is_none_is_refused(threads: Any) -> None:
 def test_threads_for_an_iterable_dataset_are_refused() -> None:
     with pytest.raises(ArgumentError, match="Stream is iterable: leave out threads"):
         DataLoader(Iterable([3]), threads=2)
+
+
+class Locked(Drawing):
+    """Holds a lock while it reads."""
+
+    lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            return super().__getitem__(index)
+
+
+def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.02)
+    loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="skip")
+    with pytest.raises(WorkerError, match="hold no lock while __getitem__ reads"):
+        list(loader)
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_iterator_that_met_a_bad_sample_is_freed_at_once(threads: int, on_error: str) -> None:
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(Bad(24), 8, threads=threads, on_error=on_error, seed=1))
+        next(iterator)
+        told = weakref.ref(iterator)
+        del iterator
+        assert told() is None
+    finally:
+        gc.enable()

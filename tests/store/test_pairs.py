@@ -19,6 +19,7 @@ from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import ByEpoch, Cache, CenterCrop, DataLoader, RandomResizedCrop
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.write import TarWriter
+from fastload.images.rng import SampleRng
 from tests.photos import png
 
 pytestmark = pytest.mark.usefixtures("close_all")
@@ -90,22 +91,22 @@ def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mod
         data.flush_cache()
 
 
-def test_sample_is_cut_as_torchvision_cuts_image_and_mask(tmp_path: Path) -> None:
+def test_sample_mask_is_cut_as_torchvision_cuts_the_box_of_its_image(tmp_path: Path) -> None:
     data = pairs(tmp_path, [mask()] * 3)
     for index in range(3):
         torch.manual_seed(index)
-        top, left, height, width = torchvision.transforms.RandomResizedCrop.get_params(
-            Image.new("RGB", (WIDTH, HEIGHT)), list(CUT["scale"]), [3 / 4, 4 / 3]
-        )
-        flip = bool(torch.rand(1) < 0.5)
+        seed = int(torch.empty((), dtype=torch.int64).random_())
         after = torch.rand(1)
+        left, top, right, bottom = (
+            chosen := data.transform["jpg"].box_for(WIDTH, HEIGHT, SampleRng(seed))
+        ).box
         cut = torchvision.transforms.functional.resized_crop(
-            Image.open(io.BytesIO(mask())), top, left, height, width, [48, 48], 0
+            Image.open(io.BytesIO(mask())), top, left, bottom - top, right - left, [48, 48], 0
         )
         torch.manual_seed(index)
         found = data[index]["seg.png"][0].numpy()
-        assert torch.equal(torch.rand(1), after), "the second image draws the numbers of the first one again"
-        np.testing.assert_array_equal(found, np.asarray(cut)[:, :: -1 if flip else 1])
+        assert torch.equal(torch.rand(1), after), "a sample takes one number of torch's generator"
+        np.testing.assert_array_equal(found, np.asarray(cut)[:, :: -1 if chosen.flip else 1])
 
 
 def test_centre_crops_are_cut_alike_at_another_size(tmp_path: Path) -> None:
