@@ -120,7 +120,7 @@ def test_pickles_are_refused_unless_opted_in(name: str, tmp_path: Path) -> None:
         ({"json": b"[" * 100_000}, "json"),
         ({"txt": b"\xff"}, "txt"),
         ({"npy": b"\x93NUMPY"}, "npy"),
-        ({"npy": npy(np.zeros(3))[:-1]}, "more bytes"),
+        ({"npy": npy(np.zeros(3))[:-1]}, "other bytes"),
         ({"npy": npy(np.zeros(3)).replace(b"(3,)", b"(9999999999,)")}, "npy"),
         ({"jpg": b"\xff\xd8\xffnot one"}, "decode"),
     ],
