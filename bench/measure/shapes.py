@@ -49,10 +49,14 @@ class Own(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Our source in `bench/peers/scripts/ours.py`, and the format's own loader, if there is one."""
+    """Our source in `bench/peers/scripts/ours.py`, and the format's own loader, if there is one.
+
+    epochs: until the cache has every sample.
+    """
 
     source: str
     own: Own | None = None
+    epochs: int = 1
 
 
 SHAPES = {
@@ -64,7 +68,7 @@ SHAPES = {
     "MDS": Shape("mds", Own("mosaicml")),
     "LitData": Shape("litdata", Own("litdata", "chunks")),
     ".beton": Shape("beton", Own("ffcv", BETON, reads_s3=False)),
-    "mixture of three": Shape("mixture"),
+    "mixture of three": Shape("mixture", epochs=3),
 }
 WRITERS = ("mosaicml", "litdata", "ffcv")  # these write their files themselves
 
@@ -153,7 +157,7 @@ def measure(shape: Shape, job: dict[str, Any], turns: int, seconds: float) -> di
             peer = Peer(script, job | {"mode": own_mode, "scratch": str(Path(scratch, side))})
             sides[side] = stack.enter_context(peer)
         if job["later"]:  # caches are filled, and what is compiled or mapped once
-            for peer in sides.values():
+            for peer in list(sides.values()) * shape.epochs:
                 peer.epoch()
         names = list(sides)
         for turn in range(turns):
