@@ -9,67 +9,10 @@
 #ifndef FASTLOAD_JPEG_H
 #define FASTLOAD_JPEG_H
 
-#include <setjmp.h>
-#include <stdio.h>
-
-#include <jpeglib.h>
-
-#include <jerror.h>
-
+#include "dct.h"
 #include "resize.h"
 
-#if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 1005000
-#error "libjpeg-turbo 1.5 or newer is needed: jpeg_crop_scanline, jpeg_skip_scanlines"
-#endif
-
-#define MESSAGE_SIZE 256
-#define MOST_SCANS 500    /* of a progressive file; each costs a pass over all pixels, and a few bytes make one */
 #define ROWS_PER_READ 4
-
-typedef struct {
-    struct jpeg_decompress_struct jpeg;
-    struct jpeg_error_mgr errors;
-    struct jpeg_progress_mgr progress;
-    jmp_buf escape;
-    bool warnings_are_errors;
-    char *message; /* MESSAGE_SIZE bytes of the caller's */
-} Decoder;
-
-/* What the caller allows. */
-typedef struct {
-    uint64_t max_pixels;
-    bool strict;
-} Limits;
-
-/* ---------------------------------------------------------------- errors */
-
-static void decoder_fail(Decoder *d, const char *message) {
-    snprintf(d->message, MESSAGE_SIZE, "%s", message);
-    longjmp(d->escape, 1);
-}
-
-static void on_error(j_common_ptr jpeg) {
-    Decoder *d = jpeg->client_data;
-    char text[JMSG_LENGTH_MAX];
-    jpeg->err->format_message(jpeg, text);
-    decoder_fail(d, text);
-}
-
-static void on_message(j_common_ptr jpeg, int level) {
-    Decoder *d = jpeg->client_data;
-    if (level >= 0) return;
-    jpeg->err->num_warnings++;
-    /* An odd header, and padding between the last pixel and the end (some cameras write it), harm no pixel. */
-    const int code = jpeg->err->msg_code;
-    const bool padding = code == JWRN_EXTRANEOUS_DATA && jpeg->err->msg_parm.i[1] == JPEG_EOI;
-    if (d->warnings_are_errors && !padding && code != JWRN_ADOBE_XFORM && code != JWRN_JFIF_MAJOR) on_error(jpeg);
-}
-
-static void on_output(j_common_ptr jpeg) { (void)jpeg; }
-
-static void on_progress(j_common_ptr jpeg) {
-    if (((j_decompress_ptr)jpeg)->input_scan_number > MOST_SCANS) decoder_fail(jpeg->client_data, "too many scans");
-}
 
 /* ---------------------------------------------------------------- header */
 
@@ -85,16 +28,19 @@ static bool has_end(const struct jpeg_source_mgr *source) {
 /* Reads the header. A new decompressor for each image, though one could be kept: it would keep the tables of the image
  * before, and decode an image that lacks its own with them. Making one costs 0.1 % of a decode. */
 static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Limits *limits) {
+    const bool record = is_record(data, size);
+    if (record) data = record_header(d, data, &size);
     jpeg_create_decompress(&d->jpeg);
     jpeg_mem_src(&d->jpeg, (unsigned char *)data, (unsigned long)size);
     jpeg_read_header(&d->jpeg, TRUE);
+    if (record) d->jpeg.jpeg_color_space = (J_COLOR_SPACE)d->reader.data[6];
     const uint64_t width = d->jpeg.image_width, height = d->jpeg.image_height;
     if (width * height > limits->max_pixels) {
         snprintf(d->message, MESSAGE_SIZE, "%u x %u pixels are more than max_pixels=%llu", (unsigned)width,
                  (unsigned)height, (unsigned long long)limits->max_pixels);
         longjmp(d->escape, 1);
     }
-    if (limits->strict && !has_end(d->jpeg.src)) decoder_fail(d, "premature end: the file was cut, it has no end marker");
+    if (limits->strict && !record && !has_end(d->jpeg.src)) decoder_fail(d, "premature end: the file was cut, it has no end marker");
     d->warnings_are_errors = limits->strict;
     switch (d->jpeg.jpeg_color_space) {
         case JCS_GRAYSCALE:
@@ -112,20 +58,6 @@ static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Lim
     }
     d->jpeg.dct_method = JDCT_ISLOW;
 }
-
-/* A decoder whose calls into libjpeg may jump: if (setjmp(d.escape)) return decoder_close(&d), false; */
-static void decoder_init(Decoder *d, char *message) {
-    memset(d, 0, sizeof *d);
-    d->message = message;
-    d->jpeg.err = jpeg_std_error(&d->errors);
-    d->errors.error_exit = on_error;
-    d->errors.emit_message = on_message;
-    d->errors.output_message = on_output;
-    d->progress.progress_monitor = on_progress;
-    d->jpeg.client_data = d;
-}
-
-static void decoder_close(Decoder *d) { jpeg_destroy_decompress(&d->jpeg); }
 
 static bool jpeg_header(const uint8_t *data, size_t size, const Limits *limits, int *width, int *height, char *message) {
     Decoder d;
@@ -175,6 +107,7 @@ static void decoder_start(Decoder *d, int denominator) {
     d->jpeg.scale_denom = (unsigned)denominator;
     d->jpeg.progress = &d->progress;
     jpeg_start_decompress(&d->jpeg);
+    if (d->reader.data) record_attach(d);
 }
 
 /* Decodes a whole image at 1/denominator of its size to out, which is width x height pixels. */
@@ -228,7 +161,7 @@ static void check_box(Decoder *d, Box box) {
 }
 
 /* Decodes the rows that the resizer wants through a ring of as many as one output row mixes. */
-static void resize_rows(Decoder *d, Scratch *s) {
+static void resize_rows(Decoder *d, int denominator, Scratch *s) {
     Resizer *r = &s->resizer;
     const Filter *columns = &r->columns;
     /* One pixel more on each side: the upsampling of chroma looks at its neighbours. */
@@ -236,6 +169,7 @@ static void resize_rows(Decoder *d, Scratch *s) {
     JDIMENSION width = (JDIMENSION)columns->high + 1 - left;
     if (width > d->jpeg.output_width - left) width = d->jpeg.output_width - left;
     jpeg_crop_scanline(&d->jpeg, &left, &width);
+    if (d->reader.data) record_crop(d, denominator, left, width);
 
     const int ring_rows = r->rows.taps + ROWS_PER_READ, offset = (columns->low - (int)left) * 3;
     const size_t stride = ((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64;
@@ -275,7 +209,7 @@ static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *lim
     if (!resizer_start(&s->resizer, scaled, (int)d.jpeg.output_width, (int)d.jpeg.output_height, width, height, clamp,
                        flip, target))
         decoder_fail(&d, "out of memory");
-    resize_rows(&d, s);
+    resize_rows(&d, denominator, s);
     decoder_close(&d); /* of the rows below the box nothing is read */
     return true;
 }

@@ -7,7 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "jpeg.h"
+#include "dct_write.h"
 
 typedef struct {
     Py_buffer view;
@@ -25,8 +25,6 @@ typedef struct {
     Limits limits;
     uint8_t *out;
 } Batch;
-
-static bool use_simd; /* set once at import; tests switch it */
 
 /* ---------------------------------------------------------------- arguments */
 
@@ -84,7 +82,6 @@ static void run_batch(const Batch *batch, Task *tasks, Py_ssize_t n) {
     const ptrdiff_t plane = (ptrdiff_t)batch->width * batch->height;
     Scratch scratch;
     memset(&scratch, 0, sizeof scratch);
-    scratch.resizer.simd = use_simd;
     for (Py_ssize_t i = 0; i < n; i++) {
         Task *task = tasks + i;
         uint8_t *base = batch->out + task->row * plane * 3;
@@ -211,6 +208,27 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     return NULL;
 }
 
+static PyObject *dct_record(PyObject *self, PyObject *args) {
+    PyObject *data;
+    int orientation;
+    unsigned long long max_pixels;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OiK", &data, &orientation, &max_pixels)) return NULL;
+    Py_buffer view;
+    if (get_file(data, &view) < 0) return NULL;
+    Record record = {NULL, 0, 0};
+    char message[MESSAGE_SIZE];
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = jpeg_to_record(view.buf, (size_t)view.len, max_pixels, orientation, &record, message);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    PyObject *result = done ? PyBytes_FromStringAndSize((char *)record.data, (Py_ssize_t)record.size) : NULL;
+    free(record.data);
+    if (!done) PyErr_SetString(PyExc_ValueError, message);
+    return result;
+}
+
 /* ---------------------------------------------------------------- module */
 
 static PyObject *set_simd(PyObject *self, PyObject *on) {
@@ -226,6 +244,7 @@ static PyMethodDef methods[] = {
     {"decode", decode, METH_VARARGS, "decode(data, out, denominator, max_pixels, strict)"},
     {"crop_resize", crop_resize, METH_VARARGS,
      "crop_resize(out, items, channels_last, clamp, max_pixels, strict) -> [(row, reason)]"},
+    {"dct_record", dct_record, METH_VARARGS, "dct_record(jpeg, orientation, max_pixels) -> bytes"},
     {"_set_simd", set_simd, METH_O, "_set_simd(on) -> whether SIMD is now in use; for tests"},
     {NULL, NULL, 0, NULL},
 };

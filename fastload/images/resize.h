@@ -13,18 +13,12 @@
 #define FASTLOAD_RESIZE_H
 
 #include <math.h>
-#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#define HAVE_AVX2 1
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
+#include "simd.h"
 
 #define COLUMN_BITS 14 /* weights along a row are int16 */
 #define MANY_TAPS 128  /* beyond it, 16-bit sums of rows lose too much */
@@ -310,19 +304,8 @@ typedef struct {
     Filter rows, columns;
     Buffer column_weights, mixed, source_rows;
     Target target;
-    int next;  /* output row to be written next */
-    bool simd;
+    int next; /* output row to be written next */
 } Resizer;
-
-static bool cpu_has_simd(void) {
-#ifdef HAVE_AVX2
-    return __builtin_cpu_supports("avx2");
-#elif defined(__aarch64__)
-    return true;
-#else
-    return false;
-#endif
-}
 
 typedef struct {
     double x0, y0, x1, y1;
@@ -343,7 +326,7 @@ static bool resizer_start(Resizer *r, Box box, int image_width, int image_height
     if (!filter_build(&r->rows, box.y0, box.y1, height, top, bottom, 16, false)) return false;
     if (!filter_build(&r->columns, box.x0, box.x1, width, left, right, COLUMN_BITS, flip)) return false;
 #ifdef HAVE_AVX2
-    if (r->simd && !weights_avx2(&r->columns, &r->column_weights)) return false;
+    if (use_simd && !weights_avx2(&r->columns, &r->column_weights)) return false;
 #endif
     const size_t pixels = (size_t)(r->columns.high - r->columns.low) + r->columns.taps + 4;
     return buffer_reserve(&r->mixed, pixels * 3 + 64) &&
@@ -362,7 +345,7 @@ static void resizer_write(Resizer *r) {
     const uint32_t *weight = r->rows.weight + (size_t)r->next * r->rows.taps;
     const int count = r->rows.count[r->next];
 #ifdef HAVE_AVX2
-    if (r->simd) {
+    if (use_simd) {
         mix_rows_avx2(r->mixed.data, rows, weight, count, n);
         mix_columns_avx2(&r->target, r->next++, r->mixed.data, &r->columns, r->column_weights.data);
         return;

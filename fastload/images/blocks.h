@@ -1,0 +1,247 @@
+/* The 64 quantised coefficients of a JPEG block as bytes that SIMD instructions read.
+ *
+ * In zigzag order a block is 8 groups of 8 numbers. Neighbours there have similar sizes, so a group has one width for
+ * all of its numbers: w bits each in two's complement, w bytes in all. Numbers of more than 8 bits are in two parts: 8
+ * bytes with their lower 8 bits, then w - 8 bytes with the bits above. A packed block is
+ *
+ *     uint16   12 bits of the DC, 4 bits of the number n of groups; the groups behind them are 0
+ *     n x 4 bits: the groups' widths, filled up to whole bytes
+ *     the groups; the place of the DC in the first one is 0
+ *
+ * This takes 1.1 to 1.7 times the bytes of Huffman codes. Rejected: a bitmap of the numbers that are not 0 and a byte for
+ * each of them, 1.5 to 2.4 times; rows of the block instead of the zigzag order, 1.3 to 2.4 times; half as large groups,
+ * which are no smaller with their widths.
+ */
+#ifndef FASTLOAD_BLOCKS_H
+#define FASTLOAD_BLOCKS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "simd.h"
+
+#define GROUPS 8
+#define WIDEST 15
+#define MOST_BYTES (2 + GROUPS / 2 + GROUPS * WIDEST) /* of a packed block */
+#define SLACK 8                                       /* bytes behind a block that unpacking may read */
+
+/* Natural position of each coefficient in zigzag order: ITU-T T.81, figure A.6. */
+static const uint8_t ZIGZAG[64] = {
+    0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48,
+    41, 34, 27, 20, 13, 6,  7,  14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23,
+    30, 37, 44, 51, 58, 59, 52, 45, 38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63};
+
+static uint16_t get16(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 8); }
+static uint32_t get32(const uint8_t *at) { return get16(at) | (uint32_t)get16(at + 2) << 16; }
+static void put16(uint8_t *to, uint32_t value) { to[0] = (uint8_t)value, to[1] = (uint8_t)(value >> 8); }
+static void put32(uint8_t *to, uint32_t value) { put16(to, value & 0xffff), put16(to + 2, value >> 16); }
+
+static int group_width(uint32_t widths, int group) { return widths >> (4 * group) & 15; }
+
+/* Bytes of groups with these widths. */
+static int groups_size(uint32_t widths) {
+    const uint32_t pairs = (widths & 0x0F0F0F0F) + (widths >> 4 & 0x0F0F0F0F);
+    return (int)((pairs * 0x01010101u) >> 24);
+}
+
+/* ---------------------------------------------------------------- packing */
+
+/* Bits that 8 numbers need in two's complement; 0 if all are 0. */
+static int width_of(const int16_t *numbers) {
+    uint32_t magnitude = 0, any = 0;
+    for (int i = 0; i < 8; i++) {
+        any |= (uint16_t)numbers[i];
+        magnitude |= (uint16_t)(numbers[i] ^ (numbers[i] >> 15));
+    }
+    if (!any) return 0;
+    return magnitude ? 33 - __builtin_clz(magnitude) : 1;
+}
+
+/* Writes the lower `width` bits, at most 8, of `numbers` >> shift. */
+static void pack_bits(uint8_t *out, const int16_t *numbers, int shift, int width) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; i++) bits |= (uint64_t)((numbers[i] >> shift) & ((1 << width) - 1)) << (i * width);
+    for (int i = 0; i < width; i++) out[i] = (uint8_t)(bits >> (8 * i));
+}
+
+/* Packs a block in natural order to `out`, which has MOST_BYTES; returns its size, or 0 if a number is larger than any
+ * encoder makes it. */
+static int pack_block(const int16_t *block, uint8_t *out) {
+    int16_t ordered[64];
+    for (int k = 1; k < 64; k++) ordered[k] = block[ZIGZAG[k]];
+    ordered[0] = 0;
+    int width[GROUPS], groups = 0;
+    for (int group = 0; group < GROUPS; group++) {
+        width[group] = width_of(ordered + 8 * group);
+        if (width[group] > WIDEST) return 0;
+        if (width[group]) groups = group + 1;
+    }
+    if (block[0] < -2048 || block[0] > 2047) return 0;
+    put16(out, (block[0] & 0xfff) | (uint32_t)groups << 12);
+    uint8_t *to = out + 2;
+    for (int group = 0; group < groups; group += 2)
+        *to++ = (uint8_t)(width[group] | (group + 1 < groups ? width[group + 1] << 4 : 0));
+    for (int group = 0; group < groups; group++) {
+        const int16_t *numbers = ordered + 8 * group;
+        pack_bits(to, numbers, 0, width[group] < 8 ? width[group] : 8);
+        if (width[group] > 8) pack_bits(to + 8, numbers, 8, width[group] - 8);
+        to += width[group];
+    }
+    return (int)(to - out);
+}
+
+/* ---------------------------------------------------------------- unpacking */
+
+static uint64_t load_bits(const uint8_t *data, int bytes) {
+    uint64_t bits = 0;
+    for (int i = 0; i < bytes; i++) bits |= (uint64_t)data[i] << (8 * i);
+    return bits;
+}
+
+static void unpack_groups_scalar(const uint8_t *data, uint32_t widths, int16_t dc, int16_t *block) {
+    for (int group = 0; group < GROUPS; group++) {
+        const int width = group_width(widths, group), lower = width < 8 ? width : 8, upper = width - lower;
+        const uint64_t low = load_bits(data, lower), high = load_bits(data + lower, upper);
+        for (int i = 0; i < 8; i++) {
+            const uint32_t bits = (uint32_t)(low >> (i * lower) & ((1u << lower) - 1)) |
+                                  (uint32_t)(high >> (i * upper) & ((1u << upper) - 1)) << 8;
+            const uint32_t sign = width ? 1u << (width - 1) : 0;
+            block[ZIGZAG[8 * group + i]] = (int16_t)((int32_t)(bits ^ sign) - (int32_t)sign);
+        }
+        data += width;
+    }
+    block[0] = dc;
+}
+
+#if defined(HAVE_AVX2) || defined(__aarch64__)
+/* How a vector of 8 x 16 bits is made of the bytes of a group: each number's two bytes are moved into its place, where a
+ * product with a power of two moves its highest bit to the top, and the upper half of another product moves it down
+ * again, with its sign. */
+typedef struct {
+    uint8_t bytes[16];
+    int16_t up[8];
+    int16_t down[8];
+} Spread;
+
+#define SPREAD_BYTES(w, i) (w) ? (i) * (w) / 8 : 128, (w) ? (i) * (w) / 8 + 1 : 128
+#define SPREAD_UP(w, i) (w) ? (int16_t)(1 << (16 - (w) - (i) * (w) % 8)) : 0
+#define EACH(F, w) F(w, 0), F(w, 1), F(w, 2), F(w, 3), F(w, 4), F(w, 5), F(w, 6), F(w, 7)
+#define SPREAD_DOWN(w, i) 1 << (w)
+#define SPREAD(w) {{EACH(SPREAD_BYTES, w)}, {EACH(SPREAD_UP, w)}, {EACH(SPREAD_DOWN, w)}}
+
+static const Spread SPREADS[9] = {SPREAD(0), SPREAD(1), SPREAD(2), SPREAD(3), SPREAD(4),
+                                  SPREAD(5), SPREAD(6), SPREAD(7), SPREAD(8)};
+#endif
+
+#ifdef HAVE_AVX2
+#define AVX2 __attribute__((target("avx2"))) static inline
+
+AVX2 __m128i spread_avx2(const uint8_t *data, int width) {
+    const Spread *spread = SPREADS + width;
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)data);
+    const __m128i placed = _mm_shuffle_epi8(bytes, _mm_loadu_si128((const __m128i *)spread->bytes));
+    const __m128i up = _mm_mullo_epi16(placed, _mm_loadu_si128((const __m128i *)spread->up));
+    return _mm_mulhi_epi16(up, _mm_loadu_si128((const __m128i *)spread->down));
+}
+
+AVX2 __m128i unpack_group_avx2(const uint8_t *data, int width) {
+    if (__builtin_expect(width <= 8, 1)) return spread_avx2(data, width);
+    const __m128i low = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)data));
+    return _mm_or_si128(low, _mm_slli_epi16(spread_avx2(data + 8, width - 8), 8));
+}
+
+/* The numbers of a group that belong into a row of the block, at the row's zigzag positions a..h; 0 elsewhere. */
+#define PLACE(g, k) (k) / 8 == (g) ? (k) % 8 * 2 : -1, (k) / 8 == (g) ? (k) % 8 * 2 + 1 : -1
+#define PICK(g, a, b, c, d, e, f, i, j)                                                                              \
+    _mm_shuffle_epi8(group[g], _mm_setr_epi8(PLACE(g, a), PLACE(g, b), PLACE(g, c), PLACE(g, d), PLACE(g, e),       \
+                                             PLACE(g, f), PLACE(g, i), PLACE(g, j)))
+#define PICK3(g, h, k, ...) _mm_or_si128(_mm_or_si128(PICK(g, __VA_ARGS__), PICK(h, __VA_ARGS__)), PICK(k, __VA_ARGS__))
+#define PICK5(g, h, k, l, m, ...)                                                                                     \
+    _mm_or_si128(PICK3(g, h, k, __VA_ARGS__), _mm_or_si128(PICK(l, __VA_ARGS__), PICK(m, __VA_ARGS__)))
+
+AVX2 void unpack_groups_avx2(const uint8_t *data, uint32_t widths, int16_t dc, int16_t *block) {
+    __m128i group[GROUPS];
+    for (int i = 0; i < GROUPS; i++) {
+        const int width = group_width(widths, i);
+        group[i] = unpack_group_avx2(data, width);
+        data += width;
+    }
+    group[0] = _mm_insert_epi16(group[0], dc, 0);
+    __m128i *row = (__m128i *)block;
+    _mm_storeu_si128(row + 0, PICK3(0, 1, 3, 0, 1, 5, 6, 14, 15, 27, 28));
+    _mm_storeu_si128(row + 1, PICK5(0, 1, 2, 3, 5, 2, 4, 7, 13, 16, 26, 29, 42));
+    _mm_storeu_si128(row + 2, PICK5(0, 1, 2, 3, 5, 3, 8, 12, 17, 25, 30, 41, 43));
+    _mm_storeu_si128(row + 3, PICK5(1, 2, 3, 5, 6, 9, 11, 18, 24, 31, 40, 44, 53));
+    _mm_storeu_si128(row + 4, PICK5(1, 2, 4, 5, 6, 10, 19, 23, 32, 39, 45, 52, 54));
+    _mm_storeu_si128(row + 5, PICK5(2, 4, 5, 6, 7, 20, 22, 33, 38, 46, 51, 55, 60));
+    _mm_storeu_si128(row + 6, PICK5(2, 4, 5, 6, 7, 21, 34, 37, 47, 50, 56, 59, 61));
+    _mm_storeu_si128(row + 7, PICK3(4, 6, 7, 35, 36, 48, 49, 57, 58, 62, 63));
+}
+#endif
+
+#ifdef __aarch64__
+static int16x8_t spread_neon(const uint8_t *data, int width) {
+    const Spread *spread = SPREADS + width;
+    const uint8x16_t bytes = vcombine_u8(vld1_u8(data), vdup_n_u8(0));
+    const int16x8_t placed = vreinterpretq_s16_u8(vqtbl1q_u8(bytes, vld1q_u8(spread->bytes)));
+    return vshlq_s16(vmulq_s16(placed, vld1q_s16(spread->up)), vdupq_n_s16((int16_t)(width - 16)));
+}
+
+/* Where the bytes of each row of a block lie in zigzag order. */
+#define BYTES(a, b, c, d, e, f, g, h)                                                                                 \
+    {2 * a, 2 * a + 1, 2 * b, 2 * b + 1, 2 * c, 2 * c + 1, 2 * d, 2 * d + 1,                                          \
+     2 * e, 2 * e + 1, 2 * f, 2 * f + 1, 2 * g, 2 * g + 1, 2 * h, 2 * h + 1}
+static const uint8_t ROW_BYTES[8][16] = {
+    BYTES(0, 1, 5, 6, 14, 15, 27, 28),      BYTES(2, 4, 7, 13, 16, 26, 29, 42),     BYTES(3, 8, 12, 17, 25, 30, 41, 43),
+    BYTES(9, 11, 18, 24, 31, 40, 44, 53),   BYTES(10, 19, 23, 32, 39, 45, 52, 54),  BYTES(20, 22, 33, 38, 46, 51, 55, 60),
+    BYTES(21, 34, 37, 47, 50, 56, 59, 61),  BYTES(35, 36, 48, 49, 57, 58, 62, 63)};
+
+static void unpack_groups_neon(const uint8_t *data, uint32_t widths, int16_t dc, int16_t *block) {
+    uint8x16x4_t half[2];
+    for (int i = 0; i < GROUPS; i++) {
+        const int width = group_width(widths, i);
+        int16x8_t group;
+        if (width <= 8)
+            group = spread_neon(data, width);
+        else
+            group = vorrq_s16(vreinterpretq_s16_u16(vmovl_u8(vld1_u8(data))),
+                              vshlq_n_s16(spread_neon(data + 8, width - 8), 8));
+        if (i == 0) group = vsetq_lane_s16(dc, group, 0);
+        half[i / 4].val[i % 4] = vreinterpretq_u8_s16(group);
+        data += width;
+    }
+    for (int row = 0; row < 8; row++) {
+        const uint8x16_t at = vld1q_u8(ROW_BYTES[row]);
+        const uint8x16_t low = vqtbl4q_u8(half[0], at);
+        vst1q_s16(block + 8 * row, vreinterpretq_s16_u8(vqtbx4q_u8(low, half[1], vsubq_u8(at, vdupq_n_u8(64)))));
+    }
+}
+#endif
+
+/* Writes a packed block in natural order; returns the end of its bytes, or NULL where that is behind `end`. Reads up to
+ * SLACK bytes behind it. */
+static const uint8_t *unpack_block(const uint8_t *data, const uint8_t *end, int16_t *block) {
+    const uint16_t first = get16(data);
+    const int groups = first >> 12;
+    const uint32_t widths = get32(data + 2) & (uint32_t)((1ull << (4 * groups)) - 1);
+    const uint8_t *from = data + 2 + (groups + 1) / 2;
+    const int size = groups_size(widths);
+    if (groups > GROUPS || size > end - from) return NULL;
+    const int16_t dc = (int16_t)(((first & 0xfff) ^ 0x800) - 0x800);
+#ifdef HAVE_AVX2
+    if (use_simd) {
+        unpack_groups_avx2(from, widths, dc, block);
+        return from + size;
+    }
+#elif defined(__aarch64__)
+    if (use_simd) {
+        unpack_groups_neon(from, widths, dc, block);
+        return from + size;
+    }
+#endif
+    unpack_groups_scalar(from, widths, dc, block);
+    return from + size;
+}
+
+#endif

@@ -1,0 +1,165 @@
+/* A JPEG to a record of cache mode "dct": see dct.h for its form. */
+#ifndef FASTLOAD_DCT_WRITE_H
+#define FASTLOAD_DCT_WRITE_H
+
+#include "jpeg.h"
+
+#define MOST_BLOCKS 10 /* of an MCU in one scan: ITU-T T.81, B.2.3 */
+
+typedef struct {
+    uint8_t *data;
+    size_t size, room;
+} Record;
+
+/* How a picture is cut into MCUs when all of its components are in one scan. Of a single component each block is one. */
+typedef struct {
+    JDIMENSION rows, columns;
+    int blocks; /* of an MCU */
+    JDIMENSION height[MOST_COMPONENTS], width[MOST_COMPONENTS]; /* of an MCU in blocks, by component */
+} Layout;
+
+/* Makes room for `size` more bytes; returns where they begin. */
+static uint8_t *record_reserve(Decoder *d, Record *record, size_t size) {
+    if (record->room - record->size < size) {
+        const size_t room = record->room * 2 > record->size + size ? record->room * 2 : record->size + size;
+        uint8_t *data = realloc(record->data, room);
+        if (!data) decoder_fail(d, "out of memory");
+        record->data = data;
+        record->room = room;
+    }
+    return record->data + record->size;
+}
+
+static Layout find_layout(Decoder *d) {
+    const struct jpeg_decompress_struct *jpeg = &d->jpeg;
+    if (jpeg->num_components > MOST_COMPONENTS) decoder_fail(d, "more than 4 components");
+    const bool single = jpeg->num_components == 1;
+    const JDIMENSION across = (JDIMENSION)(DCTSIZE * jpeg->max_h_samp_factor), down = (JDIMENSION)(DCTSIZE * jpeg->max_v_samp_factor);
+    Layout layout = {(jpeg->image_height + down - 1) / down, (jpeg->image_width + across - 1) / across, 0, {0}, {0}};
+    for (int c = 0; c < jpeg->num_components; c++) {
+        const jpeg_component_info *component = jpeg->comp_info + c;
+        layout.height[c] = single ? 1 : (JDIMENSION)component->v_samp_factor;
+        layout.width[c] = single ? 1 : (JDIMENSION)component->h_samp_factor;
+        layout.blocks += (int)(layout.height[c] * layout.width[c]);
+    }
+    if (layout.blocks > MOST_BLOCKS) decoder_fail(d, "more than 10 blocks an MCU");
+    if (single) layout.rows = jpeg->comp_info->height_in_blocks, layout.columns = jpeg->comp_info->width_in_blocks;
+    return layout;
+}
+
+static void write_head(Decoder *d, Record *record, int orientation) {
+    const struct jpeg_decompress_struct *jpeg = &d->jpeg;
+    const size_t size = RECORD_TABLES + (size_t)jpeg->num_components * 128;
+    uint8_t *to = record_reserve(d, record, size);
+    memset(to, 0, size);
+    memcpy(to, RECORD_MAGIC, 4);
+    to[4] = RECORD_VERSION;
+    to[5] = (uint8_t)orientation;
+    to[6] = (uint8_t)jpeg->jpeg_color_space;
+    to[7] = (uint8_t)jpeg->num_components;
+    put16(to + 8, jpeg->image_width);
+    put16(to + 10, jpeg->image_height);
+    for (int c = 0; c < jpeg->num_components; c++) {
+        const jpeg_component_info *component = jpeg->comp_info + c;
+        if (!component->quant_table) decoder_fail(d, "a component without a scan");
+        to[12 + 2 * c] = (uint8_t)component->h_samp_factor;
+        to[13 + 2 * c] = (uint8_t)component->v_samp_factor;
+        for (int k = 0; k < 64; k++)
+            put16(to + RECORD_TABLES + 128 * c + 2 * k, component->quant_table->quantval[ZIGZAG[k]]);
+    }
+    record->size += size;
+}
+
+/* ---------------------------------------------------------------- coefficients */
+
+/* Points `blocks` at the coefficients of an MCU. Those of padding, which no pixel shows, may be NULL. */
+typedef void FindBlocks(Decoder *d, const Layout *layout, void *source, JDIMENSION row, JDIMENSION column, JBLOCKROW *blocks);
+
+/* Of a file with one scan: the next MCU, by libjpeg's Huffman decoder. */
+static void next_blocks(Decoder *d, const Layout *layout, void *source, JDIMENSION row, JDIMENSION column, JBLOCKROW *blocks) {
+    JBLOCK *buffer = source;
+    (void)row, (void)column;
+    memset(buffer, 0, sizeof(JBLOCK) * (size_t)layout->blocks);
+    for (int i = 0; i < layout->blocks; i++) blocks[i] = buffer + i;
+    if (!d->jpeg.entropy->decode_mcu(&d->jpeg, blocks)) decoder_fail(d, "premature end");
+}
+
+/* Of a file with several scans, from the arrays that hold all of them. */
+static void stored_blocks(Decoder *d, const Layout *layout, void *source, JDIMENSION row, JDIMENSION column, JBLOCKROW *blocks) {
+    struct jpeg_decompress_struct *jpeg = &d->jpeg;
+    jvirt_barray_ptr *arrays = source;
+    for (int c = 0; c < jpeg->num_components; c++) {
+        const jpeg_component_info *component = jpeg->comp_info + c;
+        const JDIMENSION height = layout->height[c], width = layout->width[c];
+        JBLOCKARRAY rows = jpeg->mem->access_virt_barray((j_common_ptr)jpeg, arrays[c], row * height, height, FALSE);
+        for (JDIMENSION i = 0; i < height * width; i++) {
+            const JDIMENSION x = column * width + i % width, y = row * height + i / width;
+            *blocks++ = x < component->width_in_blocks && y < component->height_in_blocks ? rows[i / width] + x : NULL;
+        }
+    }
+}
+
+static void write_row(Decoder *d, Record *record, const Layout *layout, FindBlocks *find, void *source, JDIMENSION row) {
+    const size_t columns = layout->columns;
+    uint8_t *sizes = record_reserve(d, record, columns * (2 + (size_t)layout->blocks * MOST_BYTES)), *to = sizes + 2 * columns;
+    for (JDIMENSION column = 0; column < layout->columns; column++) {
+        static const JBLOCK padding;
+        JBLOCKROW blocks[MOST_BLOCKS];
+        const uint8_t *from = to;
+        find(d, layout, source, row, column, blocks);
+        for (int i = 0; i < layout->blocks; i++) {
+            const int size = pack_block(blocks[i] ? *blocks[i] : padding, to);
+            if (!size) decoder_fail(d, "a coefficient of more bits than an encoder writes");
+            to += size;
+        }
+        put16(sizes + 2 * (size_t)column, (uint32_t)(to - from));
+    }
+    record->size = (size_t)(to - record->data);
+}
+
+/* ---------------------------------------------------------------- record */
+
+/* Refuses what libjpeg decodes with more than its coefficients: of a progressive file that ends before its last bits it
+ * smooths the blocks. */
+static void check_scans(Decoder *d) {
+    for (int c = 0; d->jpeg.progressive_mode && c < d->jpeg.num_components; c++)
+        for (int k = 0; k < 64; k++)
+            if (d->jpeg.coef_bits[c][k] != 0) decoder_fail(d, "a progressive file without its last scans");
+}
+
+/* The record of a whole, undamaged JPEG. The caller frees record->data, also after a failure. */
+static bool jpeg_to_record(const uint8_t *data, size_t size, uint64_t max_pixels, int orientation, Record *record,
+                           char *message) {
+    const Limits limits = {max_pixels, true};
+    Decoder d;
+    decoder_init(&d, message);
+    if (setjmp(d.escape)) return decoder_close(&d), false;
+    if (is_record(data, size)) decoder_fail(&d, "this is a record already");
+    decoder_open(&d, data, size, &limits);
+    d.jpeg.progress = &d.progress;
+    JBLOCK buffer[MOST_BLOCKS];
+    void *source = buffer;
+    const bool one_scan = !jpeg_has_multiple_scans(&d.jpeg);
+    if (one_scan) {
+        jpeg_start_decompress(&d.jpeg);
+    } else {
+        source = jpeg_read_coefficients(&d.jpeg);
+        check_scans(&d);
+    }
+    const Layout layout = find_layout(&d);
+    write_head(&d, record, orientation);
+    const size_t offsets = record->size, offsets_size = 4 * ((size_t)layout.rows + 1);
+    record_reserve(&d, record, offsets_size);
+    record->size += offsets_size;
+    for (JDIMENSION row = 0; row <= layout.rows; row++) {
+        if (record->size > UINT32_MAX) decoder_fail(&d, "a record of more than 4 GB");
+        put32(record->data + offsets + 4 * (size_t)row, (uint32_t)record->size);
+        if (row < layout.rows) write_row(&d, record, &layout, one_scan ? next_blocks : stored_blocks, source, row);
+    }
+    memset(record_reserve(&d, record, SLACK), 0, SLACK);
+    record->size += SLACK;
+    decoder_close(&d);
+    return true;
+}
+
+#endif
