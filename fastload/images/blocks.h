@@ -45,10 +45,25 @@ static int groups_size(uint32_t widths) {
     return (int)((pairs * 0x01010101u) >> 24);
 }
 
+#ifdef HAVE_AVX2
+#define AVX2 __attribute__((target("avx2"))) static inline
+
+/* 8 numbers of 64, at the positions a..h: those of them that are in vector v of `from`, 0 in the place of the others. */
+#define PLACE(v, k) (k) / 8 == (v) ? (k) % 8 * 2 : -1, (k) / 8 == (v) ? (k) % 8 * 2 + 1 : -1
+#define PICK(v, a, b, c, d, e, f, g, h)                                                                               \
+    _mm_shuffle_epi8(from[v], _mm_setr_epi8(PLACE(v, a), PLACE(v, b), PLACE(v, c), PLACE(v, d), PLACE(v, e),          \
+                                            PLACE(v, f), PLACE(v, g), PLACE(v, h)))
+#define PICK2(v, w, ...) _mm_or_si128(PICK(v, __VA_ARGS__), PICK(w, __VA_ARGS__))
+#define PICK3(v, w, x, ...) _mm_or_si128(PICK2(v, w, __VA_ARGS__), PICK(x, __VA_ARGS__))
+#define PICK4(v, w, x, y, ...) _mm_or_si128(PICK2(v, w, __VA_ARGS__), PICK2(x, y, __VA_ARGS__))
+#define PICK5(v, w, x, y, z, ...) _mm_or_si128(PICK4(v, w, x, y, __VA_ARGS__), PICK(z, __VA_ARGS__))
+#define PICK6(u, v, w, x, y, z, ...) _mm_or_si128(PICK4(u, v, w, x, __VA_ARGS__), PICK2(y, z, __VA_ARGS__))
+#endif
+
 /* ---------------------------------------------------------------- packing */
 
 /* Bits that 8 numbers need in two's complement; 0 if all are 0. */
-static int width_of(const int16_t *numbers) {
+static int width_scalar(const int16_t *numbers) {
     uint32_t magnitude = 0, any = 0;
     for (int i = 0; i < 8; i++) {
         any |= (uint16_t)numbers[i];
@@ -65,15 +80,69 @@ static void pack_bits(uint8_t *out, const int16_t *numbers, int shift, int width
     for (int i = 0; i < width; i++) out[i] = (uint8_t)(bits >> (8 * i));
 }
 
-/* Packs a block in natural order to `out`, which has MOST_BYTES; returns its size, or 0 if a number is larger than any
- * encoder makes it. */
-static int pack_block(const int16_t *block, uint8_t *out) {
-    int16_t ordered[64];
+/* The numbers in zigzag order; the DC's place is 0. */
+static void order_scalar(const int16_t *block, int16_t *ordered) {
     for (int k = 1; k < 64; k++) ordered[k] = block[ZIGZAG[k]];
     ordered[0] = 0;
+}
+
+static int pack_group_scalar(const int16_t *numbers, int width, uint8_t *out) {
+    pack_bits(out, numbers, 0, width < 8 ? width : 8);
+    if (width > 8) pack_bits(out + 8, numbers, 8, width - 8);
+    return width;
+}
+
+#ifdef HAVE_AVX2
+AVX2 void order_avx2(const int16_t *block, int16_t *ordered) {
+    __m128i from[8]; /* rows of the block */
+    for (int row = 0; row < 8; row++) from[row] = _mm_loadu_si128((const __m128i *)(block + 8 * row));
+    from[0] = _mm_insert_epi16(from[0], 0, 0);
+    __m128i *group = (__m128i *)ordered;
+    _mm_storeu_si128(group + 0, PICK3(0, 1, 2, 0, 1, 8, 16, 9, 2, 3, 10));
+    _mm_storeu_si128(group + 1, PICK5(0, 1, 2, 3, 4, 17, 24, 32, 25, 18, 11, 4, 5));
+    _mm_storeu_si128(group + 2, PICK6(1, 2, 3, 4, 5, 6, 12, 19, 26, 33, 40, 48, 41, 34));
+    _mm_storeu_si128(group + 3, PICK4(0, 1, 2, 3, 27, 20, 13, 6, 7, 14, 21, 28));
+    _mm_storeu_si128(group + 4, PICK4(4, 5, 6, 7, 35, 42, 49, 56, 57, 50, 43, 36));
+    _mm_storeu_si128(group + 5, PICK6(1, 2, 3, 4, 5, 6, 29, 22, 15, 23, 30, 37, 44, 51));
+    _mm_storeu_si128(group + 6, PICK5(3, 4, 5, 6, 7, 58, 59, 52, 45, 38, 31, 39, 46));
+    _mm_storeu_si128(group + 7, PICK3(5, 6, 7, 53, 60, 61, 54, 47, 55, 62, 63));
+}
+
+AVX2 int width_avx2(const int16_t *numbers) {
+    const __m128i v = _mm_loadu_si128((const __m128i *)numbers);
+    if (_mm_testz_si128(v, v)) return 0;
+    const __m128i magnitude = _mm_xor_si128(v, _mm_srai_epi16(v, 15)); /* the largest is the smallest complement */
+    const uint16_t least = (uint16_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(magnitude, _mm_set1_epi16(-1))));
+    return least == 0xffff ? 1 : 33 - __builtin_clz((uint16_t)~least);
+}
+
+/* Joins neighbours: 8 numbers of w bits, 4 of 2w, 2 of 4w, 1 of 8w. Writes 8 bytes, of which `width` count. */
+AVX2 int pack_group_avx2(const int16_t *numbers, int width, uint8_t *out) {
+    if (width > 8) return pack_group_scalar(numbers, width, out);
+    const __m128i mask = _mm_set1_epi16((short)((1 << width) - 1)), join = _mm_set1_epi32(1 | 1 << (16 + width));
+    const __m128i four = _mm_madd_epi16(_mm_and_si128(_mm_loadu_si128((const __m128i *)numbers), mask), join);
+    const __m128i odd = _mm_sll_epi64(_mm_srli_epi64(four, 32), _mm_cvtsi32_si128(2 * width));
+    const __m128i two = _mm_or_si128(_mm_and_si128(four, _mm_set1_epi64x(0xffffffff)), odd);
+    const uint64_t bits = (uint64_t)_mm_cvtsi128_si64(two) | (uint64_t)_mm_extract_epi64(two, 1) << (4 * width);
+    memcpy(out, &bits, 8);
+    return width;
+}
+#endif
+
+#ifdef HAVE_AVX2
+#define PACK(step) (use_simd ? step##_avx2 : step##_scalar)
+#else
+#define PACK(step) step##_scalar
+#endif
+
+/* Packs a block in natural order to `out`, which has MOST_BYTES + SLACK; returns its size, or 0 if a number is larger than
+ * any encoder makes it. */
+static int pack_block(const int16_t *block, uint8_t *out) {
+    int16_t ordered[64];
+    PACK(order)(block, ordered);
     int width[GROUPS], groups = 0;
     for (int group = 0; group < GROUPS; group++) {
-        width[group] = width_of(ordered + 8 * group);
+        width[group] = PACK(width)(ordered + 8 * group);
         if (width[group] > WIDEST) return 0;
         if (width[group]) groups = group + 1;
     }
@@ -82,12 +151,7 @@ static int pack_block(const int16_t *block, uint8_t *out) {
     uint8_t *to = out + 2;
     for (int group = 0; group < groups; group += 2)
         *to++ = (uint8_t)(width[group] | (group + 1 < groups ? width[group + 1] << 4 : 0));
-    for (int group = 0; group < groups; group++) {
-        const int16_t *numbers = ordered + 8 * group;
-        pack_bits(to, numbers, 0, width[group] < 8 ? width[group] : 8);
-        if (width[group] > 8) pack_bits(to + 8, numbers, 8, width[group] - 8);
-        to += width[group];
-    }
+    for (int group = 0; group < groups; group++) to += PACK(pack_group)(ordered + 8 * group, width[group], to);
     return (int)(to - out);
 }
 
@@ -135,8 +199,6 @@ static const Spread SPREADS[9] = {SPREAD(0), SPREAD(1), SPREAD(2), SPREAD(3), SP
 #endif
 
 #ifdef HAVE_AVX2
-#define AVX2 __attribute__((target("avx2"))) static inline
-
 AVX2 __m128i spread_avx2(const uint8_t *data, int width) {
     const Spread *spread = SPREADS + width;
     const __m128i bytes = _mm_loadl_epi64((const __m128i *)data);
@@ -151,23 +213,14 @@ AVX2 __m128i unpack_group_avx2(const uint8_t *data, int width) {
     return _mm_or_si128(low, _mm_slli_epi16(spread_avx2(data + 8, width - 8), 8));
 }
 
-/* The numbers of a group that belong into a row of the block, at the row's zigzag positions a..h; 0 elsewhere. */
-#define PLACE(g, k) (k) / 8 == (g) ? (k) % 8 * 2 : -1, (k) / 8 == (g) ? (k) % 8 * 2 + 1 : -1
-#define PICK(g, a, b, c, d, e, f, i, j)                                                                              \
-    _mm_shuffle_epi8(group[g], _mm_setr_epi8(PLACE(g, a), PLACE(g, b), PLACE(g, c), PLACE(g, d), PLACE(g, e),       \
-                                             PLACE(g, f), PLACE(g, i), PLACE(g, j)))
-#define PICK3(g, h, k, ...) _mm_or_si128(_mm_or_si128(PICK(g, __VA_ARGS__), PICK(h, __VA_ARGS__)), PICK(k, __VA_ARGS__))
-#define PICK5(g, h, k, l, m, ...)                                                                                     \
-    _mm_or_si128(PICK3(g, h, k, __VA_ARGS__), _mm_or_si128(PICK(l, __VA_ARGS__), PICK(m, __VA_ARGS__)))
-
 AVX2 void unpack_groups_avx2(const uint8_t *data, uint32_t widths, int16_t dc, int16_t *block) {
-    __m128i group[GROUPS];
+    __m128i from[GROUPS]; /* in zigzag order */
     for (int i = 0; i < GROUPS; i++) {
         const int width = group_width(widths, i);
-        group[i] = unpack_group_avx2(data, width);
+        from[i] = unpack_group_avx2(data, width);
         data += width;
     }
-    group[0] = _mm_insert_epi16(group[0], dc, 0);
+    from[0] = _mm_insert_epi16(from[0], dc, 0);
     __m128i *row = (__m128i *)block;
     _mm_storeu_si128(row + 0, PICK3(0, 1, 3, 0, 1, 5, 6, 14, 15, 27, 28));
     _mm_storeu_si128(row + 1, PICK5(0, 1, 2, 3, 5, 2, 4, 7, 13, 16, 26, 29, 42));

@@ -101,7 +101,7 @@ static void stored_blocks(Decoder *d, const Layout *layout, void *source, JDIMEN
 
 static void write_row(Decoder *d, Record *record, const Layout *layout, FindBlocks *find, void *source, JDIMENSION row) {
     const size_t columns = layout->columns;
-    uint8_t *sizes = record_reserve(d, record, columns * (2 + (size_t)layout->blocks * MOST_BYTES)), *to = sizes + 2 * columns;
+    uint8_t *sizes = record_reserve(d, record, columns * (2 + (size_t)layout->blocks * MOST_BYTES) + SLACK), *to = sizes + 2 * columns;
     for (JDIMENSION column = 0; column < layout->columns; column++) {
         static const JBLOCK padding;
         JBLOCKROW blocks[MOST_BLOCKS];
