@@ -19,7 +19,7 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
+from fastload.images.headers import RECORD_MAGIC, exif_of, jpeg_orientation, with_orientation
 from fastload.images.kernel import Pixels, Source, active
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ MAX_PIXELS = 2 * 89_478_485
 # counts, never the name of the file.
 _SIGNATURES = (
     (b"\xff\xd8\xff", "JPEG"),
+    (RECORD_MAGIC, "JPEG"),  # without Huffman codes; whatever reads JPEGs reads these (fastload.images.dct)
     (b"\x89PNG\r\n\x1a\n", "PNG"),
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),

@@ -15,6 +15,8 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
+from fastload.images.headers import RECORD_MAGIC
+
 Image: Any
 try:
     from PIL import Image
@@ -51,6 +53,8 @@ def _has_end(view: memoryview) -> bool:
 
 def _header(data: Any) -> tuple[int, int, str]:
     """(height, width, colour space) of a JPEG."""
+    if bytes(memoryview(data)[:4]) == RECORD_MAGIC:
+        raise ValueError("a record of cache mode 'dct', which only the compiled kernel reads")
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except KeyError:  # simplejpeg's error for a header that it does not understand

@@ -10,7 +10,17 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["exif_of", "is_plain_jpeg", "jpeg_components", "jpeg_orientation", "with_orientation"]
+__all__ = [
+    "RECORD_MAGIC",
+    "exif_of",
+    "is_plain_jpeg",
+    "jpeg_components",
+    "jpeg_orientation",
+    "with_orientation",
+]
+
+# The first bytes of a record of cache mode "dct"; at 5 its orientation, at 7 the number of its components.
+RECORD_MAGIC = b"\x89DCT"
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
@@ -51,8 +61,11 @@ def is_plain_jpeg(data: Any) -> bool:
 
 
 def jpeg_components(data: Any) -> int:
-    """The number of components in a JPEG's frame: 1 is grey. 0 where the header is damaged."""
-    for marker, body in _segments(memoryview(data).cast("B")):
+    """The number of components in a JPEG's frame, or a record's: 1 is grey. 0 where the header is damaged."""
+    view = memoryview(data).cast("B")
+    if _is_record(view):
+        return view[7]
+    for marker, body in _segments(view):
         if marker in (_SOF0, _SOF1) or marker in _OTHER_FRAMES:
             return body[5] if len(body) > 5 else 0
     return 0
@@ -61,10 +74,13 @@ def jpeg_components(data: Any) -> int:
 def jpeg_orientation(data: Any) -> int:
     """The orientation of a JPEG, 1 to 8, as Pillow's `exif_transpose` reads it: from EXIF, or else from XMP.
 
-    1 where there is none, or it cannot be read.
+    1 where there is none, or it cannot be read. A record has that of its JPEG.
     """
+    view = memoryview(data).cast("B")
+    if _is_record(view):
+        return view[5] if 1 <= view[5] <= 8 else 1
     exif = xmp = b""
-    for marker, body in _segments(memoryview(data).cast("B")):
+    for marker, body in _segments(view):
         if marker == _SOS:
             break
         if marker == _APP1 and bytes(body[: len(_EXIF)]) == _EXIF:
@@ -89,6 +105,10 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
     at = 4 + int.from_bytes(jpeg[4:6], "big") if jpeg[2:4] == b"\xff\xe0" else 2  # after JFIF's segment
     exif = exif_of(orientation)
     return jpeg[:at] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[at:]
+
+
+def _is_record(view: memoryview) -> bool:
+    return len(view) > 7 and view[:4] == RECORD_MAGIC
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:

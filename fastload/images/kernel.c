@@ -1,6 +1,6 @@
 /* fastload.images.compiled: decoding and resizing without the GIL.
  *
- * resize.h resizes, jpeg.h decodes; this file is their Python form. There is no state between calls, so the module needs
+ * resize.h resizes, jpeg.h decodes, dct_write.h makes records of JPEGs; this file is their Python form. There is no state between calls, so the module needs
  * no lock and is safe without a GIL. See kernel.py for the meaning of the functions and fallback.py for the same in Python.
  * Only names of the limited API of Python 3.11 are used, so one build serves every later Python: see setup.py.
  */
@@ -260,6 +260,7 @@ static int execute(PyObject *module) {
     const char *simd = use_simd ? "neon" : "scalar";
 #endif
     if (PyModule_AddStringConstant(module, "SIMD", simd) < 0) return -1;
+    if (PyModule_AddIntConstant(module, "RECORDS", records_work()) < 0) return -1;
     return PyModule_AddStringConstant(module, "LIBJPEG_TURBO", STRING(LIBJPEG_TURBO_VERSION));
 }
 

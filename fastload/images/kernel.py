@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 import fastload.images.fallback as fallback
 from fastload.errors import address
 
-__all__ = ["Item", "Kernel", "Pixels", "Source", "active", "backend"]
+__all__ = ["Item", "Kernel", "Pixels", "Source", "active", "backend", "record_writer"]
 
 Pixels: TypeAlias = NDArray[np.uint8]
-# A whole JPEG file in anything with the buffer protocol, or decoded HWC uint8 pixels.
+# A JPEG file or a record of one, in anything with the buffer protocol, or decoded HWC uint8 pixels.
 Source: TypeAlias = Any
 # (row of `out`, source, x0, y0, x1, y1, flip): the box is in pixels of the full-resolution image.
 Item: TypeAlias = tuple[int, Source, float, float, float, float, bool]
@@ -73,6 +73,16 @@ def active() -> Kernel:
     if _warned is not None and not _warned[0]:
         _warn(_warned)
     return fallback if kernel is None else kernel
+
+
+def record_writer() -> Callable[[Source, int, int], bytes] | None:
+    """The function of the kernel that makes records: (JPEG, EXIF orientation, max_pixels) -> record.
+
+    It raises ValueError where there is no record of a file. None without the kernel, and where its libjpeg is
+    built in a way that records do not fit.
+    """
+    records: Any = kernel
+    return records.dct_record if getattr(records, "RECORDS", False) else None
 
 
 def _warn(warned: mmap.mmap) -> None:

@@ -1,4 +1,5 @@
-/* Mutates real JPEGs and decodes them with the kernel's own code, under AddressSanitizer and UBSan.
+/* Mutates real JPEGs, and records of them, and decodes both with the kernel's own code, under AddressSanitizer and UBSan.
+ * The record of a mutated JPEG must give the pixels of that JPEG.
  *
  *     kernel_fuzz SECONDS SEED MAX_PIXELS FILE...
  *
@@ -8,7 +9,7 @@
 #include <stdio.h>
 #include <time.h>
 
-#include "../../fastload/images/jpeg.h"
+#include "../../fastload/images/dct_write.h"
 
 #include <sanitizer/asan_interface.h>
 
@@ -78,10 +79,42 @@ static void mutate(const uint8_t *seed, size_t n, const uint8_t *other, size_t m
     free(work);
 }
 
+/* Dies where the record of the mutant has other pixels than the mutant itself, or is refused where that is not. */
+static void compare(uint64_t max_pixels) {
+    char message[MESSAGE_SIZE];
+    const Limits limits = {max_pixels, true};
+    Record record = {NULL, 0, 0};
+    int width, height;
+    if (jpeg_to_record(data, size, max_pixels, 1, &record, message) &&
+        jpeg_header(data, size, &limits, &width, &height, message)) {
+        uint8_t *exact = malloc(record.size); /* a read behind it is seen */
+        memcpy(exact, record.data, record.size);
+        const int denominator = 1 << draw(4);
+        const int w = (width + denominator - 1) / denominator, h = (height + denominator - 1) / denominator;
+        uint8_t *pixels[2] = {calloc((size_t)w * h, 3), calloc((size_t)w * h, 3)};
+        Buffer cmyk = {NULL, 0};
+        const bool plain = jpeg_decode(data, size, &limits, denominator, pixels[0], w, h, &cmyk, message);
+        const bool kept = jpeg_decode(exact, record.size, &limits, denominator, pixels[1], w, h, &cmyk, message);
+        if (plain && (!kept || memcmp(pixels[0], pixels[1], (size_t)w * h * 3))) {
+            printf("a record of other pixels: %d\n", kept);
+            fflush(stdout);
+            keep();
+            abort();
+        }
+        buffer_free(&cmyk);
+        free(pixels[0]);
+        free(pixels[1]);
+        free(exact);
+    }
+    free(record.data);
+}
+
 static bool attempt(uint64_t max_pixels) {
     char message[MESSAGE_SIZE];
     const Limits limits = {max_pixels, draw(2)};
     int width, height;
+    use_simd = draw(2) && cpu_has_simd();
+    if (draw(4) == 0) compare(max_pixels);
     if (!jpeg_header(data, size, &limits, &width, &height, message)) return false;
     if (draw(8) == 0) {
         const int denominator = 1 << draw(4);
@@ -103,7 +136,6 @@ static bool attempt(uint64_t max_pixels) {
     const Target target = {out, last ? 3 * out_width : out_width, last ? 1 : (ptrdiff_t)out_width * out_height};
     Scratch scratch;
     memset(&scratch, 0, sizeof scratch);
-    scratch.resizer.simd = draw(2) && cpu_has_simd();
     const bool done = jpeg_crop_resize(data, size, &limits, box, out_width, out_height, draw(2), draw(2), target,
                                        &scratch, message);
     scratch_free(&scratch);
@@ -116,10 +148,19 @@ int main(int argc, char **argv) {
     const time_t end = time(NULL) + atoi(argv[1]);
     const uint64_t max_pixels = strtoull(argv[3], NULL, 10);
     state = strtoull(argv[2], NULL, 10) * 2 + 1;
-    const int files = argc - 4;
-    uint8_t **seeds = malloc(sizeof *seeds * (size_t)files);
-    size_t *sizes = malloc(sizeof *sizes * (size_t)files);
-    for (int i = 0; i < files; i++) seeds[i] = load(argv[4 + i], sizes + i);
+    const int given = argc - 4;
+    int files = given; /* the JPEGs, then the records of those that have one */
+    uint8_t **seeds = malloc(sizeof *seeds * (size_t)given * 2);
+    size_t *sizes = malloc(sizeof *sizes * (size_t)given * 2);
+    for (int i = 0; i < given; i++) {
+        Record record = {NULL, 0, 0};
+        char message[MESSAGE_SIZE];
+        seeds[i] = load(argv[4 + i], sizes + i);
+        if (jpeg_to_record(seeds[i], sizes[i], max_pixels, 1, &record, message) && record.size < MOST)
+            seeds[files] = record.data, sizes[files++] = record.size;
+        else
+            free(record.data);
+    }
     __asan_set_death_callback(keep);
     long runs = 0, decoded = 0;
     while (time(NULL) < end)
