@@ -1,9 +1,9 @@
 """Fuzz the JPEG kernel: `python -m tests.fuzz.kernel --seconds 60`.
 
 Builds the kernel's C code with AddressSanitizer, LeakSanitizer and UBSan into a program that mutates real
-JPEGs of every kind, and records of them, and decodes them with random crops (see kernel.c). A finding stops the run, prints the
-sanitizer's report and keeps the input. The system's libjpeg is not instrumented itself, but what it allocates
-and what it is given is.
+JPEGs of every kind, and records of them, and decodes them with random crops (see kernel.c). A finding stops
+the run, prints the sanitizer's report and keeps the input. The system's libjpeg is not instrumented itself,
+but what it allocates and what it is given is.
 """
 
 from __future__ import annotations
