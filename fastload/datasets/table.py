@@ -29,8 +29,7 @@ from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
-from fastload.images.by_epoch import all_transforms
-from fastload.images.crop import Crop
+from fastload.images.crop import is_fused
 from fastload.store import open_store
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
@@ -363,14 +362,14 @@ class TableDataset(FieldsDataset):
                     raise ArgumentError(
                         f"transform names {name!r}, and the values of a sample are {', '.join(names)}"
                     )
-                if _is_fused(part) and not isinstance(self._shape.leaves[name], File):
+                if is_fused(part) and not isinstance(self._shape.leaves[name], File):
                     raise ArgumentError(f"transform[{name!r}] takes an image: write File({name!r}) in fields")
-        elif _is_fused(transform) and not images:
+        elif is_fused(transform) and not images:
             raise ArgumentError(
                 "transform takes an image, and fields has none: write File('image') for the objects that the "
                 "column 'image' names. Images inside a Parquet file are for fastload.ParquetDataset"
             )
-        elif _is_fused(transform) and len(images) > 1:
+        elif is_fused(transform) and len(images) > 1:
             raise ArgumentError(
                 f"transform takes one image, and fields has {len(images)} objects without decode=: name the "
                 f"image, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
@@ -386,7 +385,3 @@ def _name_of(leaf: str | File) -> str:
 def _of(name: str, transform: Transform) -> Callable[[Any], Any] | None:
     """The transform of one value; that of the whole sample is the one of its image too."""
     return transform.get(name) if isinstance(transform, Mapping) else transform
-
-
-def _is_fused(transform: Any) -> bool:
-    return any(isinstance(one, Crop) for one in all_transforms(transform))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_channels, check_size
+from fastload.images.by_epoch import all_transforms
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import Item, Pixels, Source, active
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
@@ -26,7 +27,7 @@ from fastload.images.rng import Rng, SampleRng, TorchRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Crop", "CropBox", "Size"]
+__all__ = ["Crop", "CropBox", "Size", "is_fused"]
 
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
@@ -314,3 +315,8 @@ class Crop(ABC):
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
         shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
         return shown + ("" if self.strict else ", strict=False")
+
+
+def is_fused(transform: Any) -> bool:
+    """Whether it is one of the crops, or has one in some epoch."""
+    return any(isinstance(one, Crop) for one in all_transforms(transform))
