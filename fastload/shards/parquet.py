@@ -177,12 +177,12 @@ class ParquetDataset(ShardDataset):
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
-        from fastload.shards.parquet_fields import ColumnFields
+        from fastload.shards.parquet_fields import ParquetFields
         from fastload.shards.parquet_files import ParquetFiles
         from fastload.shards.parquet_filter import RowFilter
 
         shape = None if fields is None else Shape(fields)
-        columns = ColumnFields(shape, decode if isinstance(decode, Mapping) else {})
+        columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
         form = _Parquet()
         row_filter = None if filters is None else RowFilter(filters)
         super().__init__(
