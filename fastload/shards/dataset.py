@@ -60,7 +60,12 @@ class _Here(NamedTuple):
 
 
 class ShardDataset(FieldsDataset):
-    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset."""
+    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
+
+    Args:
+        shards: listed already; or None, and `names`, `compression`, `storage_options` and `refresh` say how
+            to list them.
+    """
 
     def __init__(
         self,
@@ -68,21 +73,21 @@ class ShardDataset(FieldsDataset):
         form: ShardFormat,
         fields: Fields | None,
         *,
-        names: Wanted,
         decode: Callable[[Any], Any] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
-        cycle_length: int,
-        block_length: int,
-        shuffle_buffer: int | str,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
         fingerprint: str | None,
         cache: Cache | str | os.PathLike[str] | None,
-        index: str | os.PathLike[str] | bool | None,
-        compression: str | None,
-        storage_options: dict[str, Any] | None,
-        refresh: bool,
+        index: str | os.PathLike[str] | bool | None = False,
         num_samples: int | None = None,
         shape: Shape | None = None,
         shards: ShardList | None = None,
+        names: Wanted | None = None,
+        compression: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
     ) -> None:
         self._options = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
         if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
@@ -97,6 +102,7 @@ class ShardDataset(FieldsDataset):
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
         directory = None if kept_in is None else kept_in.manifests
         if shards is None:
+            assert names is not None
             shards = ShardList(
                 url,
                 names,

@@ -197,7 +197,6 @@ class ParquetDataset(ShardDataset):
             shuffle_buffer=shuffle_buffer,
             fingerprint=fingerprint,
             cache=cache,
-            index=False,
             compression="",
             storage_options=storage_options,
             refresh=refresh,
