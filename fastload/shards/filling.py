@@ -9,7 +9,6 @@ whole. Training drops a record if the disk is too slow; this waits for the disk.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,9 +19,9 @@ from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import RecordBlocks
+from fastload.shards.epoch_streams import RecordBlocks, open_shard_reader
 from fastload.shards.index import RecordOffsets, ShardIndex
-from fastload.shards.reader import ReadAhead, ShardReader
+from fastload.shards.reader import ReadAhead
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat, record_name
 from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
@@ -143,23 +142,16 @@ class ShardFilling:
     def _open_reader(self, span: Span, ordinal: int, offset: int | None) -> Reader:
         if self._blocks is not None:
             return self._blocks.open_reader(span, ordinal, offset or 0, self._pool)
-        shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
-        if records is not None:
-            shard = shard._replace(compressed=records.compressed)
-            offset = int(records.offsets[ordinal, 0]) if ordinal else 0
-            if span.stop is not None:
-                stop = span.stop, int(records.offsets[span.stop - 1].sum())
-        return ShardReader(
-            self._shards.store,
-            shard,
-            functools.partial(self._form.splitter, records=records),
+        return open_shard_reader(
+            self._shards,
+            self._index,
+            self._form,
+            span,
+            ordinal,
+            offset,
             ahead=self._ahead,
             pool=self._pool,
             counters=self._counters,
-            ordinal=ordinal,
-            offset=offset or 0,
-            stop=stop,
-            on_end=functools.partial(self._index.add_and_keep, span.shard) if records is None else None,
         )
 
     def _take(self, found: StreamedRecord) -> Iterator[Warmed]:
