@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fastload.cache import Cache, as_cache
+from fastload.datasets.base import check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
@@ -102,8 +103,7 @@ class TableDataset(FieldsDataset):
         refresh: bool = False,
         on_change: str = "error",
     ) -> None:
-        if on_change not in ("error", "refresh"):
-            raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
+        check_on_change(on_change)
         super().__init__(os.fspath(url), None)
         self.fields = fields
         self.on_change = on_change
@@ -188,19 +188,16 @@ class TableDataset(FieldsDataset):
     def contains(self, index: int) -> bool:
         """Whether the cache has all objects of a sample. Does not count as a miss. Raises as `cache_key`."""
         self.cache_key(index)
-        return all(self._cache_has(self._object_key(one)) for one in self._objects(self._record(index)))
+        assert self.cache is not None  # `cache_key` says so
+        return all(self.cache.has(self._object_key(one)) for one in self._objects(self._record(index)))
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """As `ObjectDataset.warm`, with an outcome for each object of a sample."""
-        if self.cache is None:
-            raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said "
-                "that nothing is cached)"
-            )
+        cache = self._filled_cache()
         source = ObjectSource(self._store, self._manifest, key=self._object_key)
         prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         objects = (one for index in indices for one in self._objects(self._record(index)))
-        outcomes = warm(objects, self.cache, prefetcher, key=self._object_key, size=self._manifest.size)
+        outcomes = warm(objects, cache, prefetcher, key=self._object_key, size=self._manifest.size)
         return (outcome._replace(sample=outcome.sample // len(self._files)) for outcome in outcomes)
 
     def outstanding(self) -> int:
@@ -274,17 +271,17 @@ class TableDataset(FieldsDataset):
         return self._object_key(self._objects(record)[0])
 
     def _new_prefetcher(self) -> Prefetcher:
-        prepare = self._preparer()
-        if self.cache is not None:
+        prepare, cache = self._preparer(), self.cache
+        if cache is not None:
             n, distinct = len(self._manifest), self._distinct
             forecaster = Forecaster(
-                self.cache,
+                cache,
                 distinct,
                 self._manifest.total_bytes * distinct // n,
-                lambda number: self._cache_has(self._object_key(number * n // distinct)),
+                lambda number: cache.has(self._object_key(number * n // distinct)),
             )
             prepare = forecaster.watch(prepare)
-        return Prefetcher(self._source(), self.cache, prepare=prepare, counters=self.counters)
+        return Prefetcher(self._source(), cache, prepare=prepare, counters=self.counters)
 
     def _preparer(self) -> Callable[[Any, int], Any] | None:
         steps = [leaf.step.prepare for leaf in self._files]

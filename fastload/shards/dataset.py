@@ -176,7 +176,7 @@ class ShardDataset(FieldsDataset):
         """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
         prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
-        return warm(records, self._filled(), prefetcher, key=self._cache_key, size=self._source().size)
+        return warm(records, self._filled_cache(), prefetcher, key=self._cache_key, size=self._source().size)
 
     def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
@@ -187,21 +187,13 @@ class ShardDataset(FieldsDataset):
             self._shards,
             self._index,
             self._form,
-            self._filled(),
+            self._filled_cache(),
             prepare=self._step.prepare,
             key=self._cache_key_at,
             counters=self.counters,
             blocks=self._blocks(),
         )
         return filling.run(shards)
-
-    def _filled(self) -> Cache:
-        if self.cache is None:
-            raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
-                "nothing is cached)"
-            )
-        return self.cache
 
     # --- StreamDataset
 
@@ -336,8 +328,7 @@ class ShardDataset(FieldsDataset):
             some = random.Random(0).sample(range(count), min(_PROBE, count))
             records = [self._index.record_id(index) for index in some]
             sound = [record for record in records if self._index.fault(record) is None]
-            absent = sum(self.cache.lookup(self._cache_key(record)) is None for record in sound)
-            self.cache.counters.add("cache.misses", -absent)  # nobody wanted these
+            absent = sum(not self.cache.has(self._cache_key(record)) for record in sound)
             if self._prefetchers.peek() is None and not self._here.get().streams:
                 self.cache.close()
             if absent <= (0 if compressed else _MOST_CACHED_MISSING * len(sound)):

@@ -116,7 +116,7 @@ class ShardFilling:
             return
         present, runs = [], list[tuple[int, int]]()
         for ordinal, (offset, size) in enumerate(records.offsets.tolist()):
-            if self._has(self._key(shard, offset)):
+            if self._cache.has(self._key(shard, offset)):
                 present.append(Warmed(RecordId(shard, ordinal).pack(), "present", passed=size))
             elif runs and runs[-1][1] == ordinal:
                 runs[-1] = runs[-1][0], ordinal + 1
@@ -133,7 +133,7 @@ class ShardFilling:
         """As `_look`: a block of which a record is missing is read whole."""
         for block in self._blocks_of.get(shard, []):
             found = list(enumerate(records.offsets[block.first : block.stop].tolist(), block.first))
-            if all(self._has(self._key(shard, offset)) for _, (offset, _) in found):
+            if all(self._cache.has(self._key(shard, offset)) for _, (offset, _) in found):
                 for ordinal, (_, size) in found:
                     yield Warmed(RecordId(shard, ordinal).pack(), "present", passed=size)
             else:
@@ -159,7 +159,7 @@ class ShardFilling:
         record, size = found.record, found.record.size
         warmed = Warmed(RecordId(found.shard, found.ordinal).pack(), "stored", size, passed=size)
         key = self._key(found.shard, record.offset)
-        if record.error is None and self._has(key):
+        if record.error is None and self._cache.has(key):
             yield warmed._replace(outcome="present")
             return
         try:
@@ -188,15 +188,9 @@ class ShardFilling:
         self._cache.flush()
         for warmed, key, payload in written:
             outcome: Outcome = "stored"
-            if not self._has(key):
+            if not self._cache.has(key):
                 outcome = put(self._cache, key, payload)
                 self._cache.flush()
-                if outcome == "stored" and not self._has(key):
+                if outcome == "stored" and not self._cache.has(key):
                     raise CacheError(f"cache {self._cache.path} does not keep what is written to it")
             yield warmed._replace(outcome=outcome)
-
-    def _has(self, key: bytes) -> bool:
-        if self._cache.lookup(key) is not None:
-            return True
-        self._cache.counters.add("cache.misses", -1)  # nobody wanted it
-        return False
