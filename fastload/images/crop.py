@@ -150,11 +150,7 @@ class Crop(ABC):
         Returns:
             (k, error) of the images that failed, in order of k.
         """
-        expected = (len(images), *self.sample_shape)
-        if out.shape != expected or out.dtype != np.uint8 or not out.flags.c_contiguous:
-            raise ArgumentError(
-                f"out must be a C-contiguous uint8 array of shape {expected}, not {out.dtype} {out.shape}"
-            )
+        self._check_rows(out, len(images), np.dtype(np.uint8))
         failures: dict[int, DecodeError] = {}
         items: list[Item] = []
         for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
@@ -172,6 +168,14 @@ class Crop(ABC):
                 failures[k] = error
         failures.update(self.render(out, items))
         return sorted(failures.items())
+
+    def _check_rows(self, out: np.ndarray[Any, Any], count: int, dtype: np.dtype[Any]) -> None:
+        """Raise `ArgumentError` unless results can be written into `out`."""
+        expected = (count, *self.sample_shape)
+        if out.shape != expected or out.dtype != dtype or not out.flags.c_contiguous:
+            raise ArgumentError(
+                f"out must be a C-contiguous {dtype} array of shape {expected}, not {out.dtype} {out.shape}"
+            )
 
     def __call__(self, image: Any) -> torch.Tensor:
         """Transform one image: a PIL image, the bytes of a file, or an (H, W, channels) uint8 array.
