@@ -198,7 +198,7 @@ class StoreDataset(Dataset[Any]):
     def _new_prefetcher(self) -> Prefetcher:
         return Prefetcher(self._source(), self.cache, prepare=self._preparer(), counters=self.counters)
 
-    def _filled_cache(self) -> Cache:
+    def _cache_to_fill(self) -> Cache:
         """The cache that `warm` fills.
 
         Raises:

@@ -131,7 +131,7 @@ class ObjectDataset(StoreDataset):
             StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
-        cache = self._filled_cache()
+        cache = self._cache_to_fill()
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
         prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)

@@ -193,7 +193,7 @@ class TableDataset(FieldsDataset):
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """As `ObjectDataset.warm`, with an outcome for each object of a sample."""
-        cache = self._filled_cache()
+        cache = self._cache_to_fill()
         source = ObjectSource(self._store, self._manifest, key=self._object_key)
         prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         objects = (one for index in indices for one in self._objects(self._record(index)))

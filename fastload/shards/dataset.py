@@ -176,7 +176,7 @@ class ShardDataset(FieldsDataset):
         """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
         prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
-        return warm(records, self._filled_cache(), prefetcher, key=self._cache_key, size=self._source().size)
+        return warm(records, self._cache_to_fill(), prefetcher, key=self._cache_key, size=self._source().size)
 
     def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
@@ -187,7 +187,7 @@ class ShardDataset(FieldsDataset):
             self._shards,
             self._index,
             self._form,
-            self._filled_cache(),
+            self._cache_to_fill(),
             prepare=self._step.prepare,
             key=self._cache_key_at,
             counters=self.counters,
