@@ -25,7 +25,7 @@ import torch
 
 from bench.data import BATCH, ROOT, SIZE, WORKERS, photo_folder
 from bench.measure.bare import read_objects
-from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, shuffled
+from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import Cache, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
@@ -112,8 +112,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
     """Medians of the ratios within one turn."""
 
     def of(one: str, other: str) -> float:
-        pairs = zip(rates[one], rates[other], strict=True)
-        return round(statistics.median(a / b for a, b in pairs), 3)
+        return median_ratio(rates[one], rates[other])
 
     return {
         **{f"{ms} ms / 20 ms": of(f"crops, {ms} ms", "crops, 20 ms") for ms in LATENCIES if ms != 20},

@@ -1,8 +1,12 @@
-"""One epoch of a loader in this process, timed; and loaders over a cache that it fills, or finds full."""
+"""One epoch of a loader in this process, timed; and loaders over a cache that it fills, or finds full.
+
+Contenders take turns, and are compared by the median of the ratios within one turn.
+"""
 
 from __future__ import annotations
 
 import resource
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +17,15 @@ from bench.data import BATCH, WORKERS, WORKPLACE
 from bench.peers.peer import Run
 from fastload import Cache, DataLoader
 
-__all__ = ["count", "cpu_seconds", "epoch", "filling_and_cached", "over_a_full_cache", "shuffled"]
+__all__ = [
+    "count",
+    "cpu_seconds",
+    "epoch",
+    "filling_and_cached",
+    "median_ratio",
+    "over_a_full_cache",
+    "shuffled",
+]
 
 Make = Callable[[Cache | None], Any]
 
@@ -78,3 +90,8 @@ def over_a_full_cache(
         epoch(loader)
     cache.close()
     return loader
+
+
+def median_ratio(rates: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios within one turn."""
+    return round(statistics.median(a / b for a, b in zip(rates, others, strict=True)), 3)

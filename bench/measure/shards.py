@@ -28,7 +28,15 @@ from rich.table import Table
 from bench.data import BATCH, ROUND_TRIP, SIZE, WORKERS, WORKPLACE, make_shards, photo_folder, write_result
 from bench.measure import moxing
 from bench.measure.bare import read_shards
-from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, over_a_full_cache, shuffled
+from bench.measure.epochs import (
+    count,
+    cpu_seconds,
+    epoch,
+    filling_and_cached,
+    median_ratio,
+    over_a_full_cache,
+    shuffled,
+)
 from bench.peers.peer import Peer, Run
 from fastload import Cache, ImageFolder, RandomResizedCrop, TarDataset, TFRecordDataset
 from fastload.cli.measurement import describe_machine
@@ -147,7 +155,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
     """Medians of the ratios within one turn."""
 
     def of(one: str, other: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True)), 3)
+        return median_ratio(rates[one], rates[other])
 
     found = {}
     for form in ("tar", "tfrecord"):

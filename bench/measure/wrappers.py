@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import fastload
 from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder, write_result
-from bench.measure.epochs import epoch, shuffled
+from bench.measure.epochs import epoch, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
 from fastload.cli.measurement import describe_machine
@@ -81,7 +81,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
     """Medians of the ratios within one turn."""
 
     def of(one: str, other: str) -> float:
-        return round(statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True)), 3)
+        return median_ratio(rates[one], rates[other])
 
     found = {f"{name} / {BARE}": of(name, BARE) for name in rates if name != BARE}
     return found | {f"{name} / {ALONE}": of(name, ALONE) for name in rates if name.startswith(f"{ALONE}, ")}

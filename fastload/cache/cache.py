@@ -197,6 +197,13 @@ class Cache:
             access.counters.add("cache.misses")
         return entry
 
+    def has(self, key: bytes) -> bool:
+        """Whether the index has `key`. No miss is counted, because nobody wanted the payload."""
+        if self.lookup(key) is not None:
+            return True
+        self.counters.add("cache.misses", -1)
+        return False
+
     def will_need(self, entry: Entry) -> None:
         """Ask the kernel to read the record ahead."""
         directory = self._access.get().open()

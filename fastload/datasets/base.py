@@ -24,7 +24,7 @@ from fastload.fetch.source import Source
 from fastload.metrics.counters import Counters
 from fastload.store.process import ProcessLocal
 
-__all__ = ["StoreDataset", "check_function"]
+__all__ = ["StoreDataset", "check_function", "check_on_change"]
 
 # Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding
 # starts while the rest of the batch is still on its way.
@@ -99,7 +99,9 @@ class StoreDataset(Dataset[Any]):
 
     def contains(self, index: int) -> bool:
         """Whether the cache has a sample. Does not count as a miss. Raises as `cache_key`."""
-        return self._cache_has(self.cache_key(index))
+        key = self.cache_key(index)
+        assert self.cache is not None  # `cache_key` says so
+        return self.cache.has(key)
 
     def open_prefetcher(self) -> Prefetcher:
         """The prefetcher of this process, opened on first use and after `close`."""
@@ -196,12 +198,18 @@ class StoreDataset(Dataset[Any]):
     def _new_prefetcher(self) -> Prefetcher:
         return Prefetcher(self._source(), self.cache, prepare=self._preparer(), counters=self.counters)
 
-    def _cache_has(self, key: bytes) -> bool:
-        assert self.cache is not None
-        if self.cache.lookup(key) is not None:
-            return True
-        self.cache.counters.add("cache.misses", -1)  # nobody wanted it
-        return False
+    def _cache_to_fill(self) -> Cache:
+        """The cache that `warm` fills.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        if self.cache is None:
+            raise ArgumentError(
+                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
+                "nothing is cached)"
+            )
+        return self.cache
 
     def _preparer(self) -> Callable[[Any, int], Any] | None:
         """(bytes, record) -> what the cache keeps; None if it is the bytes themselves."""
@@ -249,3 +257,13 @@ def check_function(name: str, value: Any) -> None:
     refuse_class(name, value)
     if value is not None and not callable(value):
         raise ArgumentError(f"{name} must be callable or None, found {value!r}")
+
+
+def check_on_change(value: Any) -> None:
+    """The argument `on_change` of datasets of objects.
+
+    Raises:
+        ArgumentError: it is none of the two.
+    """
+    if value not in ("error", "refresh"):
+        raise ArgumentError(f"on_change must be 'error' or 'refresh', found {value!r}")

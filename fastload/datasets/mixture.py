@@ -374,7 +374,7 @@ def _parsed(weights: Any, names: Sequence[str], what: str = "weights") -> dict[s
 
 def _fraction(name: str, weight: Any, what: str) -> Fraction:
     if isinstance(weight, numbers.Rational) and weight is not True and weight is not False:
-        exact = Fraction(weight)
+        exact = Fraction(int(weight.numerator), int(weight.denominator))  # numpy's integers overflow
     else:
         try:
             number = math.nan if isinstance(weight, bool | str) else float(weight)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastload.cache import Cache, as_cache
-from fastload.datasets.base import StoreDataset, check_function
+from fastload.datasets.base import StoreDataset, check_function, check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors, own_samples
@@ -86,8 +86,7 @@ class ObjectDataset(StoreDataset):
         refresh: bool = False,
         on_change: str = "error",
     ) -> None:
-        if on_change not in ("error", "refresh"):
-            raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
+        check_on_change(on_change)
         super().__init__(url, decode)
         self.on_change = on_change
         check_function("transform", transform)
@@ -132,15 +131,11 @@ class ObjectDataset(StoreDataset):
             StoreError: the store is down, or refuses the request.
             CacheError: the cache cannot be written.
         """
-        if self.cache is None:
-            raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said "
-                "that nothing is cached)"
-            )
+        cache = self._cache_to_fill()
         source = ObjectSource(self._store, self._manifest, key=self._cache_key)
         prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
-        return warm(records, self.cache, prefetcher, key=self._cache_key, size=self._manifest.size)
+        return warm(records, cache, prefetcher, key=self._cache_key, size=self._manifest.size)
 
     def start_epoch(self, epoch: int) -> None:
         if isinstance(self.transform, ByEpoch):

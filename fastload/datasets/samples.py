@@ -20,8 +20,8 @@ from fastload.datasets.pairs import check_cut_alike, fill_together, transform_to
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
-from fastload.images.crop import Crop
+from fastload.images.by_epoch import ByEpoch, current_transform
+from fastload.images.crop import Crop, is_fused
 
 __all__ = ["SampleMaker"]
 
@@ -83,7 +83,7 @@ class SampleMaker:
         parts = self._parts()
         for name, part in zip(self._part_names(), parts, strict=True):
             check_function(name, part)
-        fused = any(isinstance(one, Crop) for part in parts for one in all_transforms(part))
+        fused = any(map(is_fused, parts))
         if self._fields is None and (fused or isinstance(transform, Mapping)):
             raise ArgumentError(
                 f"transform={transform!r} is for the fields of a sample: pass features= and no decode=, or a "

@@ -14,7 +14,7 @@ import torch
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, StreamDataset
 from fastload.datasets.seeds import SampleSeeds, digest
-from fastload.datasets.seen_rows import MadeSample, Rows, located, raise_it
+from fastload.datasets.seen_rows import MadeSample, Rows, located, reraise
 
 __all__ = ["ConcatRows", "StackRows", "seeds_of"]
 
@@ -65,7 +65,7 @@ class ConcatRows(Rows):
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         errors, found = located(list(enumerate(indices)), self.locate)
-        made: dict[int, MadeSample] = {row: partial(raise_it, error) for row, error in errors}
+        made: dict[int, MadeSample] = {row: partial(reraise, error) for row, error in errors}
         for part, requests in self._dealt(found):
             with seeds_of(part):
                 inner = self.inner[part].prepare([index for _, index in requests], digest(seed, part), epoch)

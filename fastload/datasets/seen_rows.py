@@ -6,7 +6,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import (
@@ -32,7 +32,7 @@ __all__ = [
     "Rows",
     "SubsetRows",
     "located",
-    "raise_it",
+    "reraise",
 ]
 
 MadeSample = Callable[[], Any]  # makes one sample, or raises its error
@@ -196,7 +196,7 @@ class LeafRows(Rows):
         failed = dict(self.fill(batch, list(enumerate(indices)), seed, epoch))
         # Now, as the dataset may know this batch only until it makes the next one.
         return [
-            partial(raise_it, failed[row]) if row in failed else partial(_as_it_is, self.sample(batch, row))
+            partial(reraise, failed[row]) if row in failed else partial(_as_it_is, self.sample(batch, row))
             for row in range(len(indices))
         ]
 
@@ -305,7 +305,7 @@ class SubsetRows(_Through):
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         errors, found = located(list(enumerate(indices)), self._indices.__getitem__)
-        made = {row: partial(raise_it, error) for row, error in errors}
+        made = {row: partial(reraise, error) for row, error in errors}
         inner = self._rows.prepare([at for _, at in found], seed, epoch)
         made |= {row: one for (row, _), one in zip(found, inner, strict=True)}
         return [made[row] for row in range(len(indices))]
@@ -357,5 +357,5 @@ def _as_it_is(sample: Any) -> Any:
     return sample
 
 
-def raise_it(error: Exception) -> Any:
+def reraise(error: Exception) -> NoReturn:
     raise error

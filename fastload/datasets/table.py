@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fastload.cache import Cache, as_cache
+from fastload.datasets.base import check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
@@ -29,8 +30,7 @@ from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
-from fastload.images.by_epoch import all_transforms
-from fastload.images.crop import Crop
+from fastload.images.crop import is_fused
 from fastload.store import open_store
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
@@ -103,8 +103,7 @@ class TableDataset(FieldsDataset):
         refresh: bool = False,
         on_change: str = "error",
     ) -> None:
-        if on_change not in ("error", "refresh"):
-            raise ArgumentError(f"on_change must be 'error' or 'refresh', found {on_change!r}")
+        check_on_change(on_change)
         super().__init__(os.fspath(url), None)
         self.fields = fields
         self.on_change = on_change
@@ -189,19 +188,16 @@ class TableDataset(FieldsDataset):
     def contains(self, index: int) -> bool:
         """Whether the cache has all objects of a sample. Does not count as a miss. Raises as `cache_key`."""
         self.cache_key(index)
-        return all(self._cache_has(self._object_key(one)) for one in self._objects(self._record(index)))
+        assert self.cache is not None  # `cache_key` says so
+        return all(self.cache.has(self._object_key(one)) for one in self._objects(self._record(index)))
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """As `ObjectDataset.warm`, with an outcome for each object of a sample."""
-        if self.cache is None:
-            raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said "
-                "that nothing is cached)"
-            )
+        cache = self._cache_to_fill()
         source = ObjectSource(self._store, self._manifest, key=self._object_key)
         prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         objects = (one for index in indices for one in self._objects(self._record(index)))
-        outcomes = warm(objects, self.cache, prefetcher, key=self._object_key, size=self._manifest.size)
+        outcomes = warm(objects, cache, prefetcher, key=self._object_key, size=self._manifest.size)
         return (outcome._replace(sample=outcome.sample // len(self._files)) for outcome in outcomes)
 
     def outstanding(self) -> int:
@@ -275,17 +271,17 @@ class TableDataset(FieldsDataset):
         return self._object_key(self._objects(record)[0])
 
     def _new_prefetcher(self) -> Prefetcher:
-        prepare = self._preparer()
-        if self.cache is not None:
+        prepare, cache = self._preparer(), self.cache
+        if cache is not None:
             n, distinct = len(self._manifest), self._distinct
             forecaster = Forecaster(
-                self.cache,
+                cache,
                 distinct,
                 self._manifest.total_bytes * distinct // n,
-                lambda number: self._cache_has(self._object_key(number * n // distinct)),
+                lambda number: cache.has(self._object_key(number * n // distinct)),
             )
             prepare = forecaster.watch(prepare)
-        return Prefetcher(self._source(), self.cache, prepare=prepare, counters=self.counters)
+        return Prefetcher(self._source(), cache, prepare=prepare, counters=self.counters)
 
     def _preparer(self) -> Callable[[Any, int], Any] | None:
         steps = [leaf.step.prepare for leaf in self._files]
@@ -363,14 +359,14 @@ class TableDataset(FieldsDataset):
                     raise ArgumentError(
                         f"transform names {name!r}, and the values of a sample are {', '.join(names)}"
                     )
-                if _is_fused(part) and not isinstance(self._shape.leaves[name], File):
+                if is_fused(part) and not isinstance(self._shape.leaves[name], File):
                     raise ArgumentError(f"transform[{name!r}] takes an image: write File({name!r}) in fields")
-        elif _is_fused(transform) and not images:
+        elif is_fused(transform) and not images:
             raise ArgumentError(
                 "transform takes an image, and fields has none: write File('image') for the objects that the "
                 "column 'image' names. Images inside a Parquet file are for fastload.ParquetDataset"
             )
-        elif _is_fused(transform) and len(images) > 1:
+        elif is_fused(transform) and len(images) > 1:
             raise ArgumentError(
                 f"transform takes one image, and fields has {len(images)} objects without decode=: name the "
                 f"image, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
@@ -386,7 +382,3 @@ def _name_of(leaf: str | File) -> str:
 def _of(name: str, transform: Transform) -> Callable[[Any], Any] | None:
     """The transform of one value; that of the whole sample is the one of its image too."""
     return transform.get(name) if isinstance(transform, Mapping) else transform
-
-
-def _is_fused(transform: Any) -> bool:
-    return any(isinstance(one, Crop) for one in all_transforms(transform))

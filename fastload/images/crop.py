@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_channels, check_size
+from fastload.images.by_epoch import all_transforms
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import Item, Pixels, Source, active
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
@@ -26,7 +27,7 @@ from fastload.images.rng import Rng, SampleRng, TorchRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Crop", "CropBox", "Size"]
+__all__ = ["Crop", "CropBox", "Size", "is_fused"]
 
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
@@ -149,11 +150,7 @@ class Crop(ABC):
         Returns:
             (k, error) of the images that failed, in order of k.
         """
-        expected = (len(images), *self.sample_shape)
-        if out.shape != expected or out.dtype != np.uint8 or not out.flags.c_contiguous:
-            raise ArgumentError(
-                f"out must be a C-contiguous uint8 array of shape {expected}, not {out.dtype} {out.shape}"
-            )
+        self._check_rows(out, len(images), np.dtype(np.uint8))
         failures: dict[int, DecodeError] = {}
         items: list[Item] = []
         for k, (image, seed) in enumerate(zip(images, seeds, strict=True)):
@@ -171,6 +168,14 @@ class Crop(ABC):
                 failures[k] = error
         failures.update(self.render(out, items))
         return sorted(failures.items())
+
+    def _check_rows(self, out: np.ndarray[Any, Any], count: int, dtype: np.dtype[Any]) -> None:
+        """Raise `ArgumentError` unless results can be written into `out`."""
+        expected = (count, *self.sample_shape)
+        if out.shape != expected or out.dtype != dtype or not out.flags.c_contiguous:
+            raise ArgumentError(
+                f"out must be a C-contiguous {dtype} array of shape {expected}, not {out.dtype} {out.shape}"
+            )
 
     def __call__(self, image: Any) -> torch.Tensor:
         """Transform one image: a PIL image, the bytes of a file, or an (H, W, channels) uint8 array.
@@ -314,3 +319,8 @@ class Crop(ABC):
         shown += f", channels_last={self.channels_last}" if self.channels_last else ""
         shown += f", max_pixels={self.max_pixels}" if self.max_pixels != MAX_PIXELS else ""
         return shown + ("" if self.strict else ", strict=False")
+
+
+def is_fused(transform: Any) -> bool:
+    """Whether it is one of the crops, or has one in some epoch."""
+    return any(isinstance(one, Crop) for one in all_transforms(transform))

@@ -138,13 +138,8 @@ class Fused(Crop):
         if self._values is None or self._values.table is None:
             return super().fill(out, images, seeds, sizes)
         table = self._values.table
-        expected = (len(images), *self.sample_shape)
-        if out.shape != expected or out.dtype != table.dtype or not out.flags.c_contiguous:
-            raise ArgumentError(
-                f"out must be a C-contiguous {table.dtype} array of shape {expected}, not {out.dtype} "
-                f"{out.shape}"
-            )
-        pixels = np.empty(expected, np.uint8)
+        self._check_rows(out, len(images), table.dtype)
+        pixels = np.empty(out.shape, np.uint8)
         failures = super().fill(pixels, images, seeds, sizes)
         _look_up(table, pixels, out)
         return failures

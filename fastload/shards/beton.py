@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,14 +23,12 @@ from fastload.formats.beton import (
     parts_of,
     row_type,
 )
-from fastload.formats.pieces import Splitter
-from fastload.formats.shard_index import Offsets
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList
 from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import read_head
+from fastload.shards.own_index import OwnIndexForm, read_head
 from fastload.shards.reader import Shard
 from fastload.shards.record_id import RecordId
 from fastload.shards.urls import Wanted
@@ -47,7 +45,7 @@ _NAMES = Wanted(
 _PIECE = 8 << 20  # bytes of a request for the tables
 
 
-class _Beton:
+class _Beton(OwnIndexForm):
     """See `ShardFormat`. `fields`: those of the first file, which all others must have."""
 
     name = "beton-1"
@@ -75,14 +73,8 @@ class _Beton:
             parts_of(header, row_bytes, memoryview(allocated)), {}, compressed=False, heads=heads
         )
 
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> NoReturn:
         raise NotImplementedError  # it is never streamed, see `BetonDataset`
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        return record
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        raise NotImplementedError  # no index files are looked for
 
 
 class BetonDataset(ShardDataset):
@@ -158,18 +150,10 @@ class BetonDataset(ShardDataset):
             url,
             _Beton(found),
             ColumnFields(columns, BetonRecords(found), _open_image, shape, decode, transform, []),
-            names=_NAMES,
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
-            cycle_length=1,
-            block_length=1,
-            shuffle_buffer=1,
             fingerprint=fingerprint,
             cache=kept_in,
-            index=False,
-            compression=None,
-            storage_options=storage_options,
-            refresh=refresh,
             shape=shape,
             shards=shards,
         )

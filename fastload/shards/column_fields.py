@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
-from fastload.images.by_epoch import all_transforms
-from fastload.images.crop import Crop
+from fastload.images.crop import is_fused
 
 __all__ = ["Column", "ColumnFields", "check_decode"]
 
@@ -134,9 +133,9 @@ class ColumnFields:
                     raise ArgumentError(
                         f"transform names {name!r}, and a sample has {', '.join(self._names)}"
                     )
-            fused = [name for name, part in transform.items() if _is_fused(part)]
+            fused = [name for name, part in transform.items() if is_fused(part)]
             return images + [name for name in fused if name not in images and name in plain]
-        if not _is_fused(transform):
+        if not is_fused(transform):
             return images
         images = images or [name for name, column in plain.items() if column.may_be_image]
         if not images:
@@ -159,7 +158,3 @@ def check_decode(fields: Any, decode: Any) -> None:
             "fields= and a function as decode= both say what a sample is: leave one out, or pass "
             "decode={column: function of its bytes}"
         )
-
-
-def _is_fused(part: Any) -> bool:
-    return any(isinstance(one, Crop) for one in all_transforms(part))

@@ -60,7 +60,12 @@ class _Here(NamedTuple):
 
 
 class ShardDataset(FieldsDataset):
-    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset."""
+    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
+
+    Args:
+        shards: listed already; or None, and `names`, `compression`, `storage_options` and `refresh` say how
+            to list them.
+    """
 
     def __init__(
         self,
@@ -68,21 +73,21 @@ class ShardDataset(FieldsDataset):
         form: ShardFormat,
         fields: Fields | None,
         *,
-        names: Wanted,
         decode: Callable[[Any], Any] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
-        cycle_length: int,
-        block_length: int,
-        shuffle_buffer: int | str,
+        cycle_length: int = 32,
+        block_length: int = 1,
+        shuffle_buffer: int | str = "64MB",
         fingerprint: str | None,
         cache: Cache | str | os.PathLike[str] | None,
-        index: str | os.PathLike[str] | bool | None,
-        compression: str | None,
-        storage_options: dict[str, Any] | None,
-        refresh: bool,
+        index: str | os.PathLike[str] | bool | None = False,
         num_samples: int | None = None,
         shape: Shape | None = None,
         shards: ShardList | None = None,
+        names: Wanted | None = None,
+        compression: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+        refresh: bool = False,
     ) -> None:
         self._options = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
         if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
@@ -97,6 +102,7 @@ class ShardDataset(FieldsDataset):
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
         directory = None if kept_in is None else kept_in.manifests
         if shards is None:
+            assert names is not None
             shards = ShardList(
                 url,
                 names,
@@ -170,7 +176,7 @@ class ShardDataset(FieldsDataset):
         """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
         prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
-        return warm(records, self._filled(), prefetcher, key=self._cache_key, size=self._source().size)
+        return warm(records, self._cache_to_fill(), prefetcher, key=self._cache_key, size=self._source().size)
 
     def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
@@ -181,21 +187,13 @@ class ShardDataset(FieldsDataset):
             self._shards,
             self._index,
             self._form,
-            self._filled(),
+            self._cache_to_fill(),
             prepare=self._step.prepare,
             key=self._cache_key_at,
             counters=self.counters,
             blocks=self._blocks(),
         )
         return filling.run(shards)
-
-    def _filled(self) -> Cache:
-        if self.cache is None:
-            raise ArgumentError(
-                "warm() fills a cache: give the dataset one with cache= (it has none if a warning said that "
-                "nothing is cached)"
-            )
-        return self.cache
 
     # --- StreamDataset
 
@@ -330,8 +328,7 @@ class ShardDataset(FieldsDataset):
             some = random.Random(0).sample(range(count), min(_PROBE, count))
             records = [self._index.record_id(index) for index in some]
             sound = [record for record in records if self._index.fault(record) is None]
-            absent = sum(self.cache.lookup(self._cache_key(record)) is None for record in sound)
-            self.cache.counters.add("cache.misses", -absent)  # nobody wanted these
+            absent = sum(not self.cache.has(self._cache_key(record)) for record in sound)
             if self._prefetchers.peek() is None and not self._here.get().streams:
                 self.cache.close()
             if absent <= (0 if compressed else _MOST_CACHED_MISSING * len(sound)):

@@ -20,13 +20,13 @@ from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import ShardIndex
+from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import CachedReader, ReadAhead, ShardReader
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat
 from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
 
-__all__ = ["NOT_INDEXED", "EpochStreams", "RecordBlocks", "StreamOptions", "StreamPlan"]
+__all__ = ["NOT_INDEXED", "EpochStreams", "RecordBlocks", "StreamOptions", "StreamPlan", "open_shard_reader"]
 
 _log = logging.getLogger("fastload")
 
@@ -268,30 +268,25 @@ class EpochStreams:
         self, pool: ReadPool, ahead: ReadAhead, span: Span, ordinal: int, offset: int | None
     ) -> Reader:
         """A reader of a span from a record on: of the cache if that has all of it, else of the store."""
-        shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
+        records = self._index.get(span.shard)
         if records is not None:
-            if ordinal < len(records.offsets) and offset is None:
-                offset = int(records.offsets[ordinal, 0])
-            cached = self._cached(span, ordinal, offset or 0)
+            if offset is None:
+                offset = _offset_of(ordinal, records)
+            cached = self._cached(span, ordinal, offset)
             if cached is not None and cached.complete():
                 return cached
             if self._blocks is not None:
-                return self._blocks.open_reader(span, ordinal, offset or 0, pool)
-            shard = shard._replace(compressed=records.compressed)
-            if span.stop is not None:
-                stop = span.stop, int(records.offsets[span.stop - 1].sum())
-        build = records is None and ordinal == 0 and self._index.kept
-        return ShardReader(
-            self._shards.store,
-            shard,
-            functools.partial(self._form.splitter, records=records),
+                return self._blocks.open_reader(span, ordinal, offset, pool)
+        return open_shard_reader(
+            self._shards,
+            self._index,
+            self._form,
+            span,
+            ordinal,
+            offset,
             ahead=ahead,
             pool=pool,
             counters=self._counters,
-            ordinal=ordinal,
-            offset=offset or 0,
-            stop=stop,
-            on_end=functools.partial(self._index.add_and_keep, span.shard) if build else None,
         )
 
     def _cached(self, span: Span, ordinal: int, offset: int) -> CachedReader | None:
@@ -308,3 +303,46 @@ class EpochStreams:
             functools.partial(self._key, span.shard),
             lambda ordinal: self._read_again(RecordId(span.shard, ordinal).pack()),
         )
+
+
+def open_shard_reader(
+    shards: ShardList,
+    index: ShardIndex,
+    form: ShardFormat,
+    span: Span,
+    ordinal: int,
+    offset: int | None,
+    *,
+    ahead: ReadAhead,
+    pool: ReadPool,
+    counters: Counters,
+) -> ShardReader:
+    """A reader of a span out of the store, from a record on. It indexes a shard that it reads as a whole.
+
+    Args:
+        offset: of the record; None: as the index says, or 0.
+    """
+    shard, records, stop = shards[span.shard], index.get(span.shard), None
+    if records is not None:
+        shard = shard._replace(compressed=records.compressed)
+        offset = _offset_of(ordinal, records) if offset is None else offset
+        if span.stop is not None:
+            stop = span.stop, int(records.offsets[span.stop - 1].sum())
+    build = records is None and ordinal == 0 and index.kept
+    return ShardReader(
+        shards.store,
+        shard,
+        functools.partial(form.splitter, records=records),
+        ahead=ahead,
+        pool=pool,
+        counters=counters,
+        ordinal=ordinal,
+        offset=offset or 0,
+        stop=stop,
+        on_end=functools.partial(index.add_and_keep, span.shard) if build else None,
+    )
+
+
+def _offset_of(ordinal: int, records: RecordOffsets) -> int:
+    """0 at the end of a shard, where there is nothing to read."""
+    return int(records.offsets[ordinal, 0]) if ordinal < len(records.offsets) else 0

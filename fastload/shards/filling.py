@@ -9,7 +9,6 @@ whole. Training drops a record if the disk is too slow; this waits for the disk.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,9 +19,9 @@ from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import RecordBlocks
+from fastload.shards.epoch_streams import RecordBlocks, open_shard_reader
 from fastload.shards.index import RecordOffsets, ShardIndex
-from fastload.shards.reader import ReadAhead, ShardReader
+from fastload.shards.reader import ReadAhead
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat, record_name
 from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
@@ -117,7 +116,7 @@ class ShardFilling:
             return
         present, runs = [], list[tuple[int, int]]()
         for ordinal, (offset, size) in enumerate(records.offsets.tolist()):
-            if self._has(self._key(shard, offset)):
+            if self._cache.has(self._key(shard, offset)):
                 present.append(Warmed(RecordId(shard, ordinal).pack(), "present", passed=size))
             elif runs and runs[-1][1] == ordinal:
                 runs[-1] = runs[-1][0], ordinal + 1
@@ -134,7 +133,7 @@ class ShardFilling:
         """As `_look`: a block of which a record is missing is read whole."""
         for block in self._blocks_of.get(shard, []):
             found = list(enumerate(records.offsets[block.first : block.stop].tolist(), block.first))
-            if all(self._has(self._key(shard, offset)) for _, (offset, _) in found):
+            if all(self._cache.has(self._key(shard, offset)) for _, (offset, _) in found):
                 for ordinal, (_, size) in found:
                     yield Warmed(RecordId(shard, ordinal).pack(), "present", passed=size)
             else:
@@ -143,23 +142,16 @@ class ShardFilling:
     def _open_reader(self, span: Span, ordinal: int, offset: int | None) -> Reader:
         if self._blocks is not None:
             return self._blocks.open_reader(span, ordinal, offset or 0, self._pool)
-        shard, records, stop = self._shards[span.shard], self._index.get(span.shard), None
-        if records is not None:
-            shard = shard._replace(compressed=records.compressed)
-            offset = int(records.offsets[ordinal, 0]) if ordinal else 0
-            if span.stop is not None:
-                stop = span.stop, int(records.offsets[span.stop - 1].sum())
-        return ShardReader(
-            self._shards.store,
-            shard,
-            functools.partial(self._form.splitter, records=records),
+        return open_shard_reader(
+            self._shards,
+            self._index,
+            self._form,
+            span,
+            ordinal,
+            offset,
             ahead=self._ahead,
             pool=self._pool,
             counters=self._counters,
-            ordinal=ordinal,
-            offset=offset or 0,
-            stop=stop,
-            on_end=functools.partial(self._index.add_and_keep, span.shard) if records is None else None,
         )
 
     def _take(self, found: StreamedRecord) -> Iterator[Warmed]:
@@ -167,7 +159,7 @@ class ShardFilling:
         record, size = found.record, found.record.size
         warmed = Warmed(RecordId(found.shard, found.ordinal).pack(), "stored", size, passed=size)
         key = self._key(found.shard, record.offset)
-        if record.error is None and self._has(key):
+        if record.error is None and self._cache.has(key):
             yield warmed._replace(outcome="present")
             return
         try:
@@ -196,15 +188,9 @@ class ShardFilling:
         self._cache.flush()
         for warmed, key, payload in written:
             outcome: Outcome = "stored"
-            if not self._has(key):
+            if not self._cache.has(key):
                 outcome = put(self._cache, key, payload)
                 self._cache.flush()
-                if outcome == "stored" and not self._has(key):
+                if outcome == "stored" and not self._cache.has(key):
                     raise CacheError(f"cache {self._cache.path} does not keep what is written to it")
             yield warmed._replace(outcome=outcome)
-
-    def _has(self, key: bytes) -> bool:
-        if self._cache.lookup(key) is not None:
-            return True
-        self._cache.counters.add("cache.misses", -1)  # nobody wanted it
-        return False

@@ -22,16 +22,14 @@ from fastload.formats.litdata import (
     parse_index,
     split_sample,
 )
-from fastload.formats.offset_table import OffsetSplitter, parse_table, table_size
+from fastload.formats.offset_table import parse_table, table_size
 from fastload.formats.pieces import MOST_UNKNOWN
-from fastload.formats.shard_index import Offsets
 from fastload.images.decode import decode_pil
 from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import check_name, list_shards, read_head, read_json
+from fastload.shards.own_index import OwnIndexForm, check_name, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
-from fastload.shards.urls import Wanted
 from fastload.store import Store
 from fastload.store.retry import Wait
 
@@ -40,7 +38,7 @@ __all__ = ["LitDataset"]
 _ARROW = b"LDARW01\0"
 
 
-class _Lit:
+class _Lit(OwnIndexForm):
     """See `ShardFormat`. `counts`: key -> samples. `compression`: see `LitIndex`."""
 
     name = "litdata-1"
@@ -63,15 +61,8 @@ class _Lit:
             )
         return RecordOffsets(parse_table(head, count, None if whole else shard.size), {}, compressed=whole)
 
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> OffsetSplitter:
-        assert records is not None
-        return OffsetSplitter(offset, end, records.offsets, self.unwrap)
-
     def unwrap(self, record: memoryview) -> memoryview:
         return _inflated(record) if self._compression == "sample" else record
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        raise NotImplementedError  # no index files are looked for
 
 
 class _Tree(Shape):
@@ -186,7 +177,6 @@ class LitDataset(ShardDataset):
             url,
             _Lit(counts, told.compression),
             ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
-            names=Wanted(".*", ""),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
             cycle_length=cycle_length,
@@ -194,10 +184,6 @@ class LitDataset(ShardDataset):
             shuffle_buffer=shuffle_buffer,
             fingerprint=fingerprint,
             cache=kept_in,
-            index=False,
-            compression=None,
-            storage_options=storage_options,
-            refresh=refresh,
             shape=shape,
             shards=shards,
         )

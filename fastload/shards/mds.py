@@ -13,23 +13,21 @@ from fastload.cache import Cache, as_cache
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard, split_sample
-from fastload.formats.offset_table import OffsetSplitter, parse_table, table_size
+from fastload.formats.offset_table import parse_table, table_size
 from fastload.formats.packed import as_pil
-from fastload.formats.shard_index import Offsets
 from fastload.images.decode import Oriented, decode_pil
 from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import check_name, list_shards, read_head, read_json
+from fastload.shards.own_index import OwnIndexForm, check_name, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
-from fastload.shards.urls import Wanted
 from fastload.store import Store
 from fastload.store.retry import Wait
 
 __all__ = ["MDSDataset"]
 
 
-class _MDS:
+class _MDS(OwnIndexForm):
     """See `ShardFormat`. `shards`: by their keys."""
 
     name = "mds-1"
@@ -47,16 +45,6 @@ class _MDS:
         head = read_head(store, shard, table_size(told.samples), wait, compressed=told.compressed)
         offsets = parse_table(head, told.samples, told.raw_bytes)
         return RecordOffsets(offsets, {}, told.compressed)
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> OffsetSplitter:
-        assert records is not None
-        return OffsetSplitter(offset, end, records.offsets, self.unwrap)
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        return record
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        raise NotImplementedError  # no index files are looked for
 
 
 class MDSDataset(ShardDataset):
@@ -146,7 +134,6 @@ class MDSDataset(ShardDataset):
             url,
             _MDS({shards[number].key: one for number, one in enumerate(found.values())}),
             ColumnFields(opened, split, _open_image, shape, decode, transform, encodings()),
-            names=Wanted(".*", ""),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
             cycle_length=cycle_length,
@@ -154,10 +141,6 @@ class MDSDataset(ShardDataset):
             shuffle_buffer=shuffle_buffer,
             fingerprint=fingerprint,
             cache=kept_in,
-            index=False,
-            compression=None,
-            storage_options=storage_options,
-            refresh=refresh,
             shape=shape,
             shards=shards,
         )

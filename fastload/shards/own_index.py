@@ -12,7 +12,9 @@ from typing import Any
 
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.inflate import Inflater
+from fastload.formats.offset_table import OffsetSplitter
 from fastload.formats.pieces import MOST_UNKNOWN
+from fastload.formats.shard_index import Offsets
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard
@@ -20,7 +22,7 @@ from fastload.shards.urls import Wanted, is_index
 from fastload.store import Store, open_store
 from fastload.store.retry import Wait, sleep
 
-__all__ = ["check_name", "list_shards", "read_head", "read_json", "read_own_indexes"]
+__all__ = ["OwnIndexForm", "check_name", "list_shards", "read_head", "read_json", "read_own_indexes"]
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
@@ -35,6 +37,20 @@ _KINDS = {
     "chunks": ("of LitData", "LitDataset"),
     "shardlist": ("of wids", "TarDataset"),
 }
+
+
+class OwnIndexForm:
+    """What a `ShardFormat` whose shards carry their own index has, unless it says otherwise."""
+
+    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> OffsetSplitter:
+        assert records is not None  # the constructor of the dataset has read them
+        return OffsetSplitter(offset, end, records.offsets, self.unwrap)
+
+    def unwrap(self, record: memoryview) -> memoryview:
+        return record
+
+    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
+        raise NotImplementedError  # no index files are looked for
 
 
 def read_own_indexes(

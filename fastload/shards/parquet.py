@@ -13,8 +13,7 @@ from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, FastloadError
 from fastload.formats.pieces import Splitter
 from fastload.formats.shard_index import Offsets
-from fastload.images.by_epoch import all_transforms
-from fastload.images.transforms import Crop
+from fastload.images.crop import is_fused
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import RecordBlocks
 from fastload.shards.index import RecordOffsets
@@ -178,12 +177,12 @@ class ParquetDataset(ShardDataset):
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
-        from fastload.shards.parquet_fields import ColumnFields
+        from fastload.shards.parquet_fields import ParquetFields
         from fastload.shards.parquet_files import ParquetFiles
         from fastload.shards.parquet_filter import RowFilter
 
         shape = None if fields is None else Shape(fields)
-        columns = ColumnFields(shape, decode if isinstance(decode, Mapping) else {})
+        columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
         form = _Parquet()
         row_filter = None if filters is None else RowFilter(filters)
         super().__init__(
@@ -198,7 +197,6 @@ class ParquetDataset(ShardDataset):
             shuffle_buffer=shuffle_buffer,
             fingerprint=fingerprint,
             cache=cache,
-            index=False,
             compression="",
             storage_options=storage_options,
             refresh=refresh,
@@ -245,7 +243,7 @@ def _check_transform(transform: Any, names: list[str], may_be_images: list[str])
         unknown = sorted(transform.keys() - set(names))
         if unknown:
             raise ArgumentError(f"transform names {unknown[0]!r}, and the fields are {', '.join(names)}")
-    elif any(isinstance(one, Crop) for one in all_transforms(transform)) and not may_be_images:
+    elif is_fused(transform) and not may_be_images:
         raise ArgumentError(
             f"transform={transform!r} takes an image, and none of the columns {', '.join(names)} is binary: "
             "name the image's column in fields=, without a function for it in decode="

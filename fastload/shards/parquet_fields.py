@@ -18,7 +18,7 @@ from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.formats.packed_row import load_row
 from fastload.images.decode import decode_pil, is_image
 
-__all__ = ["ColumnFields", "column_values"]
+__all__ = ["ParquetFields", "column_values"]
 
 _FILE = {"bytes", "path"}
 
@@ -49,7 +49,7 @@ def column_values(column: Any) -> list[Any]:
     return values
 
 
-class ColumnFields:
+class ParquetFields:
     """See `Fields`.
 
     Args:

@@ -108,8 +108,11 @@ def _holds(condition: Condition, column: Any) -> Any:
         if operator in _MEMBER:
             found = pc.is_in(column, value_set=pa.array(list(value), column.type))
             return found if operator == "in" else pc.and_(pc.invert(found), pc.is_valid(column))
-        return pc.fill_null(_COMPARE[operator](column, pa.scalar(value)), False)
-    except (pa.ArrowException, TypeError, ValueError) as error:
+        # Arrow takes an int for an int64, and would cast a column of uint64 to it.
+        unsigned = pa.types.is_uint64(column.type) and type(value) is int and value >= 0
+        scalar = pa.scalar(value, column.type if unsigned else None)
+        return pc.fill_null(_COMPARE[operator](column, scalar), False)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
             f"filters compares column {name!r}, which is {column.type}, with {value!r}: {error}"
         ) from error
@@ -124,7 +127,7 @@ def _may_hold(condition: Condition, statistics: tuple[Any, Any] | None) -> bool:
         if operator in ("=", "=="):
             return bool(least <= value <= most)
         if operator == "in":
-            return any(least <= one <= most for one in value)
+            return any(least <= one <= most or one != one for one in value)  # statistics leave NaN out
         if operator in ("<", "<="):
             return bool(least < value or (operator == "<=" and least == value))
         if operator in (">", ">="):

@@ -348,8 +348,7 @@ class CachedReader:
     def complete(self) -> bool:
         """Whether the cache has all of them."""
         for ordinal in range(self.ordinal, self._stop):
-            if ordinal not in self._records.bad and self._cache.lookup(self._key_of(ordinal)) is None:
-                self._cache.counters.add("cache.misses", -1)  # this lookup was no read
+            if ordinal not in self._records.bad and not self._cache.has(self._key_of(ordinal)):
                 return False
         return True
 

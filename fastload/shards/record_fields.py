@@ -17,9 +17,8 @@ from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.formats.example import Spec, check_spec, parse_example, read_example
 from fastload.formats.tar import read_sample
-from fastload.images.by_epoch import all_transforms
+from fastload.images.crop import is_fused
 from fastload.images.decode import Oriented, decode_pil
-from fastload.images.transforms import Crop
 
 __all__ = ["ChosenFields", "ExampleFields", "Leaf", "MemberFields", "shape_of"]
 
@@ -224,7 +223,7 @@ class ChosenFields:
                     f"transform names {name!r}, and fields= has {', '.join(self._leaves)}: a leaf in a tuple "
                     "is named by its first alternative, one in a dict by its key"
                 )
-        if _is_fused(transform):
+        if is_fused(transform):
             if len(self._images) != 1:
                 raise ArgumentError(
                     f"the transform takes one image, and fields= has {', '.join(self._images) or 'none'}: "
@@ -232,7 +231,7 @@ class ChosenFields:
                 )
             parts = {self._images[0]: transform}
         for name, part in parts.items():
-            if name in self.optional and _is_fused(part):
+            if name in self.optional and is_fused(part):
                 raise ArgumentError(
                     f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
                     "cannot hold None: leave out the '?', or give transform= a function for it"
@@ -281,7 +280,3 @@ class ChosenFields:
                 "are not: name images alone"
             )
         return all(images)
-
-
-def _is_fused(transform: Any) -> bool:
-    return any(isinstance(one, Crop) for one in all_transforms(transform))

@@ -12,8 +12,7 @@ from fastload.errors import ArgumentError
 from fastload.formats.example import Spec, check_spec
 from fastload.formats.shard_index import Offsets, parse_tfrecord_index
 from fastload.formats.tfrecord import TFRecordSplitter, unframe
-from fastload.images.by_epoch import all_transforms
-from fastload.images.crop import Crop
+from fastload.images.crop import is_fused
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
@@ -153,7 +152,7 @@ class TFRecordDataset(ShardDataset):
 def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> Fields | None:
     """The fields of a record; `chosen`: the user's `fields=`."""
     parts = transform.items() if isinstance(transform, Mapping) else []
-    fused = [name for name, part in parts if any(isinstance(one, Crop) for one in all_transforms(part))]
+    fused = [name for name, part in parts if is_fused(part)]
     if chosen is None:
         return None if features is None else ExampleFields(features, fused or None)
     if features is None:

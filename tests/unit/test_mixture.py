@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastload import Mixture, MixtureSampler
@@ -193,6 +194,14 @@ def test_each_pass_has_an_order_of_its_own_whatever_the_other_sources() -> None:
 def test_pass_is_by_index_without_shuffle() -> None:
     sampler = MixtureSampler(Mixture(sources(a=3, b=2), [0.5, 0.5], num_samples=10), 1, 0, shuffle=False)
     assert [index % _LAP for index in sampler] == [0, 3, 1, 4, 2, 3, 0, 4, 1, 3]
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.int64])
+def test_weights_that_are_integers_of_numpy_are_numbers_and_do_not_overflow(kind: Any) -> None:
+    mixture = Mixture(sources(a=90, b=200), np.array([90, 200], kind), num_samples=29)
+    assert mixture.weights == {"a": 9 / 29, "b": 20 / 29}
+    read = [mixture[index][0] for index in MixtureSampler(mixture)]
+    assert (read.count("a"), read.count("b")) == (9, 20)
 
 
 class History:

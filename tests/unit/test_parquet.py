@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import pickle
 import sys
 from pathlib import Path
@@ -292,6 +293,20 @@ def test_nulls_pass_no_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("operator", "value", "rows"), [("=", 2**64 - 1, 1), (">", 1, 2), ("<", 2**63, 1), ("in", [2**63], 1)]
+)
+def test_filters_take_the_whole_range_of_uint64(tmp_path: Path, operator: str, value: Any, rows: int) -> None:
+    table = pa.table({"n": pa.array([1, 2**63, 2**64 - 1], pa.uint64())})
+    assert len(one(tmp_path, parquet(table), filters=[("n", operator, value)])) == rows
+
+
+def test_filter_finds_nan_whatever_the_statistics_of_its_row_group(tmp_path: Path) -> None:
+    """Its row group has the statistics 1 to 1."""
+    body = parquet({"x": [math.nan, 1.0]})
+    assert len(one(tmp_path, body, filters=[("x", "in", [math.nan, 5.0])])) == 1
+
+
+@pytest.mark.parametrize(
     ("filters", "error"),
     [
         ("label > 3", "filters must be a list of tuples"),
@@ -300,6 +315,7 @@ def test_nulls_pass_no_comparison(tmp_path: Path) -> None:
         ([("label", "in", 3)], "give a list, tuple or set"),
         ([("colour", "=", 3)], "filters names 'colour'.*it has image, label"),
         ([("label", "=", "three")], "compares column 'label', which is int64, with 'three'"),
+        ([("label", "<", 2**70)], "compares column 'label', which is int64, with 1180591620717411303424"),
         ([("label", "<", np.arange(2))], "compares column 'label', which is int64, with array"),
     ],
     ids=str,
