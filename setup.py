@@ -57,7 +57,7 @@ class BuildKernel(build_ext):
 kernel = Extension(
     "fastload.images.compiled",
     ["fastload/images/kernel.c"],
-    depends=[f"fastload/images/{name}.h" for name in ("blocks", "dct", "dct_write", "decoder", "jpeg", "resize", "simd")],
+    depends=sorted(map(str, Path("fastload/images").glob("*.h"))),
     libraries=["jpeg", "m"],
     define_macros=[("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else [],
     extra_compile_args=["-std=c11", "-O3", "-fvisibility=hidden"],

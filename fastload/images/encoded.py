@@ -4,6 +4,8 @@
     EncodedBatch.fill ─ crop, flip from the header ─▶ EncodedImages in the slot ─▶ ImageDecoder ─▶ pixels
         └ images that decoders refuse: the kernel ─▶  their pixels ──────────────────┘
 
+A batch holds plain JPEGs, or records of cache mode "dct" where the loader's decoder takes those.
+
 The crop follows from the size in the JPEG's header, by the rules and the per-sample randomness of the CPU
 path, so a sample has the same box and flip with every decoder. The worker itself decodes images that are not
 plain JPEGs (PNG, progressive, CMYK) and images that have to be padded; they travel as pixels. A damaged
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
 from fastload.images.crop import Crop
-from fastload.images.headers import is_plain_jpeg
+from fastload.images.headers import is_plain_jpeg, is_record
 from fastload.images.kernel import Item, Pixels, Source
 from fastload.images.rng import SampleRng
 
@@ -121,7 +123,8 @@ class EncodedBatch:
         source, width, height, chosen = self._crop.choose_box(image, SampleRng(seed))
         self._sizes[row], self._boxes[row], self._flips[row] = (width, height), chosen.box, chosen.flip
         # A small image in a black frame is decoded here: a decoder can only fill whole rows.
-        if chosen.inner is None and not isinstance(source, np.ndarray) and is_plain_jpeg(source):
+        encoded = not isinstance(source, np.ndarray) and (is_plain_jpeg(source) or is_record(source))
+        if chosen.inner is None and encoded:
             self._sources[row] = source
             return
         pixels = np.empty(self._crop.sample_shape, np.uint8)

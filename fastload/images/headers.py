@@ -14,6 +14,7 @@ __all__ = [
     "RECORD_MAGIC",
     "exif_of",
     "is_plain_jpeg",
+    "is_record",
     "jpeg_components",
     "jpeg_orientation",
     "with_orientation",
@@ -60,10 +61,16 @@ def is_plain_jpeg(data: Any) -> bool:
     return False
 
 
+def is_record(data: Any) -> bool:
+    """Whether this is a record of cache mode "dct", by its first bytes."""
+    view = memoryview(data).cast("B")
+    return len(view) > 7 and view[:4] == RECORD_MAGIC
+
+
 def jpeg_components(data: Any) -> int:
     """The number of components in a JPEG's frame, or a record's: 1 is grey. 0 where the header is damaged."""
     view = memoryview(data).cast("B")
-    if _is_record(view):
+    if is_record(view):
         return view[7]
     for marker, body in _segments(view):
         if marker in (_SOF0, _SOF1) or marker in _OTHER_FRAMES:
@@ -77,7 +84,7 @@ def jpeg_orientation(data: Any) -> int:
     1 where there is none, or it cannot be read. A record has that of its JPEG.
     """
     view = memoryview(data).cast("B")
-    if _is_record(view):
+    if is_record(view):
         return view[5] if 1 <= view[5] <= 8 else 1
     exif = xmp = b""
     for marker, body in _segments(view):
@@ -105,10 +112,6 @@ def with_orientation(jpeg: bytes, orientation: int) -> bytes:
     at = 4 + int.from_bytes(jpeg[4:6], "big") if jpeg[2:4] == b"\xff\xe0" else 2  # after JFIF's segment
     exif = exif_of(orientation)
     return jpeg[:at] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + jpeg[at:]
-
-
-def _is_record(view: memoryview) -> bool:
-    return len(view) > 7 and view[:4] == RECORD_MAGIC
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, memoryview]]:

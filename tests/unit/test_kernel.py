@@ -465,9 +465,11 @@ def test_a_short_fuzz_run_finds_nothing(fuzz: Any) -> None:
 
 def test_fuzzing_finds_a_planted_bug(fuzz: Any, tmp_path: Path) -> None:
     """With rows of the ring one byte too short."""
-    for part in ("fastload/images/jpeg.h", "fastload/images/resize.h", "tests/fuzz/kernel.c"):
-        (tmp_path / part).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(fuzz.ROOT / part, tmp_path / part)
+    sources = [*fuzz.ROOT.glob("fastload/images/*.h"), fuzz.ROOT / "tests/fuzz/kernel.c"]
+    for source in sources:
+        part = tmp_path / source.relative_to(fuzz.ROOT)
+        part.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, part)
     header = tmp_path / "fastload/images/jpeg.h"
     sound = "((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64"
     assert sound in header.read_text()
@@ -475,5 +477,5 @@ def test_fuzzing_finds_a_planted_bug(fuzz: Any, tmp_path: Path) -> None:
     report = fuzz.run(seconds=20, seed=1, root=tmp_path)
     assert len(report.crashes) == 1 and "AddressSanitizer" in report.crashes[0]
     kept = Path(re.findall("input kept in (.*)", report.crashes[0])[0])
-    assert kept.read_bytes()[:2] == b"\xff\xd8"
+    assert kept.read_bytes()[:2] in (b"\xff\xd8", b"\x89D")  # a JPEG, or a record
     shutil.rmtree(kept.parent)

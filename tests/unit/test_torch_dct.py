@@ -1,0 +1,89 @@
+"""Records of cache mode "dct" decoded by torch's operations, here on the CPU, against the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastload.errors import DecodeError
+from fastload.gpu.torch_dct import TorchDctDecoder
+from fastload.images import CenterCrop, RandomResizedCrop
+from fastload.images.dct import available, to_dct
+from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.metrics.counters import Counters
+from tests.encodedimages import encode, psnr
+from tests.photos import pillow_jpeg, png, scene, variants
+
+pytestmark = pytest.mark.skipif(not available(), reason="the kernel is not built: pip install -e .")
+
+CPU = torch.device("cpu")
+RECORDS = {kind: to_dct(data) for kind, data in variants().items()}
+
+
+def decoder(on_error: str = "raise") -> TorchDctDecoder:
+    return TorchDctDecoder(CPU, on_error, Counters(), [])
+
+
+def check(encoded: EncodedImages, least: float) -> TorchDctDecoder:
+    by_torch = decoder()
+    images = by_torch.start(encoded)()
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert images.shape == expected.shape and images.dtype is torch.uint8 and images.is_contiguous()
+    found = {key: psnr(images[row], expected[row]) for row, key in enumerate(encoded.keys)}
+    assert min(found.values()) >= least, found
+    return by_torch
+
+
+@pytest.mark.parametrize("seed", [0, 100])
+@pytest.mark.parametrize(
+    ("crop", "least"),
+    [
+        (RandomResizedCrop(64, flip=0.5), 50),
+        (CenterCrop(96, resize=110), 50),
+        (CenterCrop((48, 96), resize=140), 50),
+        (CenterCrop(64, resize=50, channels_last=True), 50),
+        (
+            RandomResizedCrop((20, 30), channels_last=True, flip=0.5),
+            35,
+        ),  # the kernel decodes at a smaller scale
+    ],
+)
+def test_decoder_gives_the_images_of_the_kernel(
+    crop: RandomResizedCrop | CenterCrop, least: float, seed: int
+) -> None:
+    kinds = {kind: data for kind, data in RECORDS.items() if kind not in RARE}
+    assert check(encode(crop, kinds, seed), least).counters["decoder.fallbacks"] == 0
+
+
+RARE = ("cmyk", "ycck", "progressive cmyk", "stored as RGB", "411")
+
+
+@pytest.mark.parametrize("kind", RARE)
+def test_rare_kind_is_decoded_by_the_kernel(kind: str) -> None:
+    by_torch = check(encode(RandomResizedCrop(32), {kind: RECORDS[kind], "420": RECORDS["420"]}), 99)
+    assert by_torch.counters["decoder.fallbacks"] == 1
+
+
+def test_image_of_another_format_among_records_keeps_its_pixels() -> None:
+    from PIL import Image
+
+    files = {"420": RECORDS["420"], "png": png(Image.fromarray(scene(50, 40)))}
+    check(encode(CenterCrop(32), files), 50)
+
+
+def test_batch_of_many_sizes_and_samplings_gives_the_images_of_the_kernel() -> None:
+    sizes = [(17, 33), (16, 16), (65, 40), (31, 100), (120, 9)]
+    files = {
+        f"{width} x {height} {sampling}": to_dct(pillow_jpeg(scene(width, height), subsampling=sampling))
+        for width, height in sizes
+        for sampling in (0, 1, 2)
+    }
+    check(encode(RandomResizedCrop(24, scale=(0.5, 1)), files), 40)
+
+
+def test_damaged_record_in_a_batch_is_an_error_with_its_key() -> None:
+    damaged = bytearray(RECORDS["420"])
+    damaged[len(damaged) // 2 : len(damaged) // 2 + 40] = b"\xff" * 40
+    with pytest.raises(DecodeError) as failure:
+        decoder().start(encode(CenterCrop(100), {"good": RECORDS["420"], "bad": bytes(damaged)}))()
+    assert failure.value.key == "bad"
