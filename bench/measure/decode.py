@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.data import KEPT_QUALITY, KEPT_SIDE, QUALITY, SIZE, photo_folder, write_result
-from bench.measure.kernels import Contender, Fill, Pillow, RoiDecode, kernel_quality
+from bench.measure.kernels import Contender, Fill, Pillow, Records, RoiDecode, kernel_quality
 from fastload import RandomResizedCrop
 from fastload.cli.measurement import describe_machine
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
+from fastload.images.dct import to_dct
 
 RAW, SHRUNK = "raw: bare ROI decode in C", "shrunk: bare ROI decode in C"
 Rates = dict[str, list[float]]
@@ -49,6 +50,7 @@ def rate_of(contender: Contender, count: int) -> Callable[[], float]:
 
 def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]:
     """One thread, images in memory. Also the mean bytes per image."""
+    records = [to_dct(photo) for photo in photos]
     small = [shrink(photo, KEPT_SIDE, KEPT_QUALITY) for photo in photos]
     pixels = [decode_resized(photo, KEPT_SIDE) for photo in photos]
     crop, kernel = RandomResizedCrop(SIZE, flip=0.5), native.kernel
@@ -57,13 +59,15 @@ def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]
         "raw: kernel": Fill(photos, crop, kernel),
         "raw: fallback (simplejpeg, Pillow)": Fill(photos, crop, None),
         "raw: Pillow": Pillow(photos, crop),
+        "dct: kernel": Fill(records, crop, kernel),
         SHRUNK: RoiDecode(small, crop),
         "shrunk: kernel": Fill(small, crop, kernel),
         "shrunk: fallback": Fill(small, crop, None),
         "decoded: kernel": Fill(pixels, crop, kernel),
         "decoded: fallback": Fill(pixels, crop, None),
+        "to a dct record": Records(photos),
     }
-    sizes = {"raw": photos, "shrunk": small, "decoded": [image.data for image in pixels]}
+    sizes = {"raw": photos, "dct": records, "shrunk": small, "decoded": [image.data for image in pixels]}
     rates = take_turns({name: rate_of(c, len(photos)) for name, c in contenders.items()}, rounds)
     return rates, {name: statistics.mean(memoryview(i).nbytes for i in kind) for name, kind in sizes.items()}
 
@@ -74,7 +78,7 @@ def share(rates: Rates, name: str, limit: str) -> float:
 
 def limit_of(rates: Rates, name: str) -> str | None:
     mode = name.split(":")[0]
-    return next((limit for limit in (RAW, SHRUNK) if limit.startswith(mode)), None)
+    return next((limit for limit in (RAW, SHRUNK) if limit.startswith(mode)), RAW if mode == "dct" else None)
 
 
 def show(console: Console, rates: Rates) -> None:

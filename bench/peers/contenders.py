@@ -60,6 +60,7 @@ COLD = (
     Contender("SPDL + boto3", "spdl", "s3", (16, 32), f"{THREADS}; {WHOLE}", NOT_50),
     Contender("Grain + boto3", "grain", "s3", (16, 32), f"{THREADS}; {PILLOW}", NOT_50),
     Contender("fastload, filling raw", "ours", "s3 raw", latencies=(20,)),
+    Contender("fastload, filling dct", "ours", "s3 dct", latencies=(20,)),
     Contender(
         "fastload, filling shrunk", "ours", "s3 shrunk", (2,), "keeps 400x300 JPEGs, quality 90", (20,)
     ),
@@ -80,6 +81,11 @@ LATER = {
         Contender("Grain", "grain", "files", (2, 4), f"{THREADS}; {PILLOW}"),
         Contender("tf.data", "tfdata", "files", (2, 4), "scales without antialiasing"),
     ),
+    "dct": (
+        Contender("fastload", "ours", "s3 dct", differs="keeps JPEGs without their Huffman codes"),
+        Contender("LitData, raw", "litdata", "raw", (2, 4), PILLOW),
+        Contender("FFCV, jpg", "ffcv", "jpg 97 9999", differs="its own file; decodes the whole photo"),
+    ),
     "shrunk": (
         Contender("fastload", "ours", "s3 shrunk"),
         Contender("FFCV, jpg", "ffcv", "jpg 90 400", differs="its own file; decodes the whole photo"),
@@ -98,6 +104,7 @@ DECODE = {
         Contender("SPDL", "spdl", "memory", (1,), WHOLE),
         Contender("tf.data", "tfdata", "memory", (1,), "scales without antialiasing"),
     ),
+    "dct": (Contender("fastload", "ours", "memory dct", (1,)),),
     "shrunk": (Contender("fastload", "ours", "memory shrunk", (1,)),),
     "decoded": (Contender("fastload", "ours", "memory decoded", (1,)),),
 }

@@ -362,7 +362,12 @@ def _apart(ends: list[tuple[str, float, float]]) -> list[tuple[str, float, float
 
 def _later(document: Document, colours: Colours) -> Specification:
     """Images/s in each mode, each on a scale of its own."""
-    kept = {"raw": "the files as they are", "shrunk": "smaller JPEGs", "decoded": "pixels"}
+    kept = {
+        "raw": "the files as they are",
+        "dct": "JPEGs without Huffman codes",
+        "shrunk": "smaller JPEGs",
+        "decoded": "pixels",
+    }
     panels = [
         _rate_panel(document, rows_of(document, "later", mode), f"{mode}: {kept[mode]}", colours, 560)
         for mode in cases(document, "later")
@@ -380,6 +385,7 @@ def _best(document: Document, colours: Colours) -> Specification:
     for title, section, case in (
         (f"first epoch, from S3 {MAIN} away", "cold", MAIN),
         ("later epochs, cache of the files as they are (raw)", "later", "raw"),
+        ("later epochs, cache of JPEGs without Huffman codes (dct)", "later", "dct"),
         ("later epochs, cache of smaller JPEGs (shrunk)", "later", "shrunk"),
         ("later epochs, cache of pixels (decoded)", "later", "decoded"),
     ):

@@ -25,6 +25,7 @@ ROWS = (
     ("cold", MAIN, "fastload, filling raw", "the same, filling the cache"),
     ("cold", MAIN, "fastload, tar shards", "first epoch, tar shards"),
     ("later", "raw", "fastload", "later epochs, files as they are"),
+    ("later", "dct", "fastload", "later epochs, JPEGs without Huffman codes"),
     ("later", "shrunk", "fastload", "later epochs, smaller JPEGs"),
     ("later", "decoded", "fastload", "later epochs, pixels"),
 )

@@ -29,6 +29,7 @@ from fastload import (
     TFRecordDataset,
 )
 from fastload.images import decode_resized, shrink
+from fastload.images.dct import to_dct
 
 
 def dataset(job, source, cache):
@@ -80,6 +81,7 @@ def start(job):
 def decoding(job, mode):
     kept = {
         "raw": bytes,
+        "dct": to_dct,
         "shrunk": lambda data: shrink(data, 300, 90),
         "decoded": lambda data: decode_resized(data, 300),
     }
