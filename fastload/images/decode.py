@@ -1,9 +1,10 @@
 """Encoded images of any allowed format to RGB uint8: as an array, as a PIL image, smaller, or re-encoded.
 
-The kernel or its fallback decodes JPEGs; Pillow decodes other formats, on an allow-list. Every image's size
-is compared with `max_pixels` before its pixels are allocated. `strict` decides about damaged JPEGs: True (the
-default) makes corrupt or missing data an error, and refuses a file without its end marker, also where that
-part is not needed; False returns what could be decoded, as a viewer would.
+The kernel or its fallback decodes JPEGs; Pillow, or another library (see `heif`), decodes the other formats,
+on an allow-list. Every image's size is compared with `max_pixels` before its pixels are allocated. `strict`
+decides about damaged JPEGs: True (the default) makes corrupt or missing data an error, and refuses a file
+without its end marker, also where that part is not needed; False returns what could be decoded, as a viewer
+would.
 
 The EXIF orientation is not applied, as in torchvision's default loader. It is kept beside the pixels, in
 every cache mode, for a transform that applies it (`ImageOps.exif_transpose`).
@@ -20,6 +21,7 @@ import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
+from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes
 from fastload.images.kernel import Pixels, Source, active
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ _SIGNATURES = (
     (b"MM\0*", "TIFF"),
     *((b"P%d" % kind, "PPM") for kind in range(1, 7)),
 )
+_BOXED: dict[str, Callable[[memoryview, int], Image]] = {"AVIF": open_avif, "HEIF": open_heic}
 
 
 class Oriented(NamedTuple):
@@ -263,6 +266,9 @@ def _sniff(data: memoryview) -> str:
             return name
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
+    boxed = sniff_boxes(data)
+    if boxed is not None:
+        return boxed
     if not head:
         raise DecodeError("0 bytes are not an image")
     if head.lstrip()[:1] == b"<":
@@ -270,7 +276,7 @@ def _sniff(data: memoryview) -> str:
             "this is HTML or XML, not an image: perhaps an error page that was saved under the image's name"
         )
     raise DecodeError(
-        "not a JPEG, PNG, WebP, GIF, BMP, TIFF or PPM image: "
+        "not a JPEG, PNG, WebP, AVIF, HEIC, GIF, BMP, TIFF or PPM image: "
         f"its {len(data)} bytes start with {head[:8].hex(' ')}"
     )
 
@@ -320,13 +326,14 @@ def decode_other(
             "pip install --force-reinstall pillow"
         )
     try:
-        with Image.open(BytesIO(data), formats=[name]) as image:
-            if image.width * image.height > max_pixels:
-                raise ValueError(
-                    f"{image.width} x {image.height} pixels are more than max_pixels={max_pixels}"
-                )
+        if name in _BOXED:
+            opened = _BOXED[name](data, max_pixels)
+        else:
+            opened = Image.open(BytesIO(data), formats=[name])
+        with opened as image:
+            check_size(image.width, image.height, max_pixels)
             return pixels_of(image), _orientation_of(image)
-    except DecodeError:  # of `pixels_of`
+    except DecodeError:  # of `pixels_of`, or a library is missing
         raise
     except Exception as error:  # on hostile bytes, Pillow's plugins raise exceptions of any type
         raise DecodeError(f"{name}: {error}") from error
