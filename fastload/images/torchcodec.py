@@ -6,6 +6,8 @@ import functools
 import importlib
 from typing import Any
 
+from torch import __version__ as torch_version
+
 __all__ = ["OLDEST", "image_decoders", "why_no_torchcodec"]
 
 OLDEST = "0.16"
@@ -20,7 +22,8 @@ def why_no_torchcodec() -> str | None:
     except ImportError as error:
         return f"TorchCodec is missing: pip install torchcodec ({error})"
     except (OSError, RuntimeError) as error:  # its libraries are of another build than torch
-        return f"TorchCodec does not load: {error}. Install the build that belongs to this torch"
+        why = error.__cause__ or error
+        return f"TorchCodec does not load: {why}. Install the build for torch {torch_version}"
     if not hasattr(decoders, "decode_jpeg"):
         version = getattr(found, "__version__", "an old version")
         return f"TorchCodec {version} decodes no images: pip install 'torchcodec>={OLDEST}'"
