@@ -145,8 +145,9 @@ def why_no_nvjpeg(device: torch.device) -> str | None:
             f"nvJPEG decodes on a CUDA device, and the batches go to {device.type}: give device='cuda', or "
             "decode='cpu'"
         )
-    why, other = why_no_torchcodec(), _why_no_torchvision()
-    if why is None or other is None:
+    why = why_no_torchcodec()
+    other = None if why is None else _why_no_torchvision()
+    if other is None:
         return None
     return f"nvJPEG is used through TorchCodec or torchvision. {why}. torchvision: {other}"
 

@@ -21,7 +21,7 @@ import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
-from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes
+from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes, why_no_avif, why_no_heic
 from fastload.images.kernel import Pixels, Source, active
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = [
     "is_pixels",
     "open_image",
     "shrink",
+    "why_not",
 ]
 
 # Pillow's own limit ("decompression bomb"): 0.5 GB of RGB.
@@ -316,15 +317,11 @@ def decode_other(
         name: Pillow's, of the format.
         pixels_of: an opened image -> its pixels.
     """
-    try:
-        from PIL import Image, features
-    except ImportError:
-        raise DecodeError(f"{name} images need Pillow: pip install --force-reinstall pillow") from None
-    if name == "WEBP" and not features.check("webp"):
-        raise DecodeError(
-            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then "
-            "pip install --force-reinstall pillow"
-        )
+    why = why_not(name)
+    if why is not None:
+        raise DecodeError(why)
+    from PIL import Image
+
     try:
         if name in _BOXED:
             opened = _BOXED[name](data, max_pixels)
@@ -333,10 +330,24 @@ def decode_other(
         with opened as image:
             check_size(image.width, image.height, max_pixels)
             return pixels_of(image), _orientation_of(image)
-    except DecodeError:  # of `pixels_of`, or a library is missing
+    except DecodeError:  # of `pixels_of`, or of a file that TorchCodec cannot be given
         raise
     except Exception as error:  # on hostile bytes, Pillow's plugins raise exceptions of any type
         raise DecodeError(f"{name}: {error}") from error
+
+
+def why_not(name: str) -> str | None:
+    """None where images of this format can be decoded here; else the reason and the remedy."""
+    try:
+        from PIL import features
+    except ImportError:
+        return f"{name} images need Pillow: pip install --force-reinstall pillow"
+    if name == "WEBP" and not features.check("webp"):
+        return (
+            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then "
+            "pip install --force-reinstall pillow"
+        )
+    return {"AVIF": why_no_avif, "HEIF": why_no_heic}[name]() if name in _BOXED else None
 
 
 def _orientation_of(image: Image) -> int:

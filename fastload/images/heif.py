@@ -93,16 +93,13 @@ def open_avif(data: memoryview, max_pixels: int) -> Image:
     """A PIL image of an AVIF. TorchCodec's is decoded already, and RGB without alpha.
 
     Raises:
-        DecodeError: nothing here decodes AVIF.
+        DecodeError: TorchCodec would decode more than one image of it.
         Exception: of any type, on damaged bytes.
     """
     from PIL import Image
 
     if _pillow_has_avif():
         return Image.open(BytesIO(data), formats=["AVIF"])
-    why = why_no_avif()
-    if why is not None:
-        raise DecodeError(why)
     header = _read_header(data)
     check_size(header.width, header.height, max_pixels)
     if header.animated:
@@ -110,8 +107,9 @@ def open_avif(data: memoryview, max_pixels: int) -> Image:
             "an animated AVIF, of which TorchCodec decodes all images at once: Pillow takes the first one: "
             "pip uninstall -y pillow-simd, then pip install --force-reinstall pillow"
         )
-    pixels = image_decoders().decode_avif(bytes(data), mode="RGB").permute(1, 2, 0).numpy()
-    image = Image.fromarray(_turned_back(pixels, header.orientation))
+    # With mode="RGB" it would darken what is transparent. Pillow's convert("RGB") only leaves out the alpha.
+    planes = image_decoders().decode_avif(bytes(data), mode="UNCHANGED")[:3]
+    image = Image.fromarray(_turned_back(planes.permute(1, 2, 0).numpy(), header.orientation))
     if header.orientation != 1:
         image.info["exif"] = exif_of(header.orientation)
     return image
@@ -121,12 +119,8 @@ def open_heic(data: memoryview, max_pixels: int) -> Image:
     """A PIL image of a HEIC, decoded. Pillow's own list of formats is not changed.
 
     Raises:
-        DecodeError: pillow-heif is not installed.
         Exception: of any type, on damaged bytes.
     """
-    why = why_no_heic()
-    if why is not None:
-        raise DecodeError(why)
     image: Image = importlib.import_module("pillow_heif").HeifImageFile(BytesIO(data))
     declared = image.size
     check_size(*declared, max_pixels)

@@ -16,6 +16,7 @@ import torch
 from PIL import Image, ImageOps
 
 from fastload import DataLoader, ObjectDataset
+from fastload.cli.doctor import check_decoders
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.gpu.decoding import Decoding
 from fastload.gpu.nvjpeg import Engine, NvJpegDecoder, new_engine, why_no_nvjpeg
@@ -275,7 +276,8 @@ def test_libraries_that_do_not_load_are_named(
     for name, words in (("torchvision", "operator nms does not exist"), ("torchcodec", "no libnvrtc.so.13")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError({words!r})")
-        monkeypatch.delitem(sys.modules, name)
+        for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(str(tmp_path))
     why = str(why_no_nvjpeg(CUDA))
     assert f"no libnvrtc.so.13. Install the build for torch {torch.__version__}" in why
@@ -323,6 +325,20 @@ def test_torchcodec_comes_first_and_torchvision_in_its_place(
     assert decoder.library == library and decoder.counters["decoder.fallbacks"] == 0
     expected, _ = decode_by_kernel(encoded, "raise")
     assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > 45
+
+
+def test_doctor_says_through_which_library_nvjpeg_decodes(
+    without_libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nvjpeg" not in check_decoders().found
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _put(monkeypatch, "torchvision", "io")
+    assert '"nvjpeg" through torchvision' in check_decoders().found
+    assert "pip install torchcodec" in check_decoders().advice
+    _put(monkeypatch, "torchcodec", "decoders", decode_jpeg=_refuse)
+    why_no_torchcodec.cache_clear()
+    assert '"nvjpeg" through torchcodec' in check_decoders().found
+    assert check_decoders().advice == ""
 
 
 def test_libraries_that_cannot_decode_on_the_device_are_both_named(
