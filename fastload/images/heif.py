@@ -10,7 +10,7 @@ turn to the pixels, which then have none. Of several images the first one counts
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,7 +83,7 @@ def why_no_avif() -> str | None:
 def why_no_heic() -> str | None:
     """None where HEIC can be decoded; else the remedy."""
     try:
-        importlib.import_module("pillow_heif")
+        import pillow_heif  # noqa: F401
     except ImportError as error:
         return f"HEIC images need pillow-heif: pip install pillow-heif ({error})"
     return None
@@ -121,7 +121,9 @@ def open_heic(data: memoryview, max_pixels: int) -> Image:
     Raises:
         Exception: of any type, on damaged bytes.
     """
-    image: Image = importlib.import_module("pillow_heif").HeifImageFile(BytesIO(data))
+    from pillow_heif import HeifImageFile
+
+    image: Image = HeifImageFile(BytesIO(data))
     declared = image.size
     check_size(*declared, max_pixels)
     image.load()
@@ -130,6 +132,7 @@ def open_heic(data: memoryview, max_pixels: int) -> Image:
     return image
 
 
+@functools.cache  # where it has none, each question searches the disk
 def _pillow_has_avif() -> bool:
     from PIL import features
 

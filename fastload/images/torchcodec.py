@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 from torch import __version__ as torch_version
 
-__all__ = ["OLDEST", "image_decoders", "why_no_torchcodec"]
-
-OLDEST = "0.16"
+__all__ = ["image_decoders", "why_no_torchcodec"]
 
 
 @functools.cache
 def why_no_torchcodec() -> str | None:
     """None where its image decoders can be imported; else the reason and the remedy. Asked once a process."""
     try:
-        found = importlib.import_module("torchcodec")
-        decoders = importlib.import_module("torchcodec.decoders")
+        import torchcodec
+        import torchcodec.decoders
     except ImportError as error:
         return f"TorchCodec is missing: pip install torchcodec ({error})"
     except (OSError, RuntimeError) as error:  # its libraries are of another build than torch
         why = error.__cause__ or error
         return f"TorchCodec does not load: {why}. Install the build for torch {torch_version}"
-    if not hasattr(decoders, "decode_jpeg"):
-        version = getattr(found, "__version__", "an old version")
-        return f"TorchCodec {version} decodes no images: pip install 'torchcodec>={OLDEST}'"
+    if not hasattr(torchcodec.decoders, "decode_jpeg"):
+        return f"TorchCodec {torchcodec.__version__} decodes no images: pip install 'torchcodec>=0.16'"
     return None
 
 
@@ -39,4 +35,6 @@ def image_decoders() -> Any:
     why = why_no_torchcodec()
     if why is not None:
         raise ImportError(why)
-    return importlib.import_module("torchcodec.decoders")
+    from torchcodec import decoders
+
+    return decoders

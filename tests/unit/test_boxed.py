@@ -51,6 +51,7 @@ def _put_torchcodec(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchcodec", "torchcodec.decoders"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     vars(sys.modules["torchcodec.decoders"]).update(decode_avif=_decode_avif, decode_jpeg=None)
+    vars(sys.modules["torchcodec"]).update(decoders=sys.modules["torchcodec.decoders"])
     why_no_torchcodec.cache_clear()
 
 
@@ -216,6 +217,19 @@ def test_objects_go_by_their_content_not_their_name(library: str, mode: str, tmp
         with closing(ObjectDataset(str(tmp_path / "photos"), transform=crop, cache=cache)) as dataset:
             for image in (dataset[0], dataset[1]):
                 assert psnr(image.numpy(), FIRST) > 25
+            dataset.flush_cache()
+
+
+@needs_heic
+@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+def test_heic_in_every_cache_mode(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "0.heic").write_bytes(read("turned-6.heic"))
+    cache = Cache(tmp_path / mode, mode, short_side=32)
+    crop = CenterCrop((48, 32), channels_last=True)
+    for _ in range(2):  # made anew, and from the cache
+        with closing(ObjectDataset(str(tmp_path / "photos"), transform=crop, cache=cache)) as dataset:
+            assert psnr(dataset[0].numpy(), np.rot90(FIRST, -1)) > 25
             dataset.flush_cache()
 
 
