@@ -27,6 +27,8 @@ def encode(crop: Crop, files: dict[str, bytes], seed: int = 0) -> EncodedImages:
 class CpuEngine:
     """An engine for `NvJpegDecoder` by simplejpeg: all around it runs, and is tested, without a GPU."""
 
+    library = "simplejpeg"
+
     def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [
             torch.from_numpy(

@@ -17,7 +17,7 @@ from fastload.metrics.cores import usable_cores
 from fastload.metrics.platform import why_not_linux
 from fastload.metrics.units import format_size
 
-__all__ = ["Check", "check_jpegs", "check_pillow", "doctor"]
+__all__ = ["Check", "check_decoders", "check_formats", "check_jpegs", "check_pillow", "doctor"]
 
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = "2.8"
@@ -44,7 +44,8 @@ def doctor(as_json: JsonOption = False) -> None:
     with answering(as_json, anywhere=True) as output:
         checks = [_python()]
         if checks[0].state == "ok":  # else the other checks would ask for what only Linux has
-            checks += [_torch(), _obstore(), check_jpegs(), check_pillow(), _cores()]
+            checks += [_torch(), _obstore(), check_jpegs(), check_pillow(), check_formats()]
+            checks += [check_decoders(), _cores()]
             checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
         for check in checks:
             output.console.print(f"{MARKS[check.state]} [bold]{check.name:<14}[/] ", end="")
@@ -152,6 +153,40 @@ def check_pillow(installed: Callable[[str], str | None] | None = None) -> Check:
         )
         return Check(name, "ok", found, advice)
     return Check(name, "warn", found, advice)
+
+
+def check_formats() -> Check:
+    """Which formats can be decoded, and what those need that cannot."""
+    from fastload.images.decode import why_not
+
+    names = {"PNG": "PNG, GIF, BMP, TIFF, PPM", "WEBP": "WebP", "AVIF": "AVIF", "HEIF": "HEIC"}
+    missing = {shown: why for name, shown in names.items() if (why := why_not(name)) is not None}
+    found = ", ".join(["JPEG", *(shown for shown in names.values() if shown not in missing)])
+    if missing:
+        found += f"; not {', '.join(missing)}"
+    return Check("image formats", "ok", found, ". ".join(missing.values()))
+
+
+def check_decoders() -> Check:
+    """What `DataLoader(decode=...)` can choose from on this machine."""
+    name = "decode="
+    try:
+        import torch
+
+        from fastload.gpu.dali import why_no_dali
+        from fastload.gpu.nvjpeg import why_no_nvjpeg
+        from fastload.images.torchcodec import why_no_torchcodec
+    except ImportError as error:
+        return Check(name, "warn", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
+    found, advice = ['"cpu"'], ""
+    if why_no_dali() is None:
+        found.append('"dali"')
+    if torch.cuda.is_available() and why_no_nvjpeg(torch.device("cuda")) is None:
+        torchcodec = why_no_torchcodec()
+        found.append(f'"nvjpeg" through {"torchvision" if torchcodec else "torchcodec"}')
+        if torchcodec:
+            advice = f"torchvision's decoders are deprecated since its version 0.29. {torchcodec}"
+    return Check(name, "ok", ", ".join(found), advice)
 
 
 def _cores() -> Check:

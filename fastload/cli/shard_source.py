@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -40,7 +39,6 @@ _TYPES: dict[str, Any] = {"bytes": bytes, "str": str, "int": int, "float": float
 _TYPES |= {f"[{name}]": [kind] for name, kind in _TYPES.items()}
 _RECORDS = 64  # that are looked at
 _BYTES = 8 << 20
-_IMAGE = re.compile(rb"\xff\xd8\xff|\x89PNG\r\n|RIFF....WEBP|GIF8|BM|II\*\0|MM\0\*", re.DOTALL)
 
 
 class FirstRecords(NamedTuple):
@@ -125,6 +123,7 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
         ArgumentError: they have no image. NotFoundError: there is no record.
     """
     from fastload.fetch.threads import ReadPool
+    from fastload.images.decode import is_image
     from fastload.metrics.counters import Counters
     from fastload.shards.reader import ReadAhead, ShardReader
 
@@ -153,7 +152,7 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
         pool.close()
     if not records:
         raise NotFoundError(f"{shards.store.url!r}: the shards have no samples", stage="get")
-    image = next((name for name, value in records[0].items() if _IMAGE.match(value)), None)
+    image = next((name for name, value in records[0].items() if is_image(value)), None)
     if image is None:
         raise ArgumentError(
             f"the first sample of the shards has no image among {', '.join(records[0]) or 'its parts'}: this "

@@ -1,6 +1,6 @@
 """What a file is by the extension of its name, and how each kind is opened.
 
-jpg, jpeg, png, webp, ppm, ...   an encoded image, which stays encoded
+jpg, png, webp, avif, heic, ...   an encoded image, which stays encoded
 cls, cls2, index, inx, id        int
 json, jsn                        the JSON value
 txt, text, transcript            str
@@ -22,7 +22,7 @@ from fastload.errors import DecodeError
 
 __all__ = ["IMAGES", "PICKLES", "extension_of", "has_opener", "open_file"]
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
+IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 
 

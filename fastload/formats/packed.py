@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["as_array", "as_pil", "cut_list", "pil_from_raw", "unpickle"]
 
 _MOST_PIXELS = 2 * 89_478_485  # as in images.decode
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "TIFF", "PPM")
 # Pillow's mode -> bytes of a pixel; of "1", a row is padded to whole bytes.
 _MODES = {
     "1": 0, "L": 1, "P": 1, "LA": 2, "La": 2, "PA": 2, "RGB": 3, "YCbCr": 3, "LAB": 3, "HSV": 3, "RGBA": 4,

@@ -2,7 +2,7 @@
 
     decode="cpu"             the workers; there is no `Decoding`
     decode="dali", "nvjpeg"  workers send encoded images, and that decoder turns them into pixels
-    decode="auto"            the first batches are decoded in both ways and timed; the fastest way is kept
+    decode="auto"            the first batch is decoded by each of them and timed; the fastest is kept
 
 The choice changes neither the samples of a batch nor their crops. Pixels differ a little between decoders:
 tests/unit/test_dali.py says how little.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fastload.datasets.wrappers import as_encoded_rows
-from fastload.errors import ArgumentError, FastloadError, refuse_class
+from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
 from fastload.gpu.decoders import (
     BadSamples,
@@ -29,6 +29,7 @@ from fastload.gpu.decoders import (
 )
 from fastload.gpu.nvjpeg import NvJpegDecoder, why_no_nvjpeg
 from fastload.images.encoded import EncodedImages
+from fastload.metrics.cores import usable_cores
 from fastload.metrics.counters import Counters
 
 __all__ = ["Decoding", "check_decode", "measure_decoder"]
@@ -36,8 +37,7 @@ __all__ = ["Decoding", "check_decode", "measure_decoder"]
 _log = logging.getLogger("fastload")
 
 _CHOICES = ("cpu", "dali", "nvjpeg", "auto")
-_TRIED = 3  # batches of each kind
-_PERIOD = 64  # batches after which "auto" tries again, until it has seen enough
+_PERIOD = 64  # batches after which "auto" tries again: the first one may have no image to decode
 _CLEARLY = 1.05  # how much faster than the workers a decoder must be: workers are the simpler way
 
 
@@ -113,21 +113,20 @@ class Decoding:
         self._options = decode if isinstance(decode, Dali) else Dali()
         self._on_error = on_error
         self._counters, self._bad = counters, bad
-        self._asked = 0  # batches, of both kinds
+        self._workers = workers
+        self._asked = 0  # batches, until "auto" has chosen
         self._decoder: ImageDecoder | None = None
-        self._comparison: _Comparison | None = None
+        self._choosing = decode == "auto"
         self._stats: dict[str, Any] = {"decoder": "dali" if decode is self._options else decode}
-        if decode == "auto":
-            self._comparison = _Comparison(workers, counters)
-            self._stats = {"decoder": "cpu", "why": "not enough batches yet to compare"}
+        if self._choosing:
+            self._stats = {"decoder": "cpu", "why": "no batch yet on which decoders could be compared"}
 
     def next_encoded(self) -> bool:
         """Whether workers should send the next batch encoded."""
-        if self._comparison is None:
+        if not self._choosing:
             return bool(self._stats["decoder"] != "cpu")
-        place = self._asked % _PERIOD
         self._asked += 1
-        return _TRIED <= place < 2 * _TRIED
+        return self._asked % _PERIOD == 1
 
     def begin(self, batch: Any) -> Any:
         """Begin to decode the `EncodedImages` in a batch; pass the result to `finish`."""
@@ -142,140 +141,85 @@ class Decoding:
         return finish_decoding(batch)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        """As `ImageDecoder.start`, by the chosen decoder; until "auto" has chosen, by each of them in turn.
+        """As `ImageDecoder.start`, by the chosen decoder.
 
         Raises:
             FastloadError: the decoder is not available.
         """
-        if self._comparison is not None:
-            return self._compare(self._comparison, encoded)
+        if self._choosing and len(encoded.encoded_rows):
+            self._choose(encoded)
         if self._decoder is None:
-            # A batch may still come encoded where "cpu" was chosen meanwhile.
-            name = self._stats["decoder"]
-            self._decoder = self._kernel() if name == "cpu" else self._new(name)
+            self._decoder = self._new(self._stats["decoder"], self._counters, self._bad)
         return self._decoder.start(encoded)
 
     def stats(self) -> dict[str, Any]:
         """The value of `DataLoader.stats()["decode"]`.
 
-        "decoder": the one in use. After a comparison also "why", a sentence; "rates", images per second of
-        each way; "missing", the reasons why others were not compared.
+        "decoder": the one in use. "library": through which nvJPEG decodes, once it does. After a comparison
+        also "why", a sentence; "rates", images per second of each way; "missing", the reasons why others were
+        not compared.
         """
-        return dict(self._stats)
+        decoder = self._decoder
+        return self._stats | ({"library": decoder.library} if isinstance(decoder, NvJpegDecoder) else {})
 
     def close(self) -> None:
         """Release the decoder's threads and memory. Another batch makes a new decoder."""
-        if self._comparison is not None:
-            self._comparison.close()
         if self._decoder is not None:
             self._decoder.close()
             self._decoder = None
 
-    def _new(self, name: str) -> ImageDecoder:
+    def _new(self, name: str, counters: Counters, bad: BadSamples) -> ImageDecoder:
+        if name == "cpu":
+            return KernelDecoder(self._device, self._on_error, counters, bad)
         why = _missing(self._device)[name]
         if why is not None:
             raise FastloadError(f"decode={name!r} cannot start: {why}", stage="decode")
         try:
             device = torch.empty(0, device=self._device).device  # "cuda" with its index
             if name == "dali":
-                return DaliDecoder(device, self._on_error, self._counters, self._bad, self._options)
-            return NvJpegDecoder(device, self._on_error, self._counters, self._bad)
+                return DaliDecoder(device, self._on_error, counters, bad, self._options)
+            return NvJpegDecoder(device, self._on_error, counters, bad)
         except (ImportError, OSError, RuntimeError) as error:
             raise FastloadError(f"decode={name!r} cannot start: {error}", stage="decode") from error
 
-    def _compare(self, comparison: _Comparison, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        if not comparison.seen:
-            for name, why in _missing(self._device).items():
-                comparison.add(name, why, self._new)
-        best = comparison.time(encoded)
-        if comparison.over:
-            self._comparison = None
-            self._stats = comparison.result()
-            self._decoder = comparison.keep(self._stats["decoder"])
-            _log.info("decode='auto': %s", self._stats["why"])
-        return (best or self._kernel()).start(encoded)
-
-    def _kernel(self) -> KernelDecoder:
-        return KernelDecoder(self._device, self._on_error, self._counters, self._bad)
-
-
-class _Comparison:
-    """Times decoders on the batches that come encoded, and workers by their counters."""
-
-    def __init__(self, workers: int, counters: Counters) -> None:
-        self.seen = 0
-        self._workers, self._counters = workers, counters
-        self._decoders: dict[str, ImageDecoder] = {}
-        self._seconds: dict[str, float] = {}
-        self._missing: dict[str, str] = {}
-        self._images, self._encoding = 0, 0.0  # of the batches that came encoded; what they cost the workers
-
-    @property
-    def over(self) -> bool:
-        return self.seen >= _TRIED and self._counters["decode.samples"] > self._images
-
-    def add(self, name: str, why_not: str | None, new: Callable[[str], ImageDecoder]) -> None:
-        """Compare this decoder too, or note why it is missing."""
+    def _choose(self, encoded: EncodedImages) -> None:
+        """Keep the decoder that is fastest on this batch. A batch with a bad image chooses nothing."""
+        missing: dict[str, str] = {}
         try:
-            if why_not is None:
-                self._decoders[name] = new(name)
-        except FastloadError as error:
-            why_not = str(error)
-        if why_not is not None:
-            self._missing[name] = why_not
-
-    def time(self, encoded: EncodedImages) -> ImageDecoder | None:
-        """Time every decoder on a batch. Returns the fastest so far; None where there is none."""
-        self.seen += 1
-        self._images += len(encoded)
-        self._encoding += encoded.seconds
-        for name, decoder in list(self._decoders.items()):
-            counters, bad = decoder.counters, decoder.bad
-            decoder.counters, decoder.bad = Counters(), []  # a batch counts only once
+            rates = {"cpu": self._rate("cpu", encoded)}
+        except DecodeError:  # the batch that is handed out will say so
+            return
+        for name in _missing(self._device):
             try:
-                if name not in self._seconds:
-                    decoder.start(encoded)()
-                seconds = len(encoded) / measure_decoder(decoder, encoded)
-                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-            except FastloadError:
-                pass  # a bad image: the batch that is handed out will say so
+                rates[name] = self._rate(name, encoded)
             except Exception as error:  # no failure of a decoder on trial may end the training
-                self._missing[name] = f"{type(error).__name__}: {error}"
-                self._decoders.pop(name).close()
-                self._seconds.pop(name, None)
-            finally:
-                decoder.counters, decoder.bad = counters, bad
-        return min(
-            self._decoders.items(), key=lambda item: self._seconds.get(item[0], 0), default=("", None)
-        )[1]
-
-    def result(self) -> dict[str, Any]:
-        """The value of `Decoding.stats` from now on."""
-        made = max(1, self._workers)
-        pixels = self._counters["decode.samples"] - self._images
-        rates = {"cpu": made * pixels / max(1e-9, self._counters["decode.seconds"] - self._encoding)}
-        encoding = self._encoding / self._images / made  # seconds per image, all workers together
-        for name in self._decoders:
-            decoding = self._seconds.get(name, 0.0) / self._images
-            # Workers run in parallel to this process; without any, the two times add up.
-            rates[name] = 1 / max(1e-9, max(encoding, decoding) if self._workers else encoding + decoding)
+                missing[name] = str(error) or type(error).__name__
         best = max(rates, key=lambda name: rates[name])
         if rates[best] < _CLEARLY * rates["cpu"]:
             best = "cpu"
         shown = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
-        why = f"images/s over {_TRIED} batches each, {self._workers} workers: {shown}; {best} is kept"
-        return {"decoder": best, "why": why, "rates": rates, "missing": self._missing}
+        why = f"images/s of one batch, {self._workers} workers: {shown}; {best} is kept"
+        self._choosing = False
+        self._stats = {"decoder": best, "why": why, "rates": rates, "missing": missing}
+        self.close()  # the kernel's, which decoded batches before this one
+        _log.info("decode='auto': %s", why)
 
-    def keep(self, name: str) -> ImageDecoder | None:
-        """The decoder of that name; the others are closed."""
-        kept = self._decoders.pop(name, None)
-        self.close()
-        return kept
-
-    def close(self) -> None:
-        for decoder in self._decoders.values():
+    def _rate(self, name: str, encoded: EncodedImages) -> float:
+        """Images per second that a loader with this decoder could make of batches like this one."""
+        decoder = self._new(name, Counters(), [])  # of its own: the batch is counted when it is handed out
+        try:
+            measure_decoder(decoder, encoded)
+            rate = measure_decoder(decoder, encoded)
+        finally:
             decoder.close()
-        self._decoders.clear()
+        # What workers do in both cases: headers, crops, and images that only the CPU decodes.
+        before, decoding = encoded.seconds / len(encoded), 1 / rate
+        if not self._workers:
+            return 1 / (before + decoding)
+        workers = min(self._workers, usable_cores())
+        if name == "cpu":
+            return workers / (before + decoding)
+        return 1 / max(before / workers, decoding)
 
 
 def _missing(device: torch.device) -> dict[str, str | None]:

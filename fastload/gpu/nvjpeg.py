@@ -1,6 +1,8 @@
-"""Decoding by nvJPEG through torchvision, on a CUDA device, where DALI is not installed.
+"""Decoding by nvJPEG on a CUDA device, through TorchCodec, or through torchvision where that is missing.
 
     start ─▶ [wait for the stream] ─▶ decode_jpeg(files) ─▶ crop, resize, flip by torch ─▶ uint8 batch
+
+torchvision's decoders are deprecated since its version 0.29, in favour of TorchCodec 0.16.
 
 nvJPEG's hardware engines ignore the order of the stream that they are given: they write while earlier work of
 that stream still reads the memory that torch's allocator has just taken back from it (pytorch/vision pull
@@ -12,6 +14,8 @@ read.
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,32 +27,43 @@ from torch.nn import functional
 from fastload.errors import FastloadError
 from fastload.gpu.decoders import BadSamples, BaseDecoder
 from fastload.images.encoded import EncodedImages
+from fastload.images.headers import without_exif
+from fastload.images.torchcodec import image_decoders, why_no_torchcodec
 from fastload.metrics.counters import Counters
 
-__all__ = ["Engine", "NvJpegDecoder", "TorchvisionEngine", "why_no_nvjpeg"]
+__all__ = ["Engine", "NvJpegDecoder", "TorchCodecEngine", "TorchvisionEngine", "new_engine", "why_no_nvjpeg"]
+
+_log = logging.getLogger("fastload")
 
 
 class Engine(Protocol):
     """Decodes whole JPEGs into a device's memory."""
 
+    library: str  # its name
+
     def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """(3, height, width) uint8 of each file, on the device. RuntimeError or ValueError if one is bad."""
+        """(3, height, width) uint8 of each file, on the device, not turned by its EXIF orientation.
+
+        Raises:
+            RuntimeError, ValueError: one of them is bad.
+        """
 
     def wait(self) -> None:
         """Wait until all work of the device's current stream, and that of `decode`, is done."""
 
 
-class TorchvisionEngine:
-    """torchvision's decode_jpeg on one CUDA device.
+class _CudaEngine(ABC):
+    """The base of the engines on one CUDA device.
 
     Raises:
-        RuntimeError: it cannot decode here, for example without nvJPEG in torchvision, or with an old driver.
+        ImportError, OSError, RuntimeError: it cannot decode here, for example without nvJPEG in the library,
+            or with an old driver.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        from torchvision.io import ImageReadMode, decode_jpeg
+    library: str
 
-        self._device, self._decode, self._rgb = device, decode_jpeg, ImageReadMode.RGB
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         # A first image: otherwise each batch would fail, and the kernel would decode it in the trainer's
         # process.
         tiny = simplejpeg.encode_jpeg(np.zeros((8, 8, 3), np.uint8))
@@ -59,15 +74,68 @@ class TorchvisionEngine:
     def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         try:
             with torch.cuda.device(self._device):
-                images: list[torch.Tensor] = self._decode(list(files), mode=self._rgb, device=self._device)
-            return images
+                return self._decode(files)
         except RuntimeError:
-            # torchvision decodes on its own stream, and our stream waits for that one only after success.
+            # Part of the batch may be under way, in torchvision on a stream of its own.
             torch.cuda.synchronize(self._device)
             raise
 
+    @abstractmethod
+    def _decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
+
+
+class TorchCodecEngine(_CudaEngine):
+    """TorchCodec's decode_jpeg. It applies the EXIF orientation, so it gets the files without."""
+
+    library = "torchcodec"
+
+    def __init__(self, device: torch.device) -> None:
+        self._decode_jpeg = image_decoders().decode_jpeg
+        super().__init__(device)
+
+    def _decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        plain = [torch.frombuffer(without_exif(file.numpy().data), dtype=torch.uint8) for file in files]
+        images: list[torch.Tensor] = self._decode_jpeg(plain, mode="RGB", device=self._device)
+        return images
+
+
+class TorchvisionEngine(_CudaEngine):
+    """torchvision's decode_jpeg. It decodes on a stream of its own, and ours waits for that one."""
+
+    library = "torchvision"
+
+    def __init__(self, device: torch.device) -> None:
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        self._decode_jpeg, self._rgb = decode_jpeg, ImageReadMode.RGB
+        super().__init__(device)
+
+    def _decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        images: list[torch.Tensor] = self._decode_jpeg(list(files), mode=self._rgb, device=self._device)
+        return images
+
+
+def new_engine(device: torch.device) -> Engine:
+    """TorchCodec's engine where it decodes on this device, else torchvision's.
+
+    Raises:
+        RuntimeError: neither does, with both reasons.
+    """
+    reasons = []
+    for kind in (TorchCodecEngine, TorchvisionEngine):
+        try:
+            engine = kind(device)
+        except (ImportError, OSError, RuntimeError) as error:
+            reasons.append(f"{kind.library}: {error}")
+        else:
+            _log.info(
+                "decode='nvjpeg' decodes by %s%s", kind.library, "".join(f" ({why})" for why in reasons)
+            )
+            return engine
+    raise RuntimeError("; ".join(reasons))
 
 
 def why_no_nvjpeg(device: torch.device) -> str | None:
@@ -77,15 +145,18 @@ def why_no_nvjpeg(device: torch.device) -> str | None:
             f"nvJPEG decodes on a CUDA device, and the batches go to {device.type}: give device='cuda', or "
             "decode='cpu'"
         )
+    why = why_no_torchcodec()
+    other = None if why is None else _why_no_torchvision()
+    if other is None:
+        return None
+    return f"nvJPEG is used through TorchCodec or torchvision. {why}. torchvision: {other}"
+
+
+def _why_no_torchvision() -> str | None:
     try:
         import torchvision.io  # noqa: F401
-    except ImportError as error:
-        return f"nvJPEG is used through torchvision, which is missing: pip install torchvision ({error})"
-    except (OSError, RuntimeError) as error:  # its operators are of another build than torch
-        return (
-            f"nvJPEG is used through torchvision, which does not load: {error}. Install the torchvision "
-            f"that belongs to torch {torch.__version__}"
-        )
+    except (ImportError, OSError, RuntimeError) as error:  # its operators may be of another build than torch
+        return str(error)
     return None
 
 
@@ -94,7 +165,10 @@ class NvJpegDecoder(BaseDecoder):
 
     Args:
         device, on_error, counters, bad: see `BaseDecoder`.
-        engine: None: torchvision's nvJPEG.
+        engine: None: that of `new_engine`.
+
+    Attributes:
+        library: the name of the one that decodes.
     """
 
     def __init__(
@@ -106,10 +180,11 @@ class NvJpegDecoder(BaseDecoder):
         engine: Engine | None = None,
     ) -> None:
         super().__init__(device, on_error, counters, bad)
-        self._engine: Engine = engine or TorchvisionEngine(device)
+        self._engine: Engine = engine or new_engine(device)
+        self.library = self._engine.library
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        # All at once: the call into torchvision returns when the images are ready, so nothing is left to wait
+        # All at once: the call into the library returns when the images are ready, so nothing is left to wait
         # for later.
         with self.counters.timed("decoder"):
             images: torch.Tensor | Exception

@@ -1,9 +1,10 @@
 """Encoded images of any allowed format to RGB uint8: as an array, as a PIL image, smaller, or re-encoded.
 
-The kernel or its fallback decodes JPEGs; Pillow decodes other formats, on an allow-list. Every image's size
-is compared with `max_pixels` before its pixels are allocated. `strict` decides about damaged JPEGs: True (the
-default) makes corrupt or missing data an error, and refuses a file without its end marker, also where that
-part is not needed; False returns what could be decoded, as a viewer would.
+The kernel or its fallback decodes JPEGs; Pillow, or another library (see `heif`), decodes the other formats,
+on an allow-list. Every image's size is compared with `max_pixels` before its pixels are allocated. `strict`
+decides about damaged JPEGs: True (the default) makes corrupt or missing data an error, and refuses a file
+without its end marker, also where that part is not needed; False returns what could be decoded, as a viewer
+would.
 
 The EXIF orientation is not applied, as in torchvision's default loader. It is kept beside the pixels, in
 every cache mode, for a transform that applies it (`ImageOps.exif_transpose`).
@@ -20,6 +21,7 @@ import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.headers import RECORD_MAGIC, exif_of, jpeg_orientation, with_orientation
+from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes, why_no_avif, why_no_heic
 from fastload.images.kernel import Pixels, Source, active
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ __all__ = [
     "is_pixels",
     "open_image",
     "shrink",
+    "why_not",
 ]
 
 # Pillow's own limit ("decompression bomb"): 0.5 GB of RGB.
@@ -56,6 +59,7 @@ _SIGNATURES = (
     (b"MM\0*", "TIFF"),
     *((b"P%d" % kind, "PPM") for kind in range(1, 7)),
 )
+_BOXED: dict[str, Callable[[memoryview, int], Image]] = {"AVIF": open_avif, "HEIF": open_heic}
 
 
 class Oriented(NamedTuple):
@@ -264,6 +268,9 @@ def _sniff(data: memoryview) -> str:
             return name
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return "WEBP"
+    boxed = sniff_boxes(data)
+    if boxed is not None:
+        return boxed
     if not head:
         raise DecodeError("0 bytes are not an image")
     if head.lstrip()[:1] == b"<":
@@ -271,7 +278,7 @@ def _sniff(data: memoryview) -> str:
             "this is HTML or XML, not an image: perhaps an error page that was saved under the image's name"
         )
     raise DecodeError(
-        "not a JPEG, PNG, WebP, GIF, BMP, TIFF or PPM image: "
+        "not a JPEG, PNG, WebP, AVIF, HEIC, GIF, BMP, TIFF or PPM image: "
         f"its {len(data)} bytes start with {head[:8].hex(' ')}"
     )
 
@@ -311,26 +318,37 @@ def decode_other(
         name: Pillow's, of the format.
         pixels_of: an opened image -> its pixels.
     """
+    why = why_not(name)
+    if why is not None:
+        raise DecodeError(why)
+    from PIL import Image
+
     try:
-        from PIL import Image, features
-    except ImportError:
-        raise DecodeError(f"{name} images need Pillow: pip install --force-reinstall pillow") from None
-    if name == "WEBP" and not features.check("webp"):
-        raise DecodeError(
-            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then "
-            "pip install --force-reinstall pillow"
-        )
-    try:
-        with Image.open(BytesIO(data), formats=[name]) as image:
-            if image.width * image.height > max_pixels:
-                raise ValueError(
-                    f"{image.width} x {image.height} pixels are more than max_pixels={max_pixels}"
-                )
+        if name in _BOXED:
+            opened = _BOXED[name](data, max_pixels)
+        else:
+            opened = Image.open(BytesIO(data), formats=[name])
+        with opened as image:
+            check_size(image.width, image.height, max_pixels)
             return pixels_of(image), _orientation_of(image)
-    except DecodeError:  # of `pixels_of`
+    except DecodeError:  # of `pixels_of`, or of a file that TorchCodec cannot be given
         raise
     except Exception as error:  # on hostile bytes, Pillow's plugins raise exceptions of any type
         raise DecodeError(f"{name}: {error}") from error
+
+
+def why_not(name: str) -> str | None:
+    """None where images of this format can be decoded here; else the reason and the remedy."""
+    try:
+        from PIL import features
+    except ImportError:
+        return f"{name} images need Pillow: pip install --force-reinstall pillow"
+    if name == "WEBP" and not features.check("webp"):
+        return (
+            "this build of Pillow has no WebP: pip uninstall -y pillow-simd, then "
+            "pip install --force-reinstall pillow"
+        )
+    return {"AVIF": why_no_avif, "HEIF": why_no_heic}[name]() if name in _BOXED else None
 
 
 def _orientation_of(image: Image) -> int:

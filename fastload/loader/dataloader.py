@@ -73,13 +73,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             weights or a learned augmentation.
         decode: the decoder of images. "cpu": the workers decode. "dali", "nvjpeg": the device decodes (not
             yet run on a GPU), with NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it
-            has operators for the CPU too) or torchvision's nvJPEG (on a CUDA device only); workers then only
-            read, and draw the same crops and flips. "auto": the first batches time the available decoders,
-            the fastest one stays, and `stats()["decode"]` names it. A `fastload.Dali`: DALI with other
-            settings. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform and cache mode
-            "raw" or "shrunk". A cut JPEG is an error. Damage in its middle is an error with "cpu" if the
-            decoder notices it, which it cannot below the crop, and rarely does where a few bytes are wrong;
-            the others may return a damaged image.
+            has operators for the CPU too) or nvJPEG (on a CUDA device only; through TorchCodec 0.16 where it
+            is installed, else through torchvision); workers then only read, and draw the same crops and
+            flips. "auto": the first batch times the available decoders, the fastest one stays, and
+            `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
+            ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk". A cut JPEG
+            is an error. Damage in its middle is an error with "cpu" if the decoder notices it, which it
+            cannot below the crop, and rarely does where a few bytes are wrong; the others may return a
+            damaged image.
         on_error: what to do when a sample cannot be read or decoded: "raise"; "skip" (repeat another row of
             its batch in its place); "replace" (use another sample in its place: the same one in every run
             with this seed, as long as the same samples are bad). The batch stays full, and `stats()` counts

@@ -13,10 +13,11 @@ from fastload import CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.errors import DecodeError
 from fastload.gpu.dali import why_no_dali
 from fastload.gpu.decoding import measure_decoder
-from fastload.gpu.nvjpeg import NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
+from fastload.gpu.nvjpeg import Engine, NvJpegDecoder, new_engine, why_no_nvjpeg
+from fastload.images.encoded import decode_by_kernel
 from fastload.metrics.counters import Counters
 from tests.encodedimages import encode, psnr, undecodable
-from tests.photos import pillow_jpeg, scene, variants
+from tests.photos import oriented, pillow_jpeg, scene, variants
 
 CUDA = torch.device("cuda:0")
 no_nvjpeg = why_no_nvjpeg(CUDA)
@@ -106,23 +107,32 @@ def test_images_are_not_overwritten_while_the_device_reads_them(dataset: ImageFo
 
 @needs_nvjpeg
 def test_nvjpeg_does_not_write_where_the_stream_still_reads() -> None:
-    """Known of the hardware engine: it does not honour stream order. The decoder waits; see the twin."""
-    assert _overwritten(TorchvisionEngine(CUDA)) == 0
+    """Known of the hardware engine: it does not honour stream order. The decoder waits; see the next test."""
+    assert _overwritten(new_engine(CUDA)) == 0
 
 
 @needs_nvjpeg
-def test_without_the_wait_it_would() -> None:
-    """The twin: if this stops to fail, nvJPEG was mended, and the waits can go."""
-
-    class Hasty(TorchvisionEngine):
-        def wait(self) -> None:
-            pass
-
-    if not _overwritten(Hasty(CUDA)):
-        pytest.skip("this GPU, driver or torchvision keeps stream order: the wait is not needed here")
+def test_without_the_wait_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The guard removed: if this stops to fail, nvJPEG was mended, and the waits can go."""
+    engine = new_engine(CUDA)
+    monkeypatch.setattr(engine, "wait", lambda: None)
+    if not _overwritten(engine):
+        pytest.skip(f"this GPU, driver or {engine.library} keeps stream order: the wait is not needed here")
 
 
-def _overwritten(engine: TorchvisionEngine) -> int:
+@needs_nvjpeg
+def test_nvjpeg_does_not_turn_photos() -> None:
+    """TorchCodec applies the EXIF orientation, where it sees one."""
+    files = {str(k): pillow_jpeg(scene(96, 72), exif=oriented(k)) for k in range(1, 9)}
+    encoded = encode(CenterCrop(64), files)
+    decoder = NvJpegDecoder(CUDA, "raise", Counters(), [])
+    images = decoder.start(encoded)().cpu()
+    assert decoder.counters["decoder.fallbacks"] == 0
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > LEAST
+
+
+def _overwritten(engine: Engine) -> int:
     """How often memory that was freed, with its reader still queued, is found to hold something else."""
     encoded = encode(CenterCrop(64, resize=73), {str(k): pillow_jpeg(scene(512, 512, k)) for k in range(4)})
     decoder = NvJpegDecoder(CUDA, "raise", Counters(), [], engine)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
-from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import DataLoader, ObjectDataset
+from fastload.cli.doctor import check_decoders
 from fastload.errors import ArgumentError, DecodeError, FastloadError
 from fastload.gpu.decoding import Decoding
-from fastload.gpu.nvjpeg import Engine, NvJpegDecoder, TorchvisionEngine, why_no_nvjpeg
+from fastload.gpu.nvjpeg import Engine, NvJpegDecoder, new_engine, why_no_nvjpeg
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.images.torchcodec import why_no_torchcodec
 from fastload.metrics.counters import Counters
 from tests.encodedimages import CpuEngine, encode, psnr, undecodable
-from tests.photos import pillow_jpeg, scene, variants
+from tests.photos import oriented, pillow_jpeg, scene, variants
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GOOD = pillow_jpeg(scene(96, 72))
 
 
@@ -204,21 +210,145 @@ def test_auto_without_a_cuda_device_does_not_try_nvjpeg(photo: str) -> None:
     assert "nvjpeg" not in decode["rates"] and "CUDA device" in decode["missing"]["nvjpeg"]
 
 
-def test_torchvision_that_is_missing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    assert "pip install torchvision" in str(why_no_nvjpeg(torch.device("cuda")))
+@pytest.fixture
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Neither torchcodec nor torchvision, until a test puts one into sys.modules."""
+    for name in [*sys.modules, "torchvision", "torchcodec"]:
+        if name.partition(".")[0] in ("torchvision", "torchcodec"):
+            monkeypatch.setitem(sys.modules, name, None)
+    why_no_torchcodec.cache_clear()
+    yield
+    why_no_torchcodec.cache_clear()
 
 
-def test_torchvision_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For example when its operators belong to another build of torch."""
-    (tmp_path / "torchvision").mkdir()
-    words = "operator torchvision::nms does not exist"
-    (tmp_path / "torchvision" / "__init__.py").write_text(f"raise RuntimeError({words!r})")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
+@pytest.fixture
+def cuda_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines ask of torch.cuda."""
+
+    class Stream:
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def _put(monkeypatch: pytest.MonkeyPatch, name: str, module: str, **content: Any) -> None:
+    """A stand-in for a library."""
+    for path, attributes in ((name, {"__version__": "0.16.0"}), (f"{name}.{module}", content)):
+        stand_in = ModuleType(path)
+        vars(stand_in).update(attributes)
+        monkeypatch.setitem(sys.modules, path, stand_in)
+    setattr(sys.modules[name], module, sys.modules[f"{name}.{module}"])
+
+
+def _torchcodecs_decode_jpeg(files: Any, *, mode: str, device: Any) -> list[torch.Tensor]:
+    """As TorchCodec's: a list of tensors, RGB, turned by the EXIF orientation."""
+    assert mode == "RGB" and device == CUDA
+    images = []
+    for file in files:
+        image = ImageOps.exif_transpose(Image.open(BytesIO(file.numpy().tobytes())))
+        images.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    return images
+
+
+def _torchvisions_decode_jpeg(files: Any, *, mode: str, device: Any) -> list[torch.Tensor]:
+    assert isinstance(files, list) and mode == "rgb" and device == CUDA
+    return CpuEngine().decode(files)
+
+
+def _refuse(*arguments: object, **options: object) -> Any:
+    raise RuntimeError("not compiled with nvJPEG support")
+
+
+RGB = SimpleNamespace(RGB="rgb")
+
+
+def test_libraries_that_are_missing_are_asked_for(without_libraries: None) -> None:
+    why = str(why_no_nvjpeg(CUDA))
+    assert "TorchCodec or torchvision" in why and "pip install torchcodec" in why
+
+
+def test_libraries_that_do_not_load_are_named(
+    without_libraries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For example when their operators belong to another build of torch."""
+    for name, words in (("torchvision", "operator nms does not exist"), ("torchcodec", "no libnvrtc.so.13")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError({words!r})")
+        for module in [each for each in sys.modules if each.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(str(tmp_path))
-    why = str(why_no_nvjpeg(torch.device("cuda")))
-    assert words in why and f"belongs to torch {torch.__version__}" in why
+    why = str(why_no_nvjpeg(CUDA))
+    assert f"no libnvrtc.so.13. Install the build for torch {torch.__version__}" in why
+    assert "torchvision: operator nms does not exist" in why
+
+
+def test_torchcodec_that_is_too_old_is_named_and_torchvision_serves(
+    without_libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _put(monkeypatch, "torchcodec", "decoders")
+    assert "0.16.0 decodes no images: pip install 'torchcodec>=0.16'" in str(why_no_nvjpeg(CUDA))
+    _put(monkeypatch, "torchvision", "io")
+    assert why_no_nvjpeg(CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("torchcodec", "torchvision", "library"),
+    [
+        (_torchcodecs_decode_jpeg, _torchvisions_decode_jpeg, "torchcodec"),
+        (_refuse, _torchvisions_decode_jpeg, "torchvision"),  # a build without CUDA
+        (None, _torchvisions_decode_jpeg, "torchvision"),
+        (_torchcodecs_decode_jpeg, None, "torchcodec"),
+    ],
+)
+def test_torchcodec_comes_first_and_torchvision_in_its_place(
+    without_libraries: None,
+    cuda_by_the_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    torchcodec: Any,
+    torchvision: Any,
+    library: str,
+) -> None:
+    """Both give the same pixels, also of a photo with an orientation, which TorchCodec applies."""
+    if torchcodec is not None:
+        _put(monkeypatch, "torchcodec", "decoders", decode_jpeg=torchcodec)
+    if torchvision is not None:
+        _put(monkeypatch, "torchvision", "io", decode_jpeg=torchvision, ImageReadMode=RGB)
+    assert why_no_nvjpeg(CUDA) is None
+    engine = new_engine(CUDA)
+    assert engine.library == library
+    turned = {str(k): pillow_jpeg(scene(96, 72), exif=oriented(k)) for k in range(1, 9)}
+    encoded = encode(RandomResizedCrop(64, flip=0.5), {"plain": GOOD, **turned})
+    decoder = _decoder(engine=engine)
+    images = decoder.start(encoded)()
+    assert decoder.library == library and decoder.counters["decoder.fallbacks"] == 0
+    expected, _ = decode_by_kernel(encoded, "raise")
+    assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > 45
+
+
+def test_doctor_says_through_which_library_nvjpeg_decodes(
+    without_libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "nvjpeg" not in check_decoders().found
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _put(monkeypatch, "torchvision", "io")
+    assert '"nvjpeg" through torchvision' in check_decoders().found
+    assert "pip install torchcodec" in check_decoders().advice
+    _put(monkeypatch, "torchcodec", "decoders", decode_jpeg=_refuse)
+    why_no_torchcodec.cache_clear()
+    assert '"nvjpeg" through torchcodec' in check_decoders().found
+    assert check_decoders().advice == ""
+
+
+def test_libraries_that_cannot_decode_on_the_device_are_both_named(
+    without_libraries: None, cuda_by_the_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny first image finds it, instead of a fallback for every batch."""
+    _put(monkeypatch, "torchcodec", "decoders", decode_jpeg=_refuse)
+    _put(monkeypatch, "torchvision", "io", decode_jpeg=_refuse, ImageReadMode=RGB)
+    with pytest.raises(RuntimeError, match=r"torchcodec: not compiled.*; torchvision: not compiled"):
+        new_engine(CUDA)
 
 
 def test_a_decoder_on_the_cpu_cannot_start() -> None:
@@ -228,33 +358,16 @@ def test_a_decoder_on_the_cpu_cannot_start() -> None:
         decoding.start(encode(CenterCrop(32), {"a": GOOD}))
 
 
-def test_torchvision_without_nvjpeg_is_found_when_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny first image finds it, instead of a fallback for every batch."""
-
-    def refuse(*arguments: object, **options: object) -> list[torch.Tensor]:
-        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG support")
-
-    class Stream:
-        def synchronize(self) -> None: ...
-
-    monkeypatch.setattr(torchvision.io, "decode_jpeg", refuse)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    with pytest.raises(RuntimeError, match="not compiled with nvJPEG"):
-        TorchvisionEngine(torch.device("cuda"))
-
-
 def test_an_engine_that_cannot_start_is_an_error_of_the_first_batch(
     photo: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without nvJPEG in torchvision nothing is decoded: the kernel does not decode under its name."""
+    """Without nvJPEG nothing is decoded: the kernel does not decode under its name."""
 
     def refuse(device: torch.device) -> Engine:
-        raise RuntimeError("torchvision not compiled with nvJPEG support")
+        raise RuntimeError("torchvision: not compiled with nvJPEG support")
 
     monkeypatch.setattr("fastload.gpu.decoding.why_no_nvjpeg", lambda device: None)
-    monkeypatch.setattr("fastload.gpu.nvjpeg.TorchvisionEngine", refuse)
+    monkeypatch.setattr("fastload.gpu.nvjpeg.new_engine", refuse)
     loader = DataLoader(ObjectDataset(photo, transform=CenterCrop(32)), 1, decode="nvjpeg")
     with pytest.raises(FastloadError, match=r"decode='nvjpeg' cannot start: .*not compiled with nvJPEG"):
         list(loader)

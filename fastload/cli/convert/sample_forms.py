@@ -21,10 +21,11 @@ from xxhash import xxh3_64
 
 from fastload.errors import DecodeError
 from fastload.formats.example import read_example
+from fastload.images.heif import sniff_boxes
 
 __all__ = ["IMAGES", "Digest", "Sample", "as_features", "as_members", "member_key", "split_name"]
 
-IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
+IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}
 _IMAGE_FEATURES = ("image", "image/encoded", "image_raw")
 _LABEL_FEATURES = ("label", "image/class/label")
@@ -145,4 +146,7 @@ def _image_kind(content: Any) -> str:
     head = bytes(content[:12])
     if head[:4] == b"RIFF" and head[8:] == b"WEBP":
         return "webp"
+    boxed = sniff_boxes(memoryview(content))
+    if boxed is not None:
+        return {"AVIF": "avif", "HEIF": "heic"}[boxed]
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")

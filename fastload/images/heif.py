@@ -1,0 +1,226 @@
+"""AVIF and HEIC, the image formats that are files of boxes (ISO/IEC 14496-12, 23008-12).
+
+AVIF is opened by Pillow, or by TorchCodec where Pillow was built without it, as Pillow-SIMD mostly is. HEIC
+is opened by pillow-heif. TorchCodec was rejected for HEIC: it decodes every image of a file before it tells
+how many there are, and needs a libheif of the system, which pillow-heif brings along.
+
+An AVIF's turn (irot, imir) is an EXIF orientation, as in Pillow, and is not applied. libheif applies a HEIC's
+turn to the pixels, which then have none. Of several images the first one counts, in a HEIC the primary one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from io import BytesIO
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fastload.errors import DecodeError
+from fastload.images.headers import exif_of
+from fastload.images.kernel import Pixels
+from fastload.images.torchcodec import image_decoders, why_no_torchcodec
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+__all__ = ["check_size", "open_avif", "open_heic", "sniff_boxes", "why_no_avif", "why_no_heic"]
+
+_AVIF = frozenset({b"avif", b"avis"})
+_HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"})
+_ANY = frozenset(
+    {b"mif1", b"msf1"}
+)  # images of any coding: AVIF has to name its own brand, HEIC often does not
+_LONGEST_FTYP = 256  # 60 brands
+_MOST_BOXES = 10_000  # beside each other
+# (irot: quarter turns to the left, imir: axis) -> the EXIF orientation that does the same.
+_ORIENTATIONS = {
+    (0, None): 1, (0, 0): 4, (0, 1): 2, (1, None): 8, (1, 0): 5, (1, 1): 7,
+    (2, None): 3, (2, 0): 2, (2, 1): 4, (3, None): 6, (3, 0): 7, (3, 1): 5,
+}  # fmt: skip
+
+
+class _Header(NamedTuple):
+    width: int  # of the largest image, before it is turned
+    height: int
+    orientation: int
+    animated: bool
+
+
+def sniff_boxes(data: memoryview) -> str | None:
+    """Pillow's name of the format by the brands of the first box, "AVIF" or "HEIF"; None for another file."""
+    if bytes(data[4:8]) != b"ftyp":
+        return None
+    end = min(int.from_bytes(data[:4], "big"), len(data), _LONGEST_FTYP)
+    brands = [bytes(data[at : at + 4]) for at in (8, *range(16, end - 3, 4))]
+    for brand in brands:
+        if brand in _AVIF or brand in _HEIC:
+            return "AVIF" if brand in _AVIF else "HEIF"
+    return "HEIF" if _ANY.intersection(brands) else None
+
+
+def check_size(width: int, height: int, max_pixels: int) -> None:
+    """Refuse an image by its header, before its pixels are allocated.
+
+    Raises:
+        ValueError: it has too many.
+    """
+    if width * height > max_pixels:
+        raise ValueError(f"{width} x {height} pixels are more than max_pixels={max_pixels}")
+
+
+def why_no_avif() -> str | None:
+    """None where AVIF can be decoded; else the remedy."""
+    if _pillow_has_avif() or why_no_torchcodec() is None:
+        return None
+    return (
+        "this build of Pillow has no AVIF: pip install torchcodec; or pip uninstall -y pillow-simd, then "
+        "pip install --force-reinstall pillow"
+    )
+
+
+def why_no_heic() -> str | None:
+    """None where HEIC can be decoded; else the remedy."""
+    try:
+        import pillow_heif  # noqa: F401
+    except ImportError as error:
+        return f"HEIC images need pillow-heif: pip install pillow-heif ({error})"
+    return None
+
+
+def open_avif(data: memoryview, max_pixels: int) -> Image:
+    """A PIL image of an AVIF. TorchCodec's is decoded already, and RGB without alpha.
+
+    Raises:
+        DecodeError: TorchCodec would decode more than one image of it.
+        Exception: of any type, on damaged bytes.
+    """
+    from PIL import Image
+
+    if _pillow_has_avif():
+        return Image.open(BytesIO(data), formats=["AVIF"])
+    header = _read_header(data)
+    check_size(header.width, header.height, max_pixels)
+    if header.animated:
+        raise DecodeError(
+            "an animated AVIF, of which TorchCodec decodes all images at once: Pillow takes the first one: "
+            "pip uninstall -y pillow-simd, then pip install --force-reinstall pillow"
+        )
+    # With mode="RGB" it would darken what is transparent. Pillow's convert("RGB") only leaves out the alpha.
+    planes = image_decoders().decode_avif(bytes(data), mode="UNCHANGED")[:3]
+    image = Image.fromarray(_turned_back(planes.permute(1, 2, 0).numpy(), header.orientation))
+    if header.orientation != 1:
+        image.info["exif"] = exif_of(header.orientation)
+    return image
+
+
+def open_heic(data: memoryview, max_pixels: int) -> Image:
+    """A PIL image of a HEIC, decoded. Pillow's own list of formats is not changed.
+
+    Raises:
+        Exception: of any type, on damaged bytes.
+    """
+    from pillow_heif import HeifImageFile
+
+    image: Image = HeifImageFile(BytesIO(data))
+    declared = image.size
+    check_size(*declared, max_pixels)
+    image.load()
+    if image.size != declared:
+        raise ValueError(f"decoded to {image.size}, its header says {declared}")
+    return image
+
+
+@functools.cache  # where it has none, each question searches the disk
+def _pillow_has_avif() -> bool:
+    from PIL import features
+
+    return bool(features.check("avif"))
+
+
+def _turned_back(pixels: Pixels, orientation: int) -> Pixels:
+    """The pixels before an EXIF orientation was applied."""
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels if orientation < 5 else pixels.swapaxes(0, 1))
+
+
+def _read_header(data: memoryview) -> _Header:
+    """What the boxes of an AVIF say.
+
+    Raises:
+        ValueError: they say no size, for example because the file was cut.
+    """
+    sizes: list[tuple[int, int]] = []
+    orientation, animated = 1, False
+    for kind, body in _boxes(data):
+        animated = animated or kind == b"moov"
+        if kind == b"meta":
+            meta = dict(_boxes(body[4:]))
+            properties = dict(_boxes(meta.get(b"iprp", body[:0])))
+            listed = list(_boxes(properties.get(b"ipco", body[:0])))
+            sizes += [
+                (int.from_bytes(part[4:8], "big"), int.from_bytes(part[8:12], "big"))
+                for kind, part in listed
+                if kind == b"ispe" and len(part) >= 12
+            ]
+            if any(kind in (b"irot", b"imir") for kind, _ in listed):
+                item = _primary_item(meta.get(b"pitm", body[:0]))
+                orientation = _orientation(listed, properties.get(b"ipma", body[:0]), item)
+    if not sizes:
+        raise ValueError("no size in its header: the file was cut, or is damaged")
+    width, height = max(sizes, key=lambda size: size[0] * size[1])
+    return _Header(width, height, orientation, animated)
+
+
+def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
+    """(type, body) of the boxes beside each other, up to the first one that is damaged or cut."""
+    at = 0
+    for _ in range(_MOST_BOXES):
+        size, start = int.from_bytes(data[at : at + 4], "big"), at + 8
+        if size == 1:
+            size, start = int.from_bytes(data[at + 8 : at + 16], "big"), at + 16
+        elif size == 0:
+            size = len(data) - at
+        if start > len(data) or size < start - at or at + size > len(data):
+            return
+        yield bytes(data[at + 4 : at + 8]), data[start : at + size]
+        at += size
+
+
+def _primary_item(pitm: memoryview) -> int:
+    wide = len(pitm) > 0 and pitm[0] > 0
+    return int.from_bytes(pitm[4 : 8 if wide else 6], "big")
+
+
+def _orientation(listed: list[tuple[bytes, memoryview]], ipma: memoryview, item: int) -> int:
+    """The orientation by the properties of one item."""
+    angle, axis = 0, None
+    for number in _properties_of(ipma, item):
+        kind, body = listed[number - 1] if 0 < number <= len(listed) else (b"", ipma[:0])
+        if kind == b"irot" and len(body):
+            angle = body[0] & 3
+        elif kind == b"imir" and len(body):
+            axis = body[0] & 1
+    return _ORIENTATIONS[angle, axis]
+
+
+def _properties_of(ipma: memoryview, item: int) -> list[int]:
+    """The numbers, from 1, of the properties that belong to an item."""
+    if len(ipma) < 8:
+        return []
+    id_size, wide = (4 if ipma[0] else 2), ipma[3] & 1
+    at, width = 8, 2 if wide else 1
+    while at + id_size < len(ipma):
+        count = ipma[at + id_size]
+        start = at + id_size + 1
+        if int.from_bytes(ipma[at : at + id_size], "big") == item:
+            numbers = [
+                int.from_bytes(ipma[k : k + width], "big") for k in range(start, start + width * count, width)
+            ]
+            return [number & (0x7FFF if wide else 0x7F) for number in numbers]
+        at = start + width * count
+    return []
