@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import fastload
+from fastload.cache.disk import Disk, measure_disk
 from fastload.errors import ArgumentError, DecodeError, StoreError
 from fastload.images import decode_resized, shrink
 from fastload.metrics.cores import Cores
@@ -26,7 +25,6 @@ __all__ = [
     "BUSY",
     "DECODED",
     "SECONDS",
-    "Disk",
     "Probe",
     "busy_cores",
     "is_here",
@@ -39,7 +37,6 @@ __all__ = [
 ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
-DISK_BYTES = 64 << 20
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
 
 _CORES = Cores()
@@ -54,13 +51,6 @@ class Probe(NamedTuple):
     objects: int
     server_here: bool  # then its CPU use counts
     others: float  # cores that other processes kept busy meanwhile
-
-
-class Disk(NamedTuple):
-    """Bytes per second, sequential, without the page cache."""
-
-    write: float
-    read: float
 
 
 def probe_store(
@@ -191,35 +181,9 @@ def probe_disk(directory: Path) -> Disk:
         ArgumentError: the directory is not writable.
     """
     try:
-        return _timed_disk(directory)
+        return measure_disk(directory)
     except OSError as error:
         raise ArgumentError(f"--cache-dir {str(directory)!r}: {error.strerror or error}") from None
-
-
-def _timed_disk(directory: Path) -> Disk:
-    directory.mkdir(parents=True, exist_ok=True)
-    block = os.urandom(1 << 20)
-    with _scratch_file(directory) as fd:
-        start = time.perf_counter()
-        for _ in range(DISK_BYTES // len(block)):
-            os.write(fd, block)
-        os.fsync(fd)
-        written = time.perf_counter() - start
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        for place in range(0, DISK_BYTES, len(block)):
-            os.pread(fd, len(block), place)
-        return Disk(DISK_BYTES / written, DISK_BYTES / (time.perf_counter() - start))
-
-
-@contextmanager
-def _scratch_file(directory: Path) -> Iterator[int]:
-    fd, path = tempfile.mkstemp(prefix="fastload-plan-", dir=directory)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-        Path(path).unlink()
 
 
 def is_here(options: dict[str, Any]) -> bool:

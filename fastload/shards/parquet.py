@@ -149,7 +149,7 @@ class ParquetDataset(ShardDataset):
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded". Default: a description
             of all that `decode` holds.
-        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
 
@@ -214,6 +214,7 @@ class ParquetDataset(ShardDataset):
         form.name += f" {read.hexdigest()}"
         for shard in range(len(self._shards)):
             self._index.add(shard, self._files.records(shard))
+        self._settle_mode(self._index.total_bytes())
 
     def close(self) -> None:
         super().close()
