@@ -3,10 +3,10 @@
     Cache.write ─▶ writer thread ─▶ segment (append) ─▶ index (LMDB)
     Cache.read  ◀─ verify ◀─ pread ◀─ segment ◀─ entry ◀─ index
 
-`cache` is the class to use, with the digests of `keys`; `access` is a process's use of it, and `disk` what it
-lies on. `segment` holds the records, `index` the way from key to record, `write_queue` and `writer` the thread
-that fills, `inflight` the locks on objects being read. `directory` is one opened directory, `registry` all that
-a process has open, `maintenance` the whole of one.
+`cache` is the class to use, with the digests of `keys`; `access` is a process's use of it, and `disk` what
+it lies on. `segment` holds the records, `index` the way from key to record, `write_queue` and `writer` the
+thread that fills, `inflight` the locks on objects being read. `directory` is one opened directory, `registry`
+all that a process has open, `maintenance` the whole of one.
 """
 
 from fastload.cache.cache import Cache, as_cache
