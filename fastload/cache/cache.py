@@ -422,8 +422,8 @@ def _check_kernel() -> None:
 
     if not dct.available():
         raise ArgumentError(
-            "mode='dct' needs fastload's compiled kernel, which is missing here (`fastload doctor` says what "
-            "to install): use mode='raw', or 'auto', which is 'raw' without the kernel"
+            "mode='dct' needs fastload's compiled kernel, which is missing here: use mode='raw', or 'auto', "
+            "which is 'raw' without it; fastload doctor says what to install"
         )
 
 

@@ -25,7 +25,7 @@ from fastload.cache.disk import known_disk, memory_for_pages
 from fastload.cache.keys import Mode
 from fastload.datasets.cache_forecast import RECORD_OVERHEAD, Room, room_in, speaks
 from fastload.errors import CacheError, DecodeError
-from fastload.images.dct import to_dct
+from fastload.images import dct
 from fastload.images.decode import decode_image
 from fastload.metrics.cores import usable_cores
 from fastload.metrics.units import format_size
@@ -38,6 +38,7 @@ _TRIED = 16  # samples
 _MEASURING = 0.5  # core-seconds, from which on no more images are decoded to be timed
 # How much faster "dct" must be. The times are of few samples; and where it is little, fewer bytes are better.
 _CLEARLY = 1.1
+_ERROR = 1.05  # by which the forecast of bytes may be too low
 _FOR_PAGES = 0.8  # of the free memory; the training takes its part later
 
 
@@ -76,12 +77,12 @@ class Choice(NamedTuple):
 
 def choose(costs: Costs) -> Choice:
     """The rule of mode "auto"."""
-    raw, dct = costs.total_bytes, int(costs.total_bytes * costs.ratio)
-    if dct * costs.missing > costs.left:
-        return Choice("raw", f"'dct' would take {format_size(dct)}, which do not fit", raw)
+    raw, larger = costs.total_bytes, int(costs.total_bytes * costs.ratio)
+    if larger * costs.missing * _ERROR > costs.left:
+        return Choice("raw", f"'dct' would take {format_size(larger)}, which do not fit", raw)
     memory = costs.memory * _FOR_PAGES
-    disk = costs.disk() if dct > memory else None
-    if dct > memory and disk is None:
+    disk = costs.disk() if larger > memory else None
+    if larger > memory and disk is None:
         return Choice("raw", "memory does not hold the records, and the disk cannot be measured", raw)
 
     def rate(total: int, seconds: float) -> float:
@@ -90,7 +91,7 @@ def choose(costs: Costs) -> Choice:
             return of_cores
         return min(of_cores, disk / ((total - memory) / costs.samples))
 
-    raw_rate, dct_rate = rate(raw, costs.raw_seconds), rate(dct, costs.dct_seconds)
+    raw_rate, dct_rate = rate(raw, costs.raw_seconds), rate(larger, costs.dct_seconds)
     why = (
         f"decoding takes {costs.dct_seconds * 1e3:.2f} ms of a core in mode 'dct' and "
         f"{costs.raw_seconds * 1e3:.2f} in 'raw', for {costs.ratio:.2f} times the bytes"
@@ -100,7 +101,7 @@ def choose(costs: Costs) -> Choice:
             f"; with a disk that reads {format_size(disk)} a second, {costs.cores:.0f} cores make at most "
             f"{dct_rate:,.0f} samples a second in 'dct' and {raw_rate:,.0f} in 'raw'"
         )
-    return Choice("dct", why, dct) if dct_rate > _CLEARLY * raw_rate else Choice("raw", why, raw)
+    return Choice("dct", why, larger) if dct_rate > _CLEARLY * raw_rate else Choice("raw", why, raw)
 
 
 class AutoChoice:
@@ -125,9 +126,9 @@ class AutoChoice:
     def keep(self, image: Any) -> Any:
         """The bytes of an image -> what the cache keeps of it."""
         if self._chosen is not None:
-            return to_dct(image) if self._chosen == "dct" else image
+            return dct.to_dct(image) if self._chosen == "dct" else image
         self._announce()
-        record = to_dct(image)
+        record = dct.to_dct(image)
         if self._raw_seconds < _MEASURING:
             self._time(image, record)
         return record
@@ -163,7 +164,10 @@ class AutoChoice:
             self._chosen = "raw"
             return
         self._chosen = choice.mode
-        self._cache.counters.add(f"cache.chose_{choice.mode}")
+        if choice.mode == "dct":
+            self._cache.counters.add("cache.chose_dct")
+        else:
+            self._cache.counters.add("cache.chose_raw")
 
     def _decide(self) -> Choice:
         timed, missing, room = max(1, self._images - 1), 1 - self._share_kept(), room_in(self._cache)

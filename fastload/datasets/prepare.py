@@ -32,7 +32,7 @@ from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
-from fastload.images.dct import available, to_dct
+from fastload.images import dct
 from fastload.images.decode import Oriented, decode_oriented, shrink
 from fastload.store.process import ProcessLocal
 
@@ -76,7 +76,7 @@ class PrepareStep:
     ) -> None:
         check_fingerprint(fingerprint)
         self.mode: Mode = "raw" if cache is None else cache.mode
-        if self.mode in ("dct", "auto") and (self.mode not in images or not available()):
+        if self.mode in ("dct", "auto") and (self.mode not in images or not dct.available()):
             self.mode = "raw"
         self._decode = decode
         self.asks_for_key = asks_for_key(decode)
@@ -194,7 +194,7 @@ class PrepareStep:
 
     def _kept_form(self, image: Any) -> Any:
         if self.mode in ("dct", "auto"):
-            return to_dct(image) if self.choice is None else self.choice.get().keep(image)
+            return dct.to_dct(image) if self.choice is None else self.choice.get().keep(image)
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
         pixels = decode_oriented(image, self._short_side)

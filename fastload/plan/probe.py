@@ -16,6 +16,7 @@ import fastload
 from fastload.cache.disk import Disk, measure_disk
 from fastload.errors import ArgumentError, DecodeError, StoreError
 from fastload.images import decode_resized, shrink
+from fastload.images.dct import available, to_dct
 from fastload.metrics.cores import Cores
 from fastload.plan.model import Data, Mode
 from fastload.store.manifest import Manifest
@@ -64,7 +65,7 @@ def probe_store(
     """
     store = fastload.open_store(url, **options)
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
-        raw = fastload.Cache(Path(folder) / "cache")
+        raw = fastload.Cache(Path(folder) / "cache", "raw")
         manifest = Manifest.open(store, directory=raw.manifests, images_only=True, labels=True)
         dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)  # with that listing
         if dataset.cache is None:
@@ -143,11 +144,14 @@ def probe_modes(
     if not shrunk or not pixels:
         shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
         raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
+    lossless: list[tuple[str, list[Any], float]] = [("raw", payloads, 0.0)]
+    if available():
+        lossless.append(("dct", *timed(to_dct, payloads)))
     crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
     for name, samples, prepare_cpu in (
-        ("raw", payloads, 0.0),
+        *lossless,
         ("shrunk", shrunk, shrink_cpu),
         ("decoded", pixels, decode_cpu),
     ):
@@ -157,7 +161,7 @@ def probe_modes(
         _, fill_cpu = timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
-        grown = stored * scale if name == "raw" else stored
+        grown = stored * scale if name in ("raw", "dct") else stored
         modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
     return modes
 

@@ -75,7 +75,7 @@ def epoch(dataset: Any, **options: Any) -> int:
     return sum(len(batch[0]) for batch in DataLoader(dataset, 16, num_workers=2, **options))
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: str) -> None:
     settings = ["--mode", mode, "--short-side", 128, "--quality", 80]
     code, document = bucket.warm("photos", tmp_path / "cache", *settings)

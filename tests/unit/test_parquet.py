@@ -206,8 +206,8 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
     assert not other.contains(3) and other[3] == (3, "n3")
 
 
-@pytest.mark.parametrize("mode", ["shrunk", "decoded"])
-def test_cache_modes_keep_smaller_images(url: str, tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["auto", "dct", "shrunk", "decoded"])
+def test_cache_modes_keep_images(url: str, tmp_path: Path, mode: Any) -> None:
     cache = Cache(tmp_path / "cache", mode, short_side=20)
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
     cold = {int(n): image for n, image in _rows(read(data))}

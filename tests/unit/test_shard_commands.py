@@ -62,7 +62,7 @@ def epoch(kind: str, url: Path, cache: Any, **more: Any) -> tuple[list[int], dic
     return found, loader.stats()["counters"]
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 @pytest.mark.parametrize("end", ["", ".gz"])
 def test_training_after_warm_reads_nothing_from_the_store(
     kind: str, mode: Any, end: str, tmp_path: Path
