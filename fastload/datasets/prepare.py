@@ -33,7 +33,7 @@ from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 from fastload.images import dct
-from fastload.images.decode import Oriented, decode_oriented, shrink
+from fastload.images.decode import Oriented, decode_oriented, is_pixels, shrink
 from fastload.store.process import ProcessLocal
 
 __all__ = ["LOSSLESS", "PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
@@ -194,6 +194,8 @@ class PrepareStep:
 
     def _kept_form(self, image: Any) -> Any:
         if self.mode in ("dct", "auto"):
+            if is_pixels(image):  # of a format that stores them
+                return image
             return dct.to_dct(image) if self.choice is None else self.choice.get().keep(image)
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)

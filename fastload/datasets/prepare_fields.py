@@ -80,7 +80,8 @@ class RecordPrepareStep(PrepareStep):
         return dump(_plain(value))
 
     def _load(self, payload: Any, readonly: bool) -> Any:
-        return load(payload, readonly=readonly)
+        # Of other modes than "decoded", arrays are no pixels, and the user's to write to, as without a cache.
+        return load(payload, readonly=readonly and self.mode == "decoded")
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class _Here(NamedTuple):
 class ShardDataset(FieldsDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset."""
 
+    _knows_keys = True  # of the cache, in this constructor
+
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -117,7 +119,8 @@ class ShardDataset(FieldsDataset):
             read_own_indexes(self._shards, self._index, form.own_index)
         self._reads_at_random = False
         self._hint = num_samples
-        self._settle_mode(sum(shards[shard].size for shard in range(len(shards))))
+        if self._knows_keys:
+            self._settle_mode(sum(shards[shard].size for shard in range(len(shards))))
 
     def __fingerprint__(self) -> dict[str, Any]:
         """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""

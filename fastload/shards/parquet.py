@@ -175,6 +175,8 @@ class ParquetDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
+    _knows_keys = False  # the columns are a part of them
+
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
