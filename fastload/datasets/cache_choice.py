@@ -9,7 +9,8 @@ process are kept as "dct", and tell both costs; then `choose` decides by one rul
 The disk limits only what free memory will not hold: that share of the bytes of each sample is read from it.
 Its speed is measured only where it counts, once a day for all processes.
 
-The comparison is of later epochs: filling with "dct" costs some cores, which about two of these repay.
+The comparison is of later epochs. Filling with "dct" costs some time of the cores, which one or two of these
+repay.
 """
 
 from __future__ import annotations

@@ -121,12 +121,15 @@ class Forecaster:
         if self._mode == "auto" or not speaks() or not self._missing():
             return prepare
         if prepare is None:
-            self._announce([])
+            self._announce([], 0)
             return None
         return _Watched(prepare, min(_PROBE, self._count), self._announce)
 
-    def forecast(self, sizes: Sequence[int] = ()) -> Forecast:
+    def forecast(self, sizes: Sequence[int] = (), read: int = 0) -> Forecast:
         """The forecast from the payload sizes of some samples; none: from the listing's sizes of all.
+
+        Args:
+            read: bytes of the objects of these samples. In mode "dct", payloads are in proportion to them.
 
         Raises:
             CacheError: the cache cannot be opened.
@@ -134,6 +137,8 @@ class Forecaster:
         cache, n = self._cache, self._count
         raw = self._total_bytes + n * RECORD_OVERHEAD
         per_sample = sum(sizes) / len(sizes) + RECORD_OVERHEAD if sizes else raw / n
+        if read and self._mode == "dct":
+            per_sample = sum(sizes) / read * self._total_bytes / n + RECORD_OVERHEAD
         room, free, limits = room_in(cache)
         missing = self._missing()  # after info(), which waits for what is being written
         needed = int(per_sample * n * missing)
@@ -152,11 +157,11 @@ class Forecaster:
             )
         return Forecast(per_sample, int(per_sample * n), needed, free, cache.size_limit, fits, words)
 
-    def _announce(self, sizes: Sequence[int]) -> None:
+    def _announce(self, sizes: Sequence[int], read: int) -> None:
         if self._cache.counters["cache.failures"]:
             return  # as below: it cannot be opened, and has said so already
         try:
-            found = self.forecast(sizes)
+            found = self.forecast(sizes, read)
         except (CacheError, OSError):
             return  # the cache says itself what is wrong with it, once
         _log.log(logging.INFO if found.fits else logging.WARNING, "%s", found.sentence)
@@ -173,14 +178,15 @@ class _Watched:
     Args:
         prepare: (bytes, number of the sample) -> payload.
         count: of the sizes to tell.
-        tell: called once, with these.
+        tell: called once, with these and the bytes of the samples' objects.
     """
 
-    def __init__(self, prepare: Prepare, count: int, tell: Callable[[list[int]], None]) -> None:
+    def __init__(self, prepare: Prepare, count: int, tell: Callable[[list[int], int], None]) -> None:
         self._prepare = prepare
         self._count = count
         self._tell = tell
         self._sizes: list[int] = []
+        self._read = 0
         self._lock = threading.Lock()
 
     def __call__(self, data: Any, record: int) -> Any:
@@ -188,9 +194,10 @@ class _Watched:
         if len(self._sizes) < self._count:
             with self._lock:
                 self._sizes.append(memoryview(payload).nbytes)
-                complete = len(self._sizes) == self._count
-            if complete:
-                self._tell(self._sizes)
+                self._read += memoryview(data).nbytes
+                found = self._sizes.copy(), self._read
+            if len(found[0]) == self._count:
+                self._tell(*found)
         return payload
 
 
