@@ -14,6 +14,7 @@ import lmdb
 
 from fastload.cache import maintenance
 from fastload.cache.access import Access
+from fastload.cache.checks import absolute, check_kernel, whole_number
 from fastload.cache.directory import FOLDER, MANIFESTS, Directory
 from fastload.cache.keys import Digest, Mode, add_parts, first_digest
 from fastload.cache.maintenance import Report
@@ -110,12 +111,12 @@ class Cache:
         quality: int = 90,
         memory: None = None,
     ) -> None:
-        self.path = _absolute(path)
+        self.path = absolute(path)
         need_linux()
         if mode not in get_args(Mode):
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
         if mode == "dct":
-            _check_kernel()
+            check_kernel()
         if memory is not None:
             raise ArgumentError(
                 "memory= is no longer supported: leave it out; the kernel keeps the records that are read in "
@@ -123,8 +124,8 @@ class Cache:
             )
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
-        self.short_side = _checked("short_side", short_side, 65535)
-        self.quality = _checked("quality", quality, 100)
+        self.short_side = whole_number("short_side", short_side, 65535)
+        self.quality = whole_number("quality", quality, 100)
         try:
             refuse_unsafe(self.path, Path(self.path).stat())
         except FileNotFoundError:
@@ -342,6 +343,12 @@ class Cache:
         """Write what is queued, sync the index, close the directory. The next call opens it again."""
         self._access.get().close()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has the directory open through this object."""
+        access = self._access.peek()
+        return access is not None and access.is_open
+
     # -- for people and for `fastload cache`: unlike reads and writes, these raise
 
     def open_or_raise(self) -> Directory:
@@ -415,28 +422,3 @@ class Cache:
 def _drop(directory: Directory, key: bytes, entry: Entry) -> None:
     if directory.writer is not None:
         directory.writer.drop(key, entry)
-
-
-def _check_kernel() -> None:
-    from fastload.images import dct  # only here, for it brings torch along
-
-    if not dct.available():
-        raise ArgumentError(
-            "mode='dct' needs fastload's compiled kernel, which is missing here: use mode='raw', or 'auto', "
-            "which is 'raw' without it; fastload doctor says what to install"
-        )
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ArgumentError(f"path={text!r}: give the path of a directory")
-    if "://" in text:
-        raise ArgumentError(f"path={text!r} is a URL; the cache needs a directory on a local disk")
-    return str(Path(text).expanduser().absolute())
-
-
-def _checked(name: str, value: int, top: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= top:
-        raise ArgumentError(f"{name}={value!r}; give a whole number from 1 to {top}")
-    return value

@@ -213,10 +213,12 @@ class StoreDataset(Dataset[Any]):
         if self.cache is None:
             self._set_steps([step.as_raw() if step.mode in LOSSLESS else step for step in steps])
         elif any(step.mode == "auto" for step in steps):
+            was_open = self.cache.is_open  # by another dataset, which may be reading
             kept = self._share_kept()
             self._set_steps([step.as_raw() for step in steps])
             kept_raw = self._share_kept()
-            self.cache.close()
+            if not was_open:
+                self.cache.close()
             if kept_raw > kept:
                 return
             choice = ProcessLocal(partial(AutoChoice, self.cache, total_bytes, self._share_kept))
