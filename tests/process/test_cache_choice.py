@@ -18,8 +18,9 @@ from fastload.cache import disk
 from fastload.cache.disk import Disk, known_disk, memory_for_pages
 from fastload.datasets.cache_choice import Costs, choose
 from fastload.demo.photos import make_dataset
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, DecodeError
 from fastload.images import dct
+from tests.photos import pillow_jpeg, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 N = 40
@@ -225,6 +226,34 @@ def test_a_filled_raw_cache_goes_on_and_an_explicit_mode_is_obeyed(folder: Any, 
     assert torch.equal(found[: N - 4], expected) and counters["get.requests"] == N
     exact.close()
     assert folder(tmp_path / "cache").cache_key(0) == exact.cache_key(0), "it is the fuller one now"
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(3000, marks=pytest.mark.stress)])
+def test_damaged_files_have_the_same_fate_in_all_lossless_modes(tmp_path: Path, count: int) -> None:
+    """Equal pixels or an error of the same kind, made anew and from the cache."""
+    rng = np.random.default_rng(count)
+    kinds = ({}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_blocks": 3}, {"quality": 30})
+    for number in range(count):
+        data = bytearray(pillow_jpeg(scene(90, 67, number % 8), **kinds[number % len(kinds)]))
+        for _ in range(int(rng.integers(0, 4))):
+            data[int(rng.integers(2, len(data)))] = int(rng.integers(0, 256))
+        if number % 7 == 0:
+            data = data[: int(rng.integers(1, len(data)))]
+        (tmp_path / "files").mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{number:05}.jpg").write_bytes(data)
+    fates: dict[str, list[Any]] = {}
+    for mode in ("raw", "dct", "auto", "dct", "auto"):
+        cache = Cache(tmp_path / f"cache-{mode}", mode)
+        dataset = ObjectDataset(str(tmp_path / "files"), transform=CenterCrop(32, resize=40), cache=cache)
+        found: list[Any] = []
+        for number in range(count):
+            try:
+                found.append(dataset[number].numpy().tobytes())
+            except DecodeError as error:
+                found.append(type(error))
+        assert fates.setdefault("raw", found) == found, mode
+        dataset.close()
+    assert DecodeError in fates["raw"] and any(type(fate) is bytes for fate in fates["raw"])
 
 
 # --- what it does not apply to
