@@ -75,7 +75,7 @@ def filling_and_cached(make: Make) -> tuple[Callable[[], Run], Callable[[], Run]
         return cached()
 
     def cached() -> Run:
-        return epoch(shuffled(make(Cache(folders[-1].name))))
+        return epoch(shuffled(make(Cache(folders[-1].name, "raw"))))
 
     return fill, cached
 

@@ -32,7 +32,7 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and standard dev
 def options(parser: argparse.ArgumentParser) -> None:
     """The options of `images` and `resnet`."""
     group = parser.add_argument_group("images")
-    group.add_argument("--cache-mode", default="raw", choices=["raw", "shrunk", "decoded"])
+    group.add_argument("--cache-mode", default="auto", choices=["auto", "raw", "dct", "shrunk", "decoded"])
     group.add_argument(
         "--resolution", type=_sizes, default="224", help="pixels, or EPOCH:PIXELS,...: 0:128,6:224"
     )

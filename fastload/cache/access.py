@@ -48,6 +48,10 @@ class Access:
             self._tried = True
         return self._directory
 
+    @property
+    def is_open(self) -> bool:
+        return self._directory is not None
+
     def open_or_raise(self) -> Directory:
         """The directory, with all that was written before in it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,9 @@ import lmdb
 
 from fastload.cache import maintenance
 from fastload.cache.access import Access
+from fastload.cache.checks import absolute, check_kernel, whole_number
 from fastload.cache.directory import FOLDER, MANIFESTS, Directory
+from fastload.cache.keys import Digest, Mode, add_parts, first_digest
 from fastload.cache.maintenance import Report
 from fastload.cache.segment import (
     FORMAT,
@@ -34,18 +35,16 @@ from fastload.metrics.units import parse_size
 from fastload.store.folder import may_keep, refuse_unsafe
 from fastload.store.process import ProcessLocal
 
-__all__ = ["Cache", "Digest", "as_cache"]
+__all__ = ["Cache", "as_cache"]
 
-Digest = hashlib.blake2b  # of the first parts of a key
 Fit = Literal["yes", "too large", "full"]
-Mode = Literal["raw", "shrunk", "decoded"]
 
 # This process is short of something; the entry is not to blame.
 _TRANSIENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def as_cache(cache: Cache | str | os.PathLike[str] | None) -> Cache | None:
-    """The cache that a dataset's `cache=` names: a `Cache`, or the path of one in mode "raw".
+    """The cache that a dataset's `cache=` names: a `Cache`, or the path of one in mode "auto".
 
     Raises:
         ArgumentError: it is neither, or the name of a mode alone.
@@ -85,8 +84,10 @@ class Cache:
     Args:
         path: directory, made if absent, for this user only. It must be on a local disk: network file systems
             are not supported.
-        mode: the kind of payload: "raw" the object's bytes, "shrunk" a smaller JPEG, "decoded" pixels (uint8,
-            HWC).
+        mode: the kind of payload: "raw" the object's bytes; "dct" a JPEG without its Huffman codes, with the
+            same pixels, which needs the compiled kernel; "shrunk" a smaller JPEG; "decoded" pixels (uint8,
+            HWC). "auto": "raw" or "dct", as the first samples, the disk and the cores suggest; see
+            `fastload.datasets.cache_choice`. Samples that are no images are kept as in "raw" by both.
         size_limit: bytes on disk for all processes that use the directory with this limit, as int or as text
             such as "500GB" or "200MiB". None: until the disk is nearly full (1 %, at most 256 MiB, stays
             free). The index is not included; it takes about 100 bytes per object.
@@ -96,24 +97,26 @@ class Cache:
             memory by itself, was 4 to 23 % in mode "decoded".
 
     Raises:
-        ArgumentError: an argument has an invalid value.
+        ArgumentError: an argument has an invalid value; or the mode is "dct", and the kernel is missing.
         CacheError: `path` is a file, belongs to another user, or is writable for everybody.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        mode: Mode = "raw",
+        mode: Mode = "auto",
         *,
         size_limit: int | str | None = None,
         short_side: int = 256,
         quality: int = 90,
         memory: None = None,
     ) -> None:
-        self.path = _absolute(path)
+        self.path = absolute(path)
         need_linux()
         if mode not in get_args(Mode):
             raise ArgumentError(f"mode={mode!r} is unknown; use one of {', '.join(get_args(Mode))}")
+        if mode == "dct":
+            check_kernel()
         if memory is not None:
             raise ArgumentError(
                 "memory= is no longer supported: leave it out; the kernel keeps the records that are read in "
@@ -121,8 +124,8 @@ class Cache:
             )
         self.mode: Mode = mode
         self.size_limit = None if size_limit is None else parse_size(size_limit)
-        self.short_side = _checked("short_side", short_side, 65535)
-        self.quality = _checked("quality", quality, 100)
+        self.short_side = whole_number("short_side", short_side, 65535)
+        self.quality = whole_number("quality", quality, 100)
         try:
             refuse_unsafe(self.path, Path(self.path).stat())
         except FileNotFoundError:
@@ -134,9 +137,7 @@ class Cache:
         self._prepare()
 
     def _prepare(self) -> None:
-        parameters = {"raw": (), "shrunk": (self.short_side, self.quality), "decoded": (self.short_side,)}
-        salt = repr((self.mode, *parameters[self.mode])).encode()
-        self._hash = hashlib.blake2b(salt, digest_size=KEY_SIZE, person=b"fastload")
+        self._first_digests: dict[Mode, Digest] = {}  # by mode
         self._access = ProcessLocal(partial(Access, self.path))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class Cache:
         limit = "" if self.size_limit is None else f", size_limit={self.size_limit}"
         return f"Cache({self.path!r}, {self.mode!r}{limit})"
 
-    def key(self, *parts: str | bytes, beginning: Digest | None = None) -> bytes:
+    def key(self, *parts: str | bytes, beginning: Digest | None = None, mode: Mode | None = None) -> bytes:
         """A 16-byte digest of the parts (in order, boundaries kept), the mode and the mode's parameters.
 
         Whatever tells two payloads apart must be among the parts: the store's identity, the object's key and
@@ -158,12 +159,20 @@ class Cache:
 
         Args:
             beginning: of the parts before these; see `key_beginning`.
+            mode: "raw" or "dct", of payloads that are not of this cache's mode. Default: the cache's; in mode
+                "auto" that is "raw".
         """
-        return _add(beginning or self._hash, parts).digest()
+        return add_parts(beginning or self._first_digest(mode), parts).digest()
 
-    def key_beginning(self, *parts: str | bytes) -> Digest:
+    def key_beginning(self, *parts: str | bytes, mode: Mode | None = None) -> Digest:
         """The first parts of many keys, digested once."""
-        return _add(self._hash, parts)
+        return add_parts(self._first_digest(mode), parts)
+
+    def _first_digest(self, mode: Mode | None) -> Digest:
+        mode = mode or ("raw" if self.mode == "auto" else self.mode)
+        if mode not in self._first_digests:
+            self._first_digests[mode] = first_digest(mode, self.short_side, self.quality)
+        return self._first_digests[mode]
 
     @property
     def counters(self) -> Counters:
@@ -341,6 +350,12 @@ class Cache:
         """Write what is queued, sync the index, close the directory. The next call opens it again."""
         self._access.get().close()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has the directory open through this object."""
+        access = self._access.peek()
+        return access is not None and access.is_open
+
     # -- for people and for `fastload cache`: unlike reads and writes, these raise
 
     def open_or_raise(self) -> Directory:
@@ -356,13 +371,30 @@ class Cache:
 
         Keys: path, mode, format, size_limit, exists, entries, bytes (on disk, payloads with headers),
         index_bytes, segments, disk_free. The modes of the entries are not known: the mode is a part of the
-        key's digest.
+        key's digest. `dct_share` looks into some of them.
 
         Raises:
             CacheError: the directory cannot be opened.
         """
         known = {"path": self.path, "mode": self.mode, "format": FORMAT, "size_limit": self.size_limit}
         return known | maintenance.inspect(self.path, self._existing())
+
+    def exists(self) -> bool:
+        """Whether the directory has ever been used as a cache of this format."""
+        return (Path(self.path) / FOLDER).is_dir()
+
+    def dct_share(self) -> float | None:
+        """The share of the records that hold images as mode "dct" keeps them, estimated from a few.
+
+        None: there are no records.
+
+        Raises:
+            CacheError: the directory cannot be opened.
+        """
+        from fastload.images.dct import MAGIC
+
+        directory = self._existing()
+        return None if directory is None else maintenance.share_containing(directory, MAGIC)
 
     def check(self, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Read and verify every record.
@@ -391,32 +423,9 @@ class Cache:
         return 0 if directory is None else maintenance.clear(directory)
 
     def _existing(self) -> Directory | None:
-        return self.open_or_raise() if (Path(self.path) / FOLDER).is_dir() else None
+        return self.open_or_raise() if self.exists() else None
 
 
 def _drop(directory: Directory, key: bytes, entry: Entry) -> None:
     if directory.writer is not None:
         directory.writer.drop(key, entry)
-
-
-def _add(digest: Digest, parts: tuple[str | bytes, ...]) -> Digest:
-    digest = digest.copy()
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        digest.update(b"%d:%b" % (len(data), data))
-    return digest
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ArgumentError(f"path={text!r}: give the path of a directory")
-    if "://" in text:
-        raise ArgumentError(f"path={text!r} is a URL; the cache needs a directory on a local disk")
-    return str(Path(text).expanduser().absolute())
-
-
-def _checked(name: str, value: int, top: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= top:
-        raise ArgumentError(f"{name}={value!r}; give a whole number from 1 to {top}")
-    return value

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import lmdb
 
-from fastload.cache.segment import CorruptRecordError, Entry
+from fastload.cache.segment import KEY_SIZE, CorruptRecordError, Entry
 
 __all__ = ["Index", "Reserved", "SegmentGoneError", "reserve_lock_file"]
 
@@ -113,6 +114,16 @@ class Index:
         """Every (key, packed entry) as of now. A list, so that no transaction stays open meanwhile."""
         with self._read_lock, self._env.begin(db=self._entries) as txn:
             return list(txn.cursor())
+
+    def some(self, count: int) -> dict[bytes, bytes]:
+        """Up to `count` entries as key -> packed entry, from all over the index: keys are digests."""
+        found, rng = dict[bytes, bytes](), random.Random(0)
+        with self._read_lock, self._env.begin(db=self._entries) as txn:
+            cursor = txn.cursor()
+            for _ in range(count):
+                if cursor.set_range(rng.randbytes(KEY_SIZE)) or cursor.first():
+                    found[cursor.key()] = cursor.value()
+        return found
 
     # -- writes, one transaction each
 

@@ -13,17 +13,19 @@ from typing import Any
 import lmdb
 
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
+from fastload.cache.disk import MEASURED
 from fastload.cache.inflight import FILES
 from fastload.cache.segment import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
 from fastload.store.files import is_part, nearest_existing
 from fastload.store.folder import is_ours
 
-__all__ = ["Report", "clear", "inspect", "verify"]
+__all__ = ["Report", "clear", "inspect", "share_containing", "verify"]
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
+_LOOKED_AT = 64  # records
 # The last two were made by earlier versions.
-_ROOT_FILES = {MARKER, "lock", "index", "segments", *FILES, f"{MARKER}.tmp", "memory"}
+_ROOT_FILES = {MARKER, "lock", "index", "segments", *FILES, MEASURED, f"{MARKER}.tmp", "memory"}
 
 
 @dataclasses.dataclass
@@ -77,6 +79,18 @@ def inspect(path: str, directory: Directory | None) -> dict[str, Any]:
             "index_bytes": (directory.path / "index" / "data.mdb").stat().st_size,
             "segments": len(names),
         }
+
+
+def share_containing(directory: Directory, pattern: bytes) -> float | None:
+    """The share of the records that have these bytes in them, estimated from a few; None: there is none."""
+    found = []
+    with _as_cache_errors(directory):
+        for key, value in directory.index.some(_LOOKED_AT).items():
+            with contextlib.suppress(CorruptRecordError):
+                payload = directory.read(key, Entry.unpack(value))
+                if payload is not None:
+                    found.append(pattern in bytes(payload))
+    return sum(found) / len(found) if found else None
 
 
 def verify(directory: Directory, fix: bool, progress: Callable[[int, int], None] | None) -> Report:

@@ -1,7 +1,7 @@
 """`fastload bench URL`: the demo's measurement on your own images, by epoch and stage. The JSON document:
 
 {"command": "bench", "date", "machine": {...}, "versions": {...},
- "settings": {"url", "kind", "images", "image_bytes", "cache", "num_workers", "batch_size", "size"},
+ "settings": {"url", "kind", "images", "image_bytes", "cache", "mode", "num_workers", "batch_size", "size"},
  "listing_seconds", "epochs": [{"images", "bytes", "seconds", "first_batch_seconds", "images_per_second",
  "megabytes_per_second", "counters" (of `DataLoader.stats()`, this epoch alone), "verdict"}, ...]}
 """
@@ -23,6 +23,7 @@ from fastload.cli.shard_source import first_records, image_dataset, list_shards
 from fastload.cli.store_options import (
     CORES,
     Anon,
+    CacheMode,
     CropSize,
     EndpointUrl,
     FolderUrl,
@@ -50,6 +51,7 @@ def bench(
     cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A cache directory. Epoch 1 fills it.")
     ] = None,
+    mode: Annotated[CacheMode, typer.Option(help="The cache mode of the training.")] = CacheMode.auto,
     num_workers: NumWorkers = CORES,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Images in a batch.")] = 64,
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Number of passes over all images.")] = 2,
@@ -62,11 +64,12 @@ def bench(
     """Measure fastload on your own images, and find the slowest stage."""
     with answering(as_json) as output:
         options = storage_options(storage_option, endpoint_url, anon)
-        source = _open(url, size, cache, options, output)
+        source = _open(url, size, cache, mode, options, output)
         settings = {
             "url": url,
             "kind": source.kind.value,
             "cache": None if cache is None else str(cache),
+            "mode": None if cache is None else mode.value,
             "num_workers": num_workers,
             "batch_size": batch_size,
             "size": size,
@@ -90,13 +93,15 @@ class _Source(NamedTuple):
     seconds: float
 
 
-def _open(url: str, size: int, cache: Path | None, options: dict[str, Any], output: Output) -> _Source:
+def _open(
+    url: str, size: int, cache: Path | None, mode: CacheMode, options: dict[str, Any], output: Output
+) -> _Source:
     """The images in folders or shards at `url`."""
     import fastload  # it imports torch, which takes seconds
 
     start = time.perf_counter()
     kind, transform = find_kind(url, options), fastload.RandomResizedCrop(size, flip=0.5)
-    kept = None if cache is None else fastload.Cache(cache)
+    kept = None if cache is None else fastload.Cache(cache, mode.value)
     if kind in SHARDS:
         dataset, images, text = _open_shards(kind, url, transform, cache=kept, storage_options=options)
     else:

@@ -43,14 +43,18 @@ def info(directory: Directory, as_json: JsonOption = False) -> None:
                 f"{source['objects']:,} objects, {format_size(source['bytes'])}, listed {source['listed_at']}"
             )
             output.console.print(f"  of {source['url']}: {text}", markup=False, soft_wrap=True)
+        share = cache.dct_share()
         if found["entries"]:
+            dct = "none" if not share else f"about {share:.0%}"
             output.console.print(
-                "  modes: not recorded; a dataset finds only the records of its own cache mode"
+                f"  modes: {dct} of the entries hold images as mode 'dct' keeps them; the others' are not "
+                "recorded, and a dataset finds only the records of its own cache mode",
+                soft_wrap=True,
             )
         output.console.print(f"free on its disk: {format_size(found['disk_free'])}")
         # What the cache was opened with is ours, not the directory's: a cache of any mode can be looked at.
         known = {key: value for key, value in found.items() if key not in ("mode", "size_limit")}
-        output.document({**known, "sources": sources})
+        output.document({**known, "dct_share": share, "sources": sources})
         if not found["exists"]:
             raise typer.Exit(1)
 

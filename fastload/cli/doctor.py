@@ -95,12 +95,12 @@ def check_jpegs() -> Check:
     found = backend()
     if found["jpeg"] == "kernel":
         library = f"libjpeg-turbo {found['libjpeg_turbo']}"
-        return Check("JPEG", "ok", f"compiled kernel ({found['simd']}, {library})")
+        return Check("JPEG", "ok", f"compiled kernel ({found['simd']}, {library}); cache mode 'dct' works")
     return Check(
         "JPEG",
         "warn",
         f"slower Python path over simplejpeg {_version('simplejpeg')}: the compiled kernel is missing "
-        f"({_why_no_kernel()})",
+        f"({_why_no_kernel()}); cache mode 'dct' does not work, and 'auto' is 'raw'",
         "pip install --force-reinstall --no-deps --no-cache-dir torch-fastload. The wheels for Linux contain "
         "the kernel. "
         "Without a wheel, and in a checkout, it is built: first install a C compiler and libjpeg-turbo's "

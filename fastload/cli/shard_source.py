@@ -25,14 +25,14 @@ FieldsOption = Annotated[
     str | None,
     typer.Option(
         metavar="FIELDS",
-        help="Shards, modes shrunk and decoded: fields= of the training, as 'jpg;png,cls' or JSON.",
+        help="Shards, modes dct, shrunk and decoded: fields= of the training, as 'jpg;png,cls' or JSON.",
     ),
 ]
 FeaturesOption = Annotated[
     str | None,
     typer.Option(
         metavar="FEATURES",
-        help="TFRecord, modes shrunk and decoded: features= of the training, as 'image=bytes,label=int'.",
+        help="TFRecord, modes dct, shrunk, decoded: features= of the training, as 'image=bytes,label=int'.",
     ),
 ]
 _TYPES: dict[str, Any] = {"bytes": bytes, "str": str, "int": int, "float": float}
@@ -70,7 +70,7 @@ def open_shards(
             )
         return fastload.TarDataset(url, fields=chosen, **arguments)
     spec = None if features is None else _parse_features(features)
-    if spec is None and arguments["cache"].mode != "raw":
+    if spec is None and arguments["cache"].mode not in ("auto", "raw"):
         raise ArgumentError(
             f"mode {arguments['cache'].mode!r} keeps the features of a record: pass those of the training, "
             "as in --features image=bytes,label=int"

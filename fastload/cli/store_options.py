@@ -1,8 +1,9 @@
-"""Options of several commands: the store, and the work on its images."""
+"""Options of several commands: the store, the cache, and the work on its images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from fastload.metrics.cores import usable_cores
 __all__ = [
     "CORES",
     "Anon",
+    "CacheMode",
     "CropSize",
     "EndpointUrl",
     "FolderUrl",
@@ -24,6 +26,17 @@ __all__ = [
 ]
 
 CORES = usable_cores()
+
+
+class CacheMode(StrEnum):
+    """The modes of `fastload.Cache`."""
+
+    auto = "auto"
+    raw = "raw"
+    dct = "dct"
+    shrunk = "shrunk"
+    decoded = "decoded"
+
 
 FolderUrl = Annotated[
     str,

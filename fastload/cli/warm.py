@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +29,7 @@ from fastload.cli.shard_source import FeaturesOption, FieldsOption, open_shards
 from fastload.cli.store_options import (
     CORES,
     Anon,
+    CacheMode,
     EndpointUrl,
     FolderUrl,
     NumWorkers,
@@ -47,18 +47,10 @@ FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
 
 
-class Mode(StrEnum):
-    """The modes of `fastload.Cache`."""
-
-    raw = "raw"
-    shrunk = "shrunk"
-    decoded = "decoded"
-
-
 def warm(
     url: FolderUrl,
     cache: Annotated[Path, typer.Option(metavar="DIR", help="The cache directory of the training.")],
-    mode: Annotated[Mode, typer.Option(help="The cache mode of the training.")] = Mode.raw,
+    mode: Annotated[CacheMode, typer.Option(help="The cache mode of the training.")] = CacheMode.auto,
     short_side: ShortSide = 256,
     quality: Quality = 90,
     size_limit: Annotated[
@@ -110,6 +102,8 @@ def warm(
             raise ArgumentError(f"--fields and --features are for shards, and {url!r} holds none")
         else:
             kind = Kind.objects if objects else Kind.folder
+            if objects and mode is CacheMode.dct:  # as a training on images says it
+                arguments["transform"] = fastload.CenterCrop(224)
             dataset = (fastload.ObjectDataset if objects else fastload.ImageFolder)(url, **arguments)
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
-from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.cache_choice import AutoChoice
+from fastload.datasets.prepare import LOSSLESS, PrepareStep
 from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
@@ -24,7 +25,9 @@ from fastload.fetch.source import Source
 from fastload.metrics.counters import Counters
 from fastload.store.process import ProcessLocal
 
-__all__ = ["StoreDataset", "check_function", "check_on_change"]
+__all__ = ["SOME", "StoreDataset", "check_function", "check_on_change"]
+
+SOME = 16  # records that stand for all
 
 # Samples decoded by one call of the kernel: enough to make the call itself free, few enough that decoding
 # starts while the rest of the batch is still on its way.
@@ -188,6 +191,54 @@ class StoreDataset(Dataset[Any]):
         self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
         """Write the results of the prepare step into rows of a batch."""
+
+    # --- cache modes "dct" and "auto"
+
+    @property
+    def _steps(self) -> list[PrepareStep]:
+        return [self._step]
+
+    def _set_steps(self, steps: list[Any]) -> None:
+        """Replace the prepare steps; called before anything is read."""
+        (self._step,) = steps
+        self._prefetchers.drop()
+
+    def _settle_mode(self, total_bytes: int) -> None:
+        """The end of a constructor: which way the cache's mode "dct" or "auto" goes for this dataset.
+
+        A cache that was filled in mode "raw" goes on in that mode under "auto", the default: nothing is read
+        again. Without a cache there is nothing to be gained.
+        """
+        steps = self._steps
+        if not any(step.mode in ("dct", "auto") for step in steps):
+            return
+        if self.cache is None:
+            self._set_steps([step.as_raw() if step.mode in LOSSLESS else step for step in steps])
+        elif any(step.mode == "auto" for step in steps):
+            was_open = self.cache.is_open  # by another dataset, which may be reading
+            kept = self._share_kept()
+            self._set_steps([step.as_raw() for step in steps])
+            kept_raw = self._share_kept()
+            if not was_open:
+                self.cache.close()
+            if kept_raw > kept:
+                return
+            choice = ProcessLocal(partial(AutoChoice, self.cache, total_bytes, self._share_kept))
+            for step in steps:
+                step.choice = choice if step.mode == "auto" else None
+            self._set_steps(steps)
+
+    def _share_kept(self) -> float:
+        """The share of the samples that the cache has, estimated from a few: the same each time."""
+        assert self.cache is not None
+        if not self.cache.exists():
+            return 0.0
+        some = self._some_records()
+        return sum(self.cache.has(self._cache_key(record)) for record in some) / max(1, len(some))
+
+    @abstractmethod
+    def _some_records(self) -> list[int]:
+        """A few records whose cache keys are known."""
 
     # --- what the steps are made of
 

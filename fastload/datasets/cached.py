@@ -47,19 +47,26 @@ def cached(
     Args:
         dataset: its samples may be None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
             lists, tuples and dicts of these. They are stored in a fixed binary layout, without pickle.
-        cache: any `Cache`, or the path of one. Its mode is part of the keys, no more.
+        cache: a `Cache`, or the path of one. Its mode is part of the keys, no more, and "auto" is "raw"; only
+            "dct" is refused.
         fingerprint: text that identifies the samples: the same fingerprint and index mean the same sample.
             Default: a description of all that the dataset holds: its class, the code of its methods, its
             length and attributes, nested datasets and transforms, arrays and tensors by content. A path
             counts as text: its file is not read.
 
     Raises:
-        ArgumentError: the dataset has no length, or it holds an object that cannot be described, such as an
-            open file or a lock, and there is no fingerprint. When read: a sample cannot be stored.
+        ArgumentError: the cache's mode is "dct"; the dataset has no length; or it holds an object that cannot
+            be described, such as an open file or a lock, and there is no fingerprint. When read: a sample
+            cannot be stored.
     """
     kept_in = as_cache(cache)
     if kept_in is None:
         raise ArgumentError("cache must be a fastload.Cache or the path of a directory, found None")
+    if kept_in.mode == "dct":
+        raise ArgumentError(
+            "cache mode 'dct' is for the encoded images of fastload's datasets, and cached() keeps samples: "
+            "leave mode= out, or give 'raw'"
+        )
     check_dataset(dataset)
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not map_style or isinstance(dataset, IterableDataset):

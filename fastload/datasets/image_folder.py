@@ -12,8 +12,10 @@ import torch
 from torch.utils.data import default_collate
 
 from fastload.cache import Cache
+from fastload.cache.keys import Mode
 from fastload.datasets.base import check_function
 from fastload.datasets.objects import ObjectDataset
+from fastload.datasets.pairs import images_kept
 from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.view import View
@@ -60,7 +62,7 @@ class ImageFolder(ObjectDataset):
             name is an error. None: every folder below `url`, sorted by name, also with `keys` of a few of
             them. An http server tells no folders: there, the folders of `keys`.
         allow_empty: accept classes without images. Otherwise they are an error, unless `keys` are given.
-        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
         on_change: as in `ObjectDataset`.
@@ -219,6 +221,10 @@ class ImageFolder(ObjectDataset):
                 except Exception as error:  # of the user's function: `on_error` decides
                     errors.append((row, error))
         return errors
+
+    def _known_images(self, transform: Any) -> tuple[Mode, ...]:
+        # A mask's values are in its file.
+        return () if images_kept(transform) else self._unless_own_samples()
 
     def _open(self, value: Any) -> Any:
         return value if self._takes_encoded else decode_pil(value)

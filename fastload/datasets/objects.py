@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 
 from fastload.cache import Cache, as_cache
-from fastload.datasets.base import StoreDataset, check_function, check_on_change
+from fastload.cache.keys import Mode
+from fastload.datasets.base import SOME, StoreDataset, check_function, check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors, own_samples
@@ -61,7 +63,7 @@ class ObjectDataset(StoreDataset):
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
-        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch. If the store
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. If the store
             gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
@@ -92,7 +94,7 @@ class ObjectDataset(StoreDataset):
         check_function("transform", transform)
         self.transform = transform
         kept_in = as_cache(cache)
-        self._step = PrepareStep(kept_in, decode, fingerprint)
+        self._step = PrepareStep(kept_in, decode, fingerprint, images=self._known_images(transform))
         self._step.check_transform(transform)
         self._store = open_store(url, **(storage_options or {}))
         if kept_in is not None and self._store.holds(kept_in.path):
@@ -103,10 +105,17 @@ class ObjectDataset(StoreDataset):
         given = None if keys is None else as_keys(keys)
         self._manifest = self._list(given, None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
+        self._settle_mode(self._manifest.total_bytes)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "transform" and "_step" in self.__dict__:
             self._step.check_transform(value)
+            mode = self._step.mode
+            if mode in ("dct", "auto") and mode not in self._known_images(value):
+                raise ArgumentError(
+                    f"a cache in mode {mode!r} keeps these images for transforms that decode them, and "
+                    f"this one takes their files: make a new dataset with transform={value!r}"
+                )
         super().__setattr__(name, value)
 
     def __len__(self) -> int:
@@ -161,6 +170,11 @@ class ObjectDataset(StoreDataset):
 
     # --- EncodedRows
 
+    def keep_raw(self) -> None:
+        if self._step.mode == "auto":
+            self.close()
+            self._step = self._step.as_raw()
+
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         assert self._fused is not None
         return EncodedBatch(self._fused, n, allocate)
@@ -185,6 +199,8 @@ class ObjectDataset(StoreDataset):
             )
         if self._step.mode == "decoded":
             return "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
+        if self._step.mode == "dct":
+            return "a cache in mode 'dct' keeps what only fastload decodes: use mode 'raw', or decode='cpu'"
         return None
 
     # --- what `StoreDataset` asks for
@@ -206,12 +222,21 @@ class ObjectDataset(StoreDataset):
         assert self.cache is not None
         manifest = self._manifest
         version = manifest.version(record) if version is None else version
-        return self.cache.key(self._store.identity, manifest.key(record), version, *self._step.key)
+        step = self._step
+        return self.cache.key(
+            self._store.identity, manifest.key(record), version, *step.key, mode=step.key_mode
+        )
+
+    def _some_records(self) -> list[int]:
+        n = len(self._manifest)
+        return random.Random(0).sample(range(n), min(SOME, n))
 
     def _new_prefetcher(self) -> Prefetcher:
         prepare, manifest = self._preparer(), self._manifest
         if self.cache is not None and len(manifest):
-            forecaster = Forecaster(self.cache, len(manifest), manifest.total_bytes, self.contains)
+            forecaster = Forecaster(
+                self.cache, len(manifest), manifest.total_bytes, self.contains, self._step.mode
+            )
             prepare = forecaster.watch(prepare)
         return Prefetcher(self._source(), self.cache, prepare=prepare, counters=self.counters)
 
@@ -238,6 +263,15 @@ class ObjectDataset(StoreDataset):
     def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
         chosen = None if keys is None else Keys(keys)
         return Manifest.open(self._store, directory=directory, refresh=refresh, keys=chosen)
+
+    def _known_images(self, transform: Any) -> tuple[Mode, ...]:
+        """The cache modes, of "dct" and "auto", in which all objects are known to be images."""
+        fused = all(isinstance(one, Crop) and not one.own_values for one in all_transforms(transform))
+        return self._unless_own_samples() if fused and self.decode is None else ()
+
+    def _unless_own_samples(self) -> tuple[Mode, ...]:
+        # A method of the user may want the bytes: "dct" is of someone who knows that it does not.
+        return ("dct", "auto") if own_samples(self) is None else ("dct",)
 
     @property
     def _fused(self) -> Crop | None:

@@ -14,12 +14,20 @@ from typing import Any
 
 import torch
 
+from fastload.cache.keys import Mode
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import all_transforms, first_epochs, transform_at
 from fastload.images.crop import Crop, Size
 from fastload.images.rng import SampleRng
 
-__all__ = ["KeptImages", "check_cut_alike", "fill_together", "images_kept", "transform_together"]
+__all__ = [
+    "KeptImages",
+    "check_cut_alike",
+    "fill_together",
+    "images_kept",
+    "known_images",
+    "transform_together",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,23 @@ def images_kept(transform: Any) -> KeptImages:
     if isinstance(transform, Mapping):
         return KeptImages(frozenset(name for name, part in transform.items() if _needs_own_values(part)))
     return KeptImages(every=_needs_own_values(transform))
+
+
+def known_images(readable: bool, transform: Any) -> tuple[Mode, ...]:
+    """The cache modes, of "dct" and "auto", in which samples are known to have images that fastload decodes.
+
+    Mode "dct" is of someone who knows it. The default "auto" wants to see a fused transform that takes one.
+
+    Args:
+        readable: whether an image among the samples would be decoded by fastload.
+    """
+    if not readable:
+        return ()
+    parts = transform.values() if isinstance(transform, Mapping) else [transform]
+    fused = any(
+        isinstance(one, Crop) and not one.own_values for part in parts for one in all_transforms(part)
+    )
+    return ("dct", "auto") if fused else ("dct",)
 
 
 def _needs_own_values(transform: Any) -> bool:

@@ -2,10 +2,16 @@
 
     mode      the cache keeps                         the transform gets
     raw       the object's bytes                      the bytes (or decode(bytes))
+    dct       a JPEG without its Huffman codes        that record, which decodes to the same pixels
     shrunk    a JPEG with a smaller short side        its bytes
     decoded   pixels at a smaller short side, and     the (H, W, 3) array, or
               the EXIF orientation, or                that object
               what the user's `decode` returned
+
+Mode "dct" is for images that fastload decodes: all other objects are kept as in mode "raw", and so are images
+of other formats and masks. In mode "auto" each process decides between the two (`AutoChoice`). Whatever it
+decides, the keys are those of "dct", and a payload tells itself what it is: processes and runs that decide
+apart read each other's records.
 
 In every epoch, the first too, samples are made from what the cache keeps: training sees one distribution. A
 `decode` with a parameter `key` gets the object's key too; the cache's keys have it in them in any case.
@@ -14,21 +20,27 @@ In every epoch, the first too, samples are made from what the cache keeps: train
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from fastload.cache import Cache
+from fastload.cache.keys import Mode
+from fastload.datasets.cache_choice import AutoChoice
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
-from fastload.images.decode import Oriented, decode_oriented, shrink
+from fastload.images import dct
+from fastload.images.decode import Oriented, decode_oriented, is_pixels, shrink
+from fastload.store.process import ProcessLocal
 
-__all__ = ["PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
+__all__ = ["LOSSLESS", "PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
+LOSSLESS = ("raw", "dct", "auto")
 
 
 class PrepareStep:
@@ -38,13 +50,18 @@ class PrepareStep:
         cache: its mode decides; None is as "raw".
         decode: the dataset's own decode function, or None for images and plain bytes.
         fingerprint: of the user, in place of a description of `decode`.
+        images: the cache modes in which the objects are known to be images that fastload decodes, so that the
+            cache need not keep their bytes: of "dct" and "auto".
         layout: of a subclass: what else its results depend on.
 
     Attributes:
-        key: what tells these results apart from those of another prepare step, beside the cache's mode.
+        mode: the cache's; "raw" where its mode does not apply.
+        key: what tells these results apart from those of another prepare step, beside `key_mode`.
+        choice: makes the records of mode "auto".
         asks_for_key: whether `decode` gets the key of the object.
     """
 
+    choice: ProcessLocal[AutoChoice] | None = None
     _kept = KeptImages()
     _way_out = "use mode 'raw'"
 
@@ -54,10 +71,13 @@ class PrepareStep:
         decode: Callable[..., Any] | None,
         fingerprint: str | None = None,
         *,
+        images: tuple[Mode, ...] = (),
         layout: tuple[str, ...] = (),
     ) -> None:
         check_fingerprint(fingerprint)
-        self.mode = "raw" if cache is None else cache.mode
+        self.mode: Mode = "raw" if cache is None else cache.mode
+        if self.mode in ("dct", "auto") and (self.mode not in images or not dct.available()):
+            self.mode = "raw"
         self._decode = decode
         self.asks_for_key = asks_for_key(decode)
         self._short_side = cache.short_side if cache is not None else 0
@@ -65,13 +85,29 @@ class PrepareStep:
         self._check()
         self.key = () if self.mode == "raw" else (_VERSION, *layout, *_key_of(decode, fingerprint))
 
+    def __fingerprint__(self) -> dict[str, Any]:
+        """What samples depend on: the same for all modes that lose nothing. See `datasets.fingerprint`."""
+        state = {name: value for name, value in vars(self).items() if name != "choice"}
+        return state | ({"mode": "raw", "key": ()} if self.mode in LOSSLESS else {})
+
     @property
-    def prepare(self) -> Callable[..., bytes] | None:
+    def key_mode(self) -> Mode:
+        """The mode of the cache's keys."""
+        return "dct" if self.mode == "auto" else self.mode
+
+    def as_raw(self) -> PrepareStep:
+        """The same, where the cache keeps the objects' bytes."""
+        step = copy.copy(self)
+        step.mode, step.key, step.choice = "raw", (), None
+        return step
+
+    @property
+    def prepare(self) -> Callable[..., Any] | None:
         """Bytes, and their key where `decode` asks for it -> the cached payload.
 
         None if it is the bytes themselves.
         """
-        return None if self.mode == "raw" else self._to_record
+        return None if self.mode == "raw" else self._noted
 
     def restore(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
         """The payload from the cache or from `prepare` -> the input of the transform.
@@ -89,17 +125,23 @@ class PrepareStep:
         return value if self._decode is not None else self._map_images(value, with_orientation)
 
     def check_transform(self, transform: Any) -> None:
-        """Refuse a transform that needs an image's own values, where the cache keeps those of a smaller copy.
+        """Refuse a transform that needs an image's own values, where the cache keeps something else of it.
 
         Raises:
             ArgumentError: it does.
         """
-        smaller = self.mode in ("shrunk", "decoded") and self._decode is None
-        if smaller and not self._kept.covers(images_kept(transform)):
+        if self.mode == "raw" or self._decode is not None or self._kept.covers(images_kept(transform)):
+            return
+        if self.mode in LOSSLESS:
             raise ArgumentError(
-                f"cache mode {self.mode!r} keeps smaller copies of images, and interpolation='nearest' and "
-                f"channels=1 need an image's own values: {self._way_out}; found transform={transform!r}"
+                f"a cache in mode {self.mode!r} keeps these images for another transform, and "
+                "interpolation='nearest' and channels=1 need their files: make a new dataset with this "
+                f"transform=; found transform={transform!r}"
             )
+        raise ArgumentError(
+            f"cache mode {self.mode!r} keeps smaller copies of images, and interpolation='nearest' and "
+            f"channels=1 need an image's own values: {self._way_out}; found transform={transform!r}"
+        )
 
     # --- what differs for a record of several fields
 
@@ -123,11 +165,11 @@ class PrepareStep:
         """The value with `function` of each image in its place."""
         return function(value)
 
-    def _dump(self, value: Any) -> bytes:
-        return value if self.mode == "shrunk" else dump(value)
+    def _dump(self, value: Any) -> Any:
+        return dump(value) if self.mode == "decoded" else value
 
     def _load(self, payload: Any, readonly: bool) -> Any:
-        return payload if self.mode == "shrunk" else load(payload, readonly=readonly)
+        return load(payload, readonly=readonly) if self.mode == "decoded" else payload
 
     # --- the same for both
 
@@ -138,13 +180,23 @@ class PrepareStep:
         value = self._decoded_from(value)
         return self._decode(value, key=key) if self.asks_for_key else self._decode(value)
 
-    def _to_record(self, payload: Any, key: str | None = None) -> bytes:
+    def _noted(self, payload: Any, key: str | None = None) -> Any:
+        record = self._to_record(payload, key)
+        if self.choice is not None:
+            self.choice.get().note(memoryview(payload).nbytes, memoryview(record).nbytes)
+        return record
+
+    def _to_record(self, payload: Any, key: str | None = None) -> Any:
         value = self._open(payload, key)
         if self._decode is not None:
             return dump(value)
-        return self._dump(self._map_images(value, self._smaller))
+        return self._dump(self._map_images(value, self._kept_form))
 
-    def _smaller(self, image: Any) -> Any:
+    def _kept_form(self, image: Any) -> Any:
+        if self.mode in ("dct", "auto"):
+            if is_pixels(image):  # of a format that stores them
+                return image
+            return dct.to_dct(image) if self.choice is None else self.choice.get().keep(image)
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
         pixels = decode_oriented(image, self._short_side)

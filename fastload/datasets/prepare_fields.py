@@ -2,11 +2,12 @@
 
 mode      the cache keeps                                        a sample is made of
 raw       the record as the shard has it                         its fields
+dct       its fields, JPEGs without their Huffman codes          these fields
 shrunk    its fields, images as JPEGs with a smaller short side  these fields
 decoded   its fields, images as pixels at a smaller short side,  these fields,
           or what the user's `decode` returned                   or that object
 
-In modes "shrunk" and "decoded" a mask, an image whose transform needs its own values, is kept as it is.
+A mask, an image whose transform needs its own values, is kept as it is in all modes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.datasets.fields import Fields
-from fastload.datasets.pairs import images_kept
+from fastload.datasets.pairs import images_kept, known_images
 from fastload.datasets.prepare import PrepareStep
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
@@ -46,8 +47,9 @@ class RecordPrepareStep(PrepareStep):
     ) -> None:
         self._fields = fields
         self._kept = images_kept(transform)
+        images = known_images(fields is not None and decode is None, transform)
         layout = ["" if fields is None else fields.key, *([f"kept: {self._kept}"] if self._kept else [])]
-        super().__init__(cache, decode, fingerprint, layout=tuple(layout))
+        super().__init__(cache, decode, fingerprint, images=images, layout=tuple(layout))
 
     def _check(self) -> None:
         if self.asks_for_key:
@@ -74,11 +76,12 @@ class RecordPrepareStep(PrepareStep):
         images = [name for name in self._fields.images(value) if name not in self._kept]
         return value | {name: function(value[name]) for name in images}
 
-    def _dump(self, value: Any) -> bytes:
+    def _dump(self, value: Any) -> Any:
         return dump(_plain(value))
 
     def _load(self, payload: Any, readonly: bool) -> Any:
-        return load(payload, readonly=readonly)
+        # Of other modes than "decoded", arrays are no pixels, and the user's to write to, as without a cache.
+        return load(payload, readonly=readonly and self.mode == "decoded")
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ raw       the object's bytes                         the bytes          the byte
 shrunk    a JPEG with a smaller short side           the bytes          (refused)
 decoded   pixels at a smaller short side             the bytes          what `decode` returned
 
-In modes "shrunk" and "decoded" a mask, an image whose transform needs its own values, is kept as it is.
+A mask, an image whose transform needs its own values, is kept as it is in all modes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
-from fastload.datasets.pairs import images_kept
+from fastload.datasets.pairs import images_kept, known_images
 from fastload.datasets.prepare import PrepareStep, with_orientation
 from fastload.errors import DecodeError
 from fastload.formats.sample import dump
+from fastload.images.dct import MAGIC
 from fastload.images.decode import find_format
 
 __all__ = ["FilePrepareStep", "Picture"]
@@ -52,11 +53,8 @@ class FilePrepareStep(PrepareStep):
         transform: Callable[[Any], Any] | None,
     ) -> None:
         self._kept = images_kept(transform)
-        super().__init__(cache, decode, fingerprint, layout=("kept",) if self._kept else ())
-
-    @property
-    def prepare(self) -> Callable[..., bytes] | None:
-        return None if self.mode == "raw" else self._prepare
+        images = known_images(decode is None and not self._kept, transform)
+        super().__init__(cache, decode, fingerprint, images=images, layout=("kept",) if self._kept else ())
 
     def restore(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
         """The payload from the cache or from `prepare` -> a `Picture`, or the value of another kind.
@@ -75,10 +73,11 @@ class FilePrepareStep(PrepareStep):
             return Picture(payload)
         return _opened(key, payload)
 
-    def _prepare(self, payload: Any, key: str) -> bytes:
+    def _to_record(self, payload: Any, key: str | None = None) -> Any:
+        assert key is not None
         if self._decode is None and (self._kept or not _is_image(key, payload)):
             return dump(bytes(payload)) if self.mode == "decoded" else bytes(payload)
-        return self._to_record(payload, key)
+        return super()._to_record(payload, key)
 
 
 def _is_image(key: str, payload: Any) -> bool:
@@ -87,6 +86,8 @@ def _is_image(key: str, payload: Any) -> bool:
         return True
     if has_opener(extension):
         return False
+    if bytes(memoryview(payload)[: len(MAGIC)]) == MAGIC:
+        return True
     try:
         find_format(payload)
     except DecodeError:

@@ -224,6 +224,9 @@ class EncodedRows(Protocol):
     def why_not_encoded(self) -> str | None:
         """None if that works as this dataset is set up; otherwise the reason why it does not."""
 
+    def keep_raw(self) -> None:
+        """Let a cache in mode "auto" keep files, which the device decodes. What was read ahead is dropped."""
+
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         """As `new_batch`, with an `EncodedBatch` in the place of the images; `fill` takes both."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from fastload.cache import Cache, as_cache
-from fastload.datasets.base import check_on_change
+from fastload.datasets.base import SOME, check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
+from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.prepare_files import FilePrepareStep, Picture
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.datasets.samples import SampleMaker
@@ -76,7 +78,7 @@ class TableDataset(FieldsDataset):
             function of that value}; or a function of the whole sample. A value's name is its key in a
             mapping, else its column (the last one of a pattern). Of two with one name, the second is
             "name (2)".
-        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch. An object that
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. An object that
             several rows name is kept once.
         storage_options: for `open_store`: of `url`, and of a `table` that is a URL.
         refresh: look the objects up again although the cache has an earlier listing.
@@ -129,6 +131,8 @@ class TableDataset(FieldsDataset):
         self._read(table, storage_options or {}, None if kept_in is None else kept_in.manifests, refresh)
         kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
         self.cache = kept_in if kept else None
+        if self._files:
+            self._settle_mode(self._total_bytes)
 
     def _read(self, table: Any, options: dict[str, Any], directory: Any, refresh: bool) -> None:
         """Read the columns of the table, and look up the objects that it names."""
@@ -274,20 +278,27 @@ class TableDataset(FieldsDataset):
         prepare, cache = self._preparer(), self.cache
         if cache is not None:
             n, distinct = len(self._manifest), self._distinct
+            modes = [leaf.step.mode for leaf in self._files]
             forecaster = Forecaster(
                 cache,
                 distinct,
-                self._manifest.total_bytes * distinct // n,
+                self._total_bytes,
                 lambda number: cache.has(self._object_key(number * n // distinct)),
+                next((mode for mode in modes if mode != "raw"), "raw"),
             )
             prepare = forecaster.watch(prepare)
         return Prefetcher(self._source(), cache, prepare=prepare, counters=self.counters)
 
     def _preparer(self) -> Callable[[Any, int], Any] | None:
         steps = [leaf.step.prepare for leaf in self._files]
-        if None in steps:  # in cache mode "raw", which is the same for all
+        if not any(steps):
             return None
-        return lambda payload, one: steps[one % len(steps)](payload, self._manifest.key(one))  # type: ignore[misc]
+
+        def prepare(payload: Any, one: int) -> Any:
+            step = steps[one % len(steps)]
+            return payload if step is None else step(payload, self._manifest.key(one))
+
+        return prepare
 
     def _get(self, record: int) -> list[Any]:
         """The payloads of a row's objects."""
@@ -337,7 +348,23 @@ class TableDataset(FieldsDataset):
         assert self.cache is not None
         manifest, step = self._manifest, self._files[one % len(self._files)].step
         version = manifest.version(one) if version is None else version
-        return self.cache.key(self._store.identity, manifest.key(one), version, *step.key)
+        return self.cache.key(self._store.identity, manifest.key(one), version, *step.key, mode=step.key_mode)
+
+    @property
+    def _total_bytes(self) -> int:
+        """Of the objects that differ."""
+        return self._manifest.total_bytes * self._distinct // max(1, len(self._manifest))
+
+    @property
+    def _steps(self) -> list[PrepareStep]:
+        return [leaf.step for leaf in self._files]
+
+    def _set_steps(self, steps: list[Any]) -> None:
+        self._files = [leaf._replace(step=step) for leaf, step in zip(self._files, steps, strict=True)]
+        self._prefetchers.drop()
+
+    def _some_records(self) -> list[int]:
+        return random.Random(0).sample(range(self._count), min(SOME, self._count))
 
     def _object_name(self, one: int) -> str:
         """An object in error messages."""

@@ -19,7 +19,7 @@ from fastload.datasets.inner import inner_datasets
 from fastload.datasets.mixture import Mixture, MixtureRows
 from fastload.datasets.protocols import check_dataset
 from fastload.datasets.seen_rows import Rows
-from fastload.datasets.wrappers import as_streams, see
+from fastload.datasets.wrappers import as_encoded_rows, as_streams, see
 from fastload.distributed import find_rank
 from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
@@ -296,6 +296,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         own_collate = self.collate_fn is not default_collate or self.batch_sampler is None
         check_decode(decode, self.dataset, self.device, not own_collate)
+        encoded = as_encoded_rows(self.dataset)
+        if encoded is not None:
+            encoded.keep_raw()
         return Decoding(
             decode,
             self.device,

@@ -7,7 +7,8 @@ TensorBoard or Prometheus can take it unchanged. The stages and their counters:
     get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed,
              ahead (samples used that had been prefetched), alone (samples not prefetched, because a dataset
              of the user wraps one of fastload's)
-    cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures
+    cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures, chose_raw,
+             chose_dct (processes in which mode "auto" chose that one)
     decode   samples, seconds (decode and transform, without the get and cache seconds spent inside)
     collate  samples, batches, seconds (with the batch's copy into its slot)
     idle     seconds (a worker had no batch to make, although the epoch had more)

@@ -35,7 +35,7 @@ __all__ = [
     "predict_epoch",
 ]
 
-MODES = ("raw", "shrunk", "decoded")
+MODES = ("raw", "dct", "shrunk", "decoded")
 RECORD_BYTES = 200  # header and padding of a record, and its place in the index
 WORKER_REQUESTS = 128
 NODE_REQUESTS = 1024

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -15,8 +13,10 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import fastload
+from fastload.cache.disk import Disk, measure_disk
 from fastload.errors import ArgumentError, DecodeError, StoreError
 from fastload.images import decode_resized, shrink
+from fastload.images.dct import available, to_dct
 from fastload.metrics.cores import Cores
 from fastload.plan.model import Data, Mode
 from fastload.store.manifest import Manifest
@@ -26,7 +26,6 @@ __all__ = [
     "BUSY",
     "DECODED",
     "SECONDS",
-    "Disk",
     "Probe",
     "busy_cores",
     "is_here",
@@ -39,7 +38,6 @@ __all__ = [
 ALONE = 8  # objects read one after the other
 DECODED = 48  # objects decoded in each mode
 SECONDS = 15.0
-DISK_BYTES = 64 << 20
 BUSY = 0.85  # of a core, from which on a reading process is limited by itself and not by the network
 
 _CORES = Cores()
@@ -56,13 +54,6 @@ class Probe(NamedTuple):
     others: float  # cores that other processes kept busy meanwhile
 
 
-class Disk(NamedTuple):
-    """Bytes per second, sequential, without the page cache."""
-
-    write: float
-    read: float
-
-
 def probe_store(
     url: str, options: dict[str, Any], *, objects: int, size: int, cache: dict[str, Any]
 ) -> Probe:
@@ -74,7 +65,7 @@ def probe_store(
     """
     store = fastload.open_store(url, **options)
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
-        raw = fastload.Cache(Path(folder) / "cache")
+        raw = fastload.Cache(Path(folder) / "cache", "raw")
         manifest = Manifest.open(store, directory=raw.manifests, images_only=True, labels=True)
         dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)  # with that listing
         if dataset.cache is None:
@@ -153,11 +144,14 @@ def probe_modes(
     if not shrunk or not pixels:
         shrink(payloads[0], side, quality)  # raises the reason: damage, or a format that needs Pillow
         raise StoreError(f"none of {len(payloads)} objects could be decoded: are they images?")
+    lossless: list[tuple[str, list[Any], float]] = [("raw", payloads, 0.0)]
+    if available():
+        lossless.append(("dct", *timed(to_dct, payloads)))
     crop = fastload.RandomResizedCrop(size, flip=0.5)
     out = np.empty((DECODED, *crop.sample_shape), np.uint8)
     modes = {}
     for name, samples, prepare_cpu in (
-        ("raw", payloads, 0.0),
+        *lossless,
         ("shrunk", shrunk, shrink_cpu),
         ("decoded", pixels, decode_cpu),
     ):
@@ -167,7 +161,7 @@ def probe_modes(
         _, fill_cpu = timed(lambda some: crop.fill(out[: len(some)], some, list(range(len(some)))), batches)
         # Reading from the cache is checksum and copy, proportional to the bytes.
         read = read_cpu * max(0.2, stored / max(1.0, sum(map(len, payloads)) / len(payloads)))
-        grown = stored * scale if name == "raw" else stored
+        grown = stored * scale if name in ("raw", "dct") else stored
         modes[name] = Mode(grown, prepare_cpu, read, fill_cpu * len(batches) / len(samples))
     return modes
 
@@ -191,35 +185,9 @@ def probe_disk(directory: Path) -> Disk:
         ArgumentError: the directory is not writable.
     """
     try:
-        return _timed_disk(directory)
+        return measure_disk(directory)
     except OSError as error:
         raise ArgumentError(f"--cache-dir {str(directory)!r}: {error.strerror or error}") from None
-
-
-def _timed_disk(directory: Path) -> Disk:
-    directory.mkdir(parents=True, exist_ok=True)
-    block = os.urandom(1 << 20)
-    with _scratch_file(directory) as fd:
-        start = time.perf_counter()
-        for _ in range(DISK_BYTES // len(block)):
-            os.write(fd, block)
-        os.fsync(fd)
-        written = time.perf_counter() - start
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        for place in range(0, DISK_BYTES, len(block)):
-            os.pread(fd, len(block), place)
-        return Disk(DISK_BYTES / written, DISK_BYTES / (time.perf_counter() - start))
-
-
-@contextmanager
-def _scratch_file(directory: Path) -> Iterator[int]:
-    fd, path = tempfile.mkstemp(prefix="fastload-plan-", dir=directory)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-        Path(path).unlink()
 
 
 def is_here(options: dict[str, Any]) -> bool:

@@ -173,7 +173,7 @@ def _together(
 def _cache_cpu(images: list[bytes]) -> float:
     """Core-seconds of reading a record of a cache."""
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
-        cache = Cache(Path(folder) / "cache")
+        cache = Cache(Path(folder) / "cache", "raw")
         keys = [cache.key(str(number)) for number in range(len(images))]
         for key, image in zip(keys, images, strict=True):
             cache.write(key, image, wait=SECONDS)

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache, Digest, as_cache
+from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
 from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
@@ -67,6 +68,8 @@ class ShardDataset(FieldsDataset):
             to list them.
     """
 
+    _knows_keys = True  # of the cache, in this constructor
+
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -122,6 +125,8 @@ class ShardDataset(FieldsDataset):
             read_own_indexes(self._shards, self._index, form.own_index)
         self._reads_at_random = False
         self._hint = num_samples
+        if self._knows_keys:
+            self._settle_mode(sum(shards[shard].size for shard in range(len(shards))))
 
     def __fingerprint__(self) -> dict[str, Any]:
         """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
@@ -346,9 +351,24 @@ class ShardDataset(FieldsDataset):
         if beginning is None:
             key, _, version, _ = self._shards[shard]
             beginning = beginnings[shard] = self.cache.key_beginning(
-                self._shards.store.identity, key, version, self._form.name, *self._step.key
+                self._shards.store.identity,
+                key,
+                version,
+                self._form.name,
+                *self._step.key,
+                mode=self._step.key_mode,
             )
         return self.cache.key(str(offset), beginning=beginning)
+
+    def _set_steps(self, steps: list[Any]) -> None:
+        super()._set_steps(steps)
+        self._here.drop()
+
+    def _some_records(self) -> list[int]:
+        """The first records of some shards that are indexed."""
+        some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
+        tables = {shard: self._index.get(shard) for shard in some}
+        return [RecordId(shard, 0).pack() for shard, table in tables.items() if table and len(table.offsets)]
 
     # --- what a stream hands out
 

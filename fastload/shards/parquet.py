@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache
+from fastload.datasets.prepare import LOSSLESS
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, FastloadError
 from fastload.formats.pieces import Splitter
@@ -25,7 +26,7 @@ from fastload.store.process import ProcessLocal
 from fastload.store.retry import Wait
 
 if TYPE_CHECKING:
-    from fastload.shards.row_groups import RowGroups
+    from fastload.shards.row_groups import RowGroups, Rows
 
 __all__ = ["ParquetDataset"]
 
@@ -64,12 +65,20 @@ class _RowSource(RecordSource):
         source: of the same dataset.
         groups: reads the rows.
         cache: takes the other rows of a row group too, as they are read; or None.
+        prepare: a row -> what the cache keeps of it; None: the row.
     """
 
-    def __init__(self, source: RecordSource, groups: RowGroups, cache: Cache | None) -> None:
+    def __init__(
+        self,
+        source: RecordSource,
+        groups: RowGroups,
+        cache: Cache | None,
+        prepare: Callable[[Any], Any] | None,
+    ) -> None:
         vars(self).update(vars(source))
         self._groups = groups
         self._cache = cache
+        self._prepare = prepare
 
     def read(self, index: int, wait: Wait) -> Buffer:
         shard, ordinal = RecordId.unpack(index)
@@ -79,11 +88,17 @@ class _RowSource(RecordSource):
             error.key = self.name(index)
             raise
         if new and self._cache is not None:
-            for other in rows.ordinals:
-                key = self.cache_key(RecordId(shard, other).pack())
-                if other != ordinal and not self._cache.write(key, rows.record(other), _PATIENCE):
-                    break  # the cache is full, or its disk too slow
+            self._keep_others(self._cache, rows, shard, ordinal)
         return rows.record(ordinal)
+
+    def _keep_others(self, cache: Cache, rows: Rows, shard: int, ordinal: int) -> None:
+        for other in rows.ordinals:
+            if other == ordinal:
+                continue
+            row = rows.record(other)
+            payload = row if self._prepare is None else self._prepare(row)
+            if not cache.write(self.cache_key(RecordId(shard, other).pack()), payload, _PATIENCE):
+                break  # the cache is full, or its disk too slow
 
 
 class ParquetDataset(ShardDataset):
@@ -130,7 +145,7 @@ class ParquetDataset(ShardDataset):
     The workers of a rank have `cycle_length` row groups open together, or fewer where these are large: a
     worker opens as many as a quarter of 256 MiB holds, and one at least. For each, another one is read ahead,
     and decoding doubles both. `dataset[i]`, `Subset` and the like read a whole row group for a row that the
-    cache does not have; a cache in mode "raw" then keeps all its rows.
+    cache does not have; a cache in mode "auto", "raw" or "dct" then keeps all its rows.
 
     Args:
         url: a prefix, one file, `{000..099}`, a glob, a list of these: any fsspec URL or path.
@@ -148,7 +163,7 @@ class ParquetDataset(ShardDataset):
         shuffle_buffer: size of a shuffled block per worker: samples as int, or bytes as text ("64MB").
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded". Default: a description
             of all that `decode` holds.
-        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
 
@@ -158,6 +173,8 @@ class ParquetDataset(ShardDataset):
         DecodeError: a file is not Parquet, was cut, or is encrypted.
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
+
+    _knows_keys = False  # the columns are a part of them
 
     def __init__(
         self,
@@ -212,6 +229,7 @@ class ParquetDataset(ShardDataset):
         form.name += f" {read.hexdigest()}"
         for shard in range(len(self._shards)):
             self._index.add(shard, self._files.records(shard))
+        self._settle_mode(self._index.total_bytes())
 
     def close(self) -> None:
         super().close()
@@ -221,8 +239,9 @@ class ParquetDataset(ShardDataset):
         return super()._identity(shard) + self._files.digest
 
     def _source(self) -> RecordSource:
-        cache = self.cache if self._step.prepare is None else None
-        return _RowSource(super()._source(), self._groups.get(), cache)
+        # Of modes that take more work a row than to read it, the other rows come when they are asked for.
+        cache = self.cache if self._step.mode in LOSSLESS else None
+        return _RowSource(super()._source(), self._groups.get(), cache, self._step.prepare)
 
     def _blocks(self) -> RecordBlocks:
         return self._groups.get()

@@ -97,7 +97,7 @@ class TFRecordDataset(ShardDataset):
         fingerprint: text that identifies `decode` in the keys of cache mode "decoded", so that another
             `decode` gets other keys. Default: a description of all that `decode` holds (its code, arguments,
             closure, attributes, the globals it uses).
-        cache: a `Cache`, or a directory for one in mode "raw"; filled during the first epoch.
+        cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         index: the URL of the index files of tfrecord2idx; None: beside the shards, if there are any; False:
             use none.
         compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.

@@ -74,7 +74,7 @@ class TokenDataset(StoreDataset):
         block: tokens from the beginning of one sample to that of the next, at least 1.
         overlap: tokens that a sample shares with the next one, at its end. It has `block + overlap` tokens.
             With 1, all tokens but the first are a target once.
-        cache: a `Cache` in mode "raw", or a directory for one; filled during the first epoch.
+        cache: a `Cache` in mode "auto" or "raw", or a directory for one; filled during the first epoch.
         storage_options: for `open_store`.
         refresh: list the URL again although the cache has an earlier listing.
 
@@ -110,8 +110,8 @@ class TokenDataset(StoreDataset):
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
         self._step = PrepareStep(kept_in, None)
-        if self._step.mode != "raw":
-            raise ArgumentError(f"cache mode {self._step.mode!r} is for images: tokens need mode 'raw'")
+        if kept_in is not None and kept_in.mode not in ("auto", "raw"):
+            raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(
             url,
             _NAMES,

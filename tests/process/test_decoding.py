@@ -128,7 +128,7 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
 
 
 @every_decoder
-@pytest.mark.parametrize("mode", ["raw", "shrunk"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "shrunk"])
 def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) -> None:
     dataset = folder(CenterCrop(48, resize=55), cache=Cache(tmp_path / "cache", mode, short_side=60))
     ours, theirs = (DataLoader(dataset, 8, num_workers=2, decode=each) for each in (decode, "cpu"))

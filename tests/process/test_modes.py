@@ -20,7 +20,7 @@ from fastload.images import decode_image, decode_resized, shrink
 from tests.photos import pillow_jpeg, png, psnr, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
-MODES = ["raw", "shrunk", "decoded"]
+MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 FILES = {
@@ -92,7 +92,9 @@ def test_first_and_later_epochs_are_equal_bit_for_bit(folder: Any, mode: str, nu
 def test_samples_are_made_from_the_result_that_the_mode_keeps(folder: Any, photos: Path, mode: str) -> None:
     """Evaluation's crop of every file, made by hand from what the mode is documented to keep."""
     keep: dict[str, Callable[[bytes], Any]] = {
+        "auto": lambda data: data,
         "raw": lambda data: data,
+        "dct": lambda data: data,
         "shrunk": lambda data: shrink(data, 100, 90),
         "decoded": lambda data: decode_resized(data, 100),
     }
@@ -143,17 +145,20 @@ def test_guard_removed_a_smaller_image_is_served_under_another_short_side(
 ) -> None:
     """The parameters are not in the key."""
     key = Cache.key
-    monkeypatch.setattr(Cache, "key", lambda self, *parts: key(Cache(self.path, self.mode), *parts))
+    monkeypatch.setattr(Cache, "key", lambda self, *parts, mode: key(Cache(self.path, mode), *parts))
     before, _ = run(folder("decoded"))
     after, counters = run(folder("decoded", short_side=60))
     assert torch.equal(before, after) and counters.get("get.requests", 0) == 0
 
 
-def test_three_modes_share_a_directory(folder: Any) -> None:
-    results = [[run(folder(mode)) for mode in MODES] for _ in range(2)]
+def test_modes_share_a_directory(folder: Any) -> None:
+    """Each fills it once, but "auto": that goes on with what "raw" or "dct" left."""
+    results = [[run(folder(mode)) for mode in MODES if mode != "auto"] for _ in range(2)]
     for (first, filling), (second, later) in zip(*results, strict=True):
         assert torch.equal(first, second)
         assert filling["get.requests"] == len(FILES) and later.get("get.requests", 0) == 0
+    images, counters = run(folder("auto"))
+    assert torch.equal(images, results[0][0][0]) and counters.get("get.requests", 0) == 0
 
 
 # --- transforms of one's own
@@ -171,7 +176,9 @@ def test_pil_transforms_get_the_cached_pixels(folder: Any, photos: Path, mode: s
         for index, path in enumerate(paths):
             data = path.read_bytes()
             expected = {
+                "auto": lambda data: decode_image(data),
                 "raw": lambda data: decode_image(data),
+                "dct": lambda data: decode_image(data),
                 "shrunk": lambda data: np.asarray(Image.open(BytesIO(shrink(data, 100, 90))).convert("RGB")),
                 "decoded": lambda data: decode_resized(data, 100),
             }[mode](data)

@@ -128,7 +128,7 @@ def test_indices_that_are_tensors_are_read_ahead_too(
     dataset.close()
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_cache_modes_give_one_distribution(bucket: Bucket, tmp_path: Path, mode: Any) -> None:
     """The first epoch's samples come from the same pixels as later ones."""
     cache = Cache(tmp_path / "cache", mode, short_side=128)

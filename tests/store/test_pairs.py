@@ -73,7 +73,7 @@ def assert_cut_alike(images: torch.Tensor, masks: torch.Tensor) -> None:
     assert 0 < int(flipped.sum()) < len(images), "some are flipped"
 
 
-@pytest.mark.parametrize("mode", ["none", "raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["none", "auto", "raw", "dct", "shrunk", "decoded"])
 @pytest.mark.parametrize("width", [WIDTH, WIDTH // 2])
 def test_image_and_mask_are_cut_alike_and_class_numbers_stay(tmp_path: Path, mode: str, width: int) -> None:
     """Also a mask of half the size, and a smaller image of the cache beside the mask as it was."""

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("close_all")
 # --- The cache, and numbers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_after_a_streamed_epoch_it_is_a_map(kind: str, mode: Any, tmp_path: Path) -> None:
     """The same pixels as the streams gave, no request for data, in this process and in a new one."""
     with FaultServer(shards(kind)) as server:

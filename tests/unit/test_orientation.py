@@ -19,7 +19,7 @@ from fastload.images import kernel as native
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
 
-MODES = ["raw", "shrunk", "decoded"]
+MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
 XMP = b"http://ns.adobe.com/xap/1.0/\0<x:xmpmeta><rdf:Description %s/></x:xmpmeta>"
 
 
@@ -75,7 +75,7 @@ def test_a_transform_that_turns_images_gets_them_alike_in_every_mode(
             dataset.flush_cache()
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk"])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_a_transform_that_turns_files_gets_them_alike_in_every_mode(
     tmp_path: Path, mode: str, orientation: int

@@ -170,7 +170,7 @@ def test_pickles_are_opened_only_if_asked_for() -> None:
     assert pickle.loads(MDSDataset(DATA / "mds-pkl", decode={"thing": bytes})[0]["thing"]) == {0, 1}
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_cache_modes_keep_images_and_the_index(mode: str, tmp_path: Path, beton: Path) -> None:
     from fastload import Cache
 

@@ -207,8 +207,8 @@ def test_other_columns_are_other_records_of_the_cache(url: str, tmp_path: Path) 
     assert not other.contains(3) and other[3] == (3, "n3")
 
 
-@pytest.mark.parametrize("mode", ["shrunk", "decoded"])
-def test_cache_modes_keep_smaller_images(url: str, tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize("mode", ["auto", "dct", "shrunk", "decoded"])
+def test_cache_modes_keep_images(url: str, tmp_path: Path, mode: Any) -> None:
     cache = Cache(tmp_path / "cache", mode, short_side=20)
     data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
     cold = {int(n): image for n, image in _rows(read(data))}
@@ -216,6 +216,17 @@ def test_cache_modes_keep_smaller_images(url: str, tmp_path: Path, mode: Any) ->
     batch = at_random(data)
     assert not data.must_stream() and sorted(cold) == list(range(TOTAL))
     assert batch["label"].tolist() == list(range(TOTAL)) and batch["image"].shape == (TOTAL, 3, 24, 24)
+    data.close()
+    again = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=cache))
+    assert not again.must_stream() and torch.equal(at_random(again)["image"], batch["image"])
+
+
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct"])
+def test_lossless_cache_keeps_all_rows_of_a_row_group_for_one(url: str, tmp_path: Path, mode: Any) -> None:
+    data = closing(ParquetDataset(url, ("image", "label"), transform=CROP, cache=Cache(tmp_path, mode)))
+    assert not data.contains(0) and data[1][1] == 1
+    data.flush_cache()
+    assert data.contains(0) and data[0][1] == 0
 
 
 def _rows(found: list[tuple[list[int], Any]]) -> list[tuple[Any, Any]]:

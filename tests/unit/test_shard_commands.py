@@ -62,7 +62,7 @@ def epoch(kind: str, url: Path, cache: Any, **more: Any) -> tuple[list[int], dic
     return found, loader.stats()["counters"]
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 @pytest.mark.parametrize("end", ["", ".gz"])
 def test_training_after_warm_reads_nothing_from_the_store(
     kind: str, mode: Any, end: str, tmp_path: Path
@@ -89,7 +89,8 @@ def test_second_warming_reads_nothing(kind: str, tmp_path: Path) -> None:
 
 def test_only_missing_records_of_an_indexed_shard_are_read(kind: str, tmp_path: Path) -> None:
     write(tmp_path / "shards", shards(kind, index=True))
-    data = closing(dataset(kind, str(tmp_path / "shards"), transform=CROP, cache=tmp_path / "cache"))
+    cache = Cache(tmp_path / "cache", "raw")
+    data = closing(dataset(kind, str(tmp_path / "shards"), transform=CROP, cache=cache))
     some = [0, 5, 6, 50, 100, TOTAL - 1]
     data.prefetch(some)
     [data[number] for number in some]

@@ -422,7 +422,7 @@ def test_row_fails_if_one_of_its_objects_fails(table: Any, objects: Path, tmp_pa
 # --- cache
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_cache_serves_the_first_samples_again(table: Any, tmp_path: Path, mode: Any) -> None:
     fields = (IMAGE, File("other/{id}.txt"), File("other/{id}.npy"), "label")
     cache = Cache(tmp_path / "cache", mode, short_side=16)
@@ -438,7 +438,7 @@ def test_cache_serves_the_first_samples_again(table: Any, tmp_path: Path, mode: 
     assert found.contains(3) and found.counters["get.samples"] == 3 * N
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_cache_of_an_object_dataset_serves_a_table(
     table: Any, objects: Path, tmp_path: Path, mode: Any
 ) -> None:
@@ -468,7 +468,7 @@ def test_warm_fills_the_cache_with_all_objects_of_the_samples(table: Any, tmp_pa
     assert found.contains(1) and found.contains(2) and not found.contains(3)
 
 
-@pytest.mark.parametrize("mode", ["raw", "shrunk", "decoded"])
+@pytest.mark.parametrize("mode", ["auto", "raw", "dct", "shrunk", "decoded"])
 def test_mask_keeps_its_values_in_every_cache_mode(table: Any, tmp_path: Path, mode: Any) -> None:
     nearest = CenterCrop(16, resize=20, interpolation="nearest", channels=1)
     transform = {"image": CenterCrop(16, resize=20), "mask": nearest}
@@ -480,7 +480,7 @@ def test_mask_keeps_its_values_in_every_cache_mode(table: Any, tmp_path: Path, m
             values = set((scene(40, 32, number)[:, :, 0] // 16).reshape(-1).tolist())
             assert set(mask.reshape(-1).tolist()) <= values
     plain = table(fields, transform={"image": nearest}, cache=Cache(tmp_path / "other", mode))
-    if mode != "raw":
+    if mode not in ("auto", "raw"):
         with pytest.raises(ArgumentError, match="make a new dataset with this transform="):
             plain.transform = transform
     plain.transform = {"image": nearest}

@@ -1,0 +1,385 @@
+"""Cache modes "auto" and "dct": the rule, what it is applied to, and what goes on as before."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastload.datasets.cache_choice as cache_choice
+from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, cached
+from fastload.cache import disk
+from fastload.cache.disk import Disk, known_disk, memory_for_pages
+from fastload.datasets.cache_choice import Costs, choose
+from fastload.demo.photos import make_dataset
+from fastload.errors import ArgumentError, DecodeError
+from fastload.images import dct
+from tests.photos import pillow_jpeg, scene
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+N = 40
+
+
+def never() -> float | None:
+    raise AssertionError("the disk was measured where it does not count")
+
+
+# A million photos of 140 KB, 16 cores, all in memory.
+IN_MEMORY = Costs(
+    samples=1e6,
+    total_bytes=140_000_000_000,
+    ratio=1.6,
+    raw_seconds=1.4e-3,
+    dct_seconds=0.5e-3,
+    missing=1.0,
+    left=1 << 40,
+    cores=16,
+    memory=1 << 40,
+    disk=never,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "words"),
+    [
+        ({}, "dct", "0.50 ms of a core in mode 'dct' and 1.40 in 'raw', for 1.60 times the bytes"),
+        ({"left": 200 * 10**9}, "raw", "'dct' would take 224 GB, which do not fit"),
+        ({"left": 230 * 10**9}, "raw", "do not fit"),  # but for an error of the forecast it would
+        ({"left": 200 * 10**9, "missing": 0.5}, "dct", ""),
+        ({"dct_seconds": 1.3e-3}, "raw", "1.30 ms"),
+        ({"raw_seconds": 0.0, "dct_seconds": 0.0}, "raw", ""),  # no JPEG among them
+        ({"memory": 0, "disk": lambda: 10e9}, "dct", "16 cores make at most 32,000 samples a second"),
+        ({"memory": 0, "disk": lambda: 1e9}, "raw", "4,464 samples a second in 'dct' and 7,143 in 'raw'"),
+        ({"memory": 200 * 10**9, "disk": lambda: 1e9}, "dct", ""),  # most of it stays in memory
+        ({"memory": 0, "disk": lambda: None}, "raw", "the disk cannot be measured"),
+    ],
+)
+def test_rule_weighs_room_disk_cores_and_times(change: dict[str, Any], mode: str, words: str) -> None:
+    choice = choose(IN_MEMORY._replace(**change))
+    assert choice.mode == mode and words in choice.why
+    assert choice.bytes == (224 if mode == "dct" else 140) * 10**9
+
+
+def test_rule_is_never_worse_than_raw() -> None:
+    """Whatever the costs are: in its own model, which is that of the docs."""
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        speed = float(10 ** rng.uniform(7, 11))
+        costs = IN_MEMORY._replace(
+            ratio=float(rng.uniform(0.8, 4)),
+            raw_seconds=float(10 ** rng.uniform(-5, -1)),
+            dct_seconds=float(10 ** rng.uniform(-5, -1)),
+            cores=float(rng.integers(1, 128)),
+            memory=int(10 ** rng.uniform(8, 13)),
+            disk=lambda speed=speed: speed,
+        )
+        if choose(costs).mode == "raw":
+            continue
+        seconds = {}
+        for mode, ratio, decoding in (("raw", 1, costs.raw_seconds), ("dct", costs.ratio, costs.dct_seconds)):
+            from_disk = max(0.0, costs.total_bytes * ratio - 0.8 * costs.memory) / costs.samples
+            seconds[mode] = max(decoding / costs.cores, from_disk / speed)
+        assert seconds["dct"] < seconds["raw"]
+
+
+# --- in a loader
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photos")
+    make_dataset(root, N, classes=4)
+    return root
+
+
+@pytest.fixture
+def folder(photos: Path, tmp_path: Path) -> Iterator[Callable[..., ImageFolder]]:
+    made: list[ImageFolder] = []
+
+    def make(cache: Any, transform: Any = None, kind: Any = ImageFolder) -> ImageFolder:
+        made.append(kind(str(photos), transform=transform or RandomResizedCrop(32, flip=0.5), cache=cache))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()
+
+
+@pytest.fixture
+def dct_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the time to decode a record, with 1 for a file."""
+
+    def set_time(seconds: float) -> None:
+        monkeypatch.setattr(
+            cache_choice, "_seconds", lambda data: seconds if bytes(data[:99]).startswith(dct.MAGIC) else 1.0
+        )
+
+    return set_time
+
+
+def epoch(dataset: Any, num_workers: int = 0) -> tuple[torch.Tensor, dict[str, float]]:
+    loader = DataLoader(dataset, 8, seed=1, num_workers=num_workers)
+    images = torch.cat([batch for batch, _ in loader])
+    return images, loader.stats()["counters"]
+
+
+@pytest.mark.parametrize(("seconds", "mode"), [(0.3, "dct"), (0.99, "raw")])
+def test_auto_says_what_it_chooses_and_how_many_bytes_that_takes(
+    folder: Any, tmp_path: Path, dct_is: Any, caplog: pytest.LogCaptureFixture, seconds: float, mode: str
+) -> None:
+    dct_is(seconds)
+    dataset = folder(Cache(tmp_path / "cache", size_limit="100MB"))
+    with caplog.at_level(logging.INFO, "fastload"):
+        _, counters = epoch(dataset)
+    before, after = [one.message for one in caplog.records if "mode 'auto'" in one.message]
+    assert "the first 16 decide" in before and "within size_limit=100 MB" in before
+    assert f"{mode!r} is chosen" in after and "they fit" in after
+    assert counters[f"cache.chose_{mode}"] == 1
+    assert dataset.cache.mode == "auto" and dataset.cache.info()["entries"] == N
+    share = dataset.cache.dct_share()
+    assert share == 1 if mode == "dct" else share < 0.9
+    caplog.clear()
+    dataset.close()
+    _, later = epoch(dataset)
+    assert not caplog.records and not later.get("get.requests"), "nothing to choose, nothing to read"
+
+
+@pytest.mark.parametrize("mode", ["raw", "dct"])
+def test_forecast_of_bytes_is_right_within_5_percent(
+    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    dct_is(0.3)
+    made = []
+    monkeypatch.setattr(cache_choice, "choose", lambda costs: made.append(choose(costs)) or made[-1])
+    dataset = folder(Cache(tmp_path / "cache", size_limit=None if mode == "dct" else "4MB"))
+    epoch(dataset)
+    filled = folder(Cache(tmp_path / "filled", mode))
+    epoch(filled)
+    assert filled.cache is not None
+    [choice] = made
+    assert choice.mode == mode and choice.bytes == pytest.approx(filled.cache.info()["bytes"], rel=0.05)
+
+
+def test_what_does_not_fit_is_a_warning(
+    folder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, dct_is: Any
+) -> None:
+    dct_is(0.1)
+    dataset = folder(Cache(tmp_path / "cache", size_limit="200kB"))
+    with caplog.at_level(logging.WARNING, "fastload"):
+        epoch(dataset)
+    [said] = caplog.records
+    assert "'raw' is chosen" in said.message and "of the samples will be kept" in said.message
+
+
+def test_workers_choose_for_themselves_and_one_of_them_speaks(
+    folder: Any, tmp_path: Path, dct_is: Any
+) -> None:
+    dct_is(0.3)
+    dataset = folder(tmp_path / "cache")
+    handler = logging.FileHandler(tmp_path / "log")
+    logging.getLogger("fastload").addHandler(handler)
+    logging.getLogger("fastload").setLevel(logging.INFO)
+    try:
+        loader = DataLoader(dataset, 4, num_workers=2, multiprocessing_context="fork")
+        for _ in loader:
+            pass
+    finally:
+        logging.getLogger("fastload").setLevel(logging.NOTSET)
+        logging.getLogger("fastload").removeHandler(handler)
+        handler.close()
+    assert loader.stats()["counters"]["cache.chose_dct"] == 2
+    assert (tmp_path / "log").read_text().count("is chosen") == 1
+
+
+def test_runs_that_choose_apart_read_each_others_records(folder: Any, tmp_path: Path, dct_is: Any) -> None:
+    expected, _ = epoch(folder(Cache(tmp_path / "other", "raw")))
+    half = torch.utils.data.Subset(folder(Cache(tmp_path / "cache", "dct")), range(0, N, 2))
+    epoch(half)
+    dct_is(0.99)
+    mixed = folder(tmp_path / "cache")
+    found, counters = epoch(mixed)
+    assert torch.equal(found, expected) and counters["get.requests"] == N // 2
+    assert counters["cache.chose_raw"] == 1
+    mixed.close()
+    for again in (mixed, folder(Cache(tmp_path / "cache", "dct"))):
+        found, counters = epoch(again)
+        assert torch.equal(found, expected) and not counters.get("get.requests")
+
+
+def test_a_filled_raw_cache_goes_on_and_an_explicit_mode_is_obeyed(folder: Any, tmp_path: Path) -> None:
+    raw = folder(Cache(tmp_path / "cache", "raw"))
+    expected, _ = epoch(torch.utils.data.Subset(raw, range(N - 4)))
+    raw.close()
+    dataset = pickle.loads(pickle.dumps(folder(tmp_path / "cache")))
+    assert dataset.cache_key(0) == raw.cache_key(0)
+    found, counters = epoch(dataset)
+    assert torch.equal(found[: N - 4], expected) and counters["get.requests"] == 4
+    dataset.close()
+    exact = folder(Cache(tmp_path / "cache", "dct"))
+    found, counters = epoch(exact)
+    assert torch.equal(found[: N - 4], expected) and counters["get.requests"] == N
+    exact.close()
+    assert folder(tmp_path / "cache").cache_key(0) == exact.cache_key(0), "it is the fuller one now"
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(3000, marks=pytest.mark.stress)])
+def test_damaged_files_have_the_same_fate_in_all_lossless_modes(tmp_path: Path, count: int) -> None:
+    """Equal pixels or an error of the same kind, made anew and from the cache."""
+    rng = np.random.default_rng(count)
+    kinds = ({}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_blocks": 3}, {"quality": 30})
+    for number in range(count):
+        data = bytearray(pillow_jpeg(scene(90, 67, number % 8), **kinds[number % len(kinds)]))
+        for _ in range(int(rng.integers(0, 4))):
+            data[int(rng.integers(2, len(data)))] = int(rng.integers(0, 256))
+        if number % 7 == 0:
+            data = data[: int(rng.integers(1, len(data)))]
+        (tmp_path / "files").mkdir(exist_ok=True)
+        (tmp_path / "files" / f"{number:05}.jpg").write_bytes(data)
+    fates: dict[str, list[Any]] = {}
+    for mode in ("raw", "dct", "auto", "dct", "auto"):
+        cache = Cache(tmp_path / f"cache-{mode}", mode)
+        dataset = ObjectDataset(str(tmp_path / "files"), transform=CenterCrop(32, resize=40), cache=cache)
+        found: list[Any] = []
+        for number in range(count):
+            try:
+                found.append(dataset[number].numpy().tobytes())
+            except DecodeError as error:
+                found.append(type(error))
+        assert fates.setdefault("raw", found) == found, mode
+        dataset.close()
+    assert DecodeError in fates["raw"] and any(type(fate) is bytes for fate in fates["raw"])
+
+
+# --- what it does not apply to
+
+
+class Own(ImageFolder):
+    def __getitem__(self, index: int) -> Any:
+        return bytes(self.payload(index))
+
+
+@pytest.mark.parametrize(
+    ("kind", "transform", "raw_under"),
+    [
+        (ImageFolder, CenterCrop(8), ()),
+        (ObjectDataset, CenterCrop(8), ()),
+        (ImageFolder, CenterCrop(8, interpolation="nearest", channels=1), ("auto", "dct")),
+        (ObjectDataset, len, ("auto", "dct")),
+        (lambda url, transform, cache: ObjectDataset(url, len, cache=cache), None, ("auto", "dct")),
+        (Own, CenterCrop(8), ("auto",)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "dct"])
+def test_objects_whose_bytes_are_wanted_are_kept_as_in_mode_raw(
+    folder: Any, tmp_path: Path, kind: Any, transform: Any, raw_under: Any, mode: str
+) -> None:
+    raw = folder(Cache(tmp_path / "raw", "raw"), transform, kind)
+    dataset = folder(Cache(tmp_path / "cache", mode), transform, kind)
+    same = dataset.cache_key(0) == raw.cache_key(0)
+    assert same == (mode in raw_under)
+    if same:
+        assert bytes(dataset.payload(0)) == bytes(raw.payload(0))
+
+
+@pytest.mark.parametrize("mode", ["auto", "dct"])
+def test_transform_that_the_records_cannot_serve_is_refused(folder: Any, tmp_path: Path, mode: str) -> None:
+    mask = CenterCrop(8, interpolation="nearest", channels=1)
+    dataset = folder(Cache(tmp_path / "cache", mode))
+    with pytest.raises(ArgumentError, match="make a new dataset with this transform="):
+        dataset.transform = mask
+    dataset.transform = np.asarray  # of a PIL image
+    assert dataset[0][0].ndim == 3
+    objects = folder(Cache(tmp_path / "cache", mode), CenterCrop(8), ObjectDataset)
+    with pytest.raises(ArgumentError, match="takes their files: make a new dataset with transform="):
+        objects.transform = None
+    assert objects[0].shape == (3, 8, 8), "it works as before"
+
+
+def test_decoding_on_the_device_needs_files(folder: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="mode 'dct' keeps what only fastload decodes: use mode 'raw'"):
+        DataLoader(folder(Cache(tmp_path / "cache", "dct")), 8, decode="dali")
+    raw, auto = folder(Cache(tmp_path / "cache", "raw")), folder(tmp_path / "cache")
+    assert auto.cache_key(0) != raw.cache_key(0)
+    DataLoader(auto, 8, decode="auto")
+    assert auto.cache_key(0) == raw.cache_key(0)
+
+
+def test_cached_samples_are_no_images(tmp_path: Path) -> None:
+    samples = torch.utils.data.TensorDataset(torch.arange(3))
+    with pytest.raises(ArgumentError, match=r"cached\(\) keeps samples: leave mode= out"):
+        cached(samples, Cache(tmp_path / "cache", "dct"))
+    keys = [
+        cached(samples, cache)._key(0) for cache in (tmp_path / "cache", Cache(tmp_path / "cache", "raw"))
+    ]
+    assert keys[0] == keys[1]
+
+
+def test_without_the_kernel_auto_is_raw_and_dct_an_error(
+    folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dct, "available", lambda: False)
+    with pytest.raises(ArgumentError, match="mode='dct' needs fastload's compiled kernel"):
+        Cache(tmp_path / "cache", "dct")
+    auto, raw = folder(tmp_path / "cache"), folder(Cache(tmp_path / "cache", "raw"))
+    assert auto.cache_key(0) == raw.cache_key(0)
+
+
+# --- the disk and the memory
+
+
+def test_disk_is_measured_once_a_day_for_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert known_disk(str(tmp_path / "absent")) is None
+    cache = Cache(tmp_path / "cache")
+    cache.write(cache.key("a"), b"a")
+    cache.close()
+    speeds = iter([Disk(1.0, 2.0), Disk(3.0, 4.0)])
+    monkeypatch.setattr(disk, "measure_disk", lambda folder: next(speeds))
+    for _ in range(2):
+        assert known_disk(cache.path) == Disk(1.0, 2.0)
+    assert cache.check().foreign_files == []
+    [kept] = Path(cache.path).rglob(disk.MEASURED)
+    for text in ("no json", '{"write": 1, "read": -1}', "[]"):
+        kept.write_text(text)
+        speeds = iter([Disk(3.0, 4.0)])
+        monkeypatch.setattr(disk, "measure_disk", lambda folder, speeds=speeds: next(speeds))
+        assert known_disk(cache.path) == Disk(3.0, 4.0)
+    cache.close()
+
+
+def test_disk_that_refuses_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache.write(cache.key("a"), b"a")
+    cache.close()
+
+    def full(folder: Path) -> Disk:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "measure_disk", full)
+    assert known_disk(cache.path) is None
+
+
+def test_disk_measurement_leaves_nothing(tmp_path: Path) -> None:
+    assert min(disk.measure_disk(tmp_path / "new")) > 0
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_memory_for_pages_obeys_the_control_group(tmp_path: Path) -> None:
+    assert memory_for_pages(str(tmp_path)) == 0
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    (group / "memory.max").write_text("max\n")
+    assert memory_for_pages(str(tmp_path)) == 8000 << 10
+    (group / "memory.max").write_text(f"{5000 << 10}\n")
+    (group / "memory.current").write_text(f"{3000 << 10}\n")
+    (group / "memory.stat").write_text(f"anon 1\nfile {1000 << 10}\n")
+    assert memory_for_pages(str(tmp_path)) == 3000 << 10
