@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset
 
 from fastload.datasets.protocols import Allocate
 from fastload.metrics.counters import Counters
+from fastload.metrics.memory import limit_payloads
 from fastload.workers.collate import note_sample
 from fastload.workers.executor import Arrival, BadSamples
 from fastload.workers.protocol import EpochStart, Work, WorkerSetup
@@ -47,6 +48,8 @@ class InlineExecutor:
         self._last_known = False  # nothing more will be submitted
         self._owner = os.getpid()
         self._source = open_source(setup, allocate)
+        if setup.memory_limit is not None:  # a payload on its way is in the client process too
+            limit_payloads(self, setup.memory_limit.share // 2)
 
     @property
     def processes(self) -> list[Any]:
