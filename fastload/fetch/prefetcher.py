@@ -266,7 +266,7 @@ class Prefetcher:
     def _staff(self) -> None:
         """Have a thread for every part that may be read now."""
         busy = len(self._threads) - self._threads.idle
-        self._threads.grow(min(self.limiter.value, busy + len(self._queues)))
+        self._threads.grow(min(self.limiter.value, busy + self._queues.may_begin()))
 
     def _read_on(self) -> None:
         """A reader thread: reads the queue in order, within the limits on requests and bytes."""

@@ -79,6 +79,14 @@ class ReaderQueues:
     def __len__(self) -> int:
         return sum(len(queue.parts) for queue in self._order)
 
+    def may_begin(self) -> int:
+        """About how many parts the bytes allow to begin now: a thread for more of them would only wait."""
+        first = next((queue.parts[0].read for queue in self._order if queue.parts), None)
+        if first is None or first.started or first.ranged:
+            return len(self)
+        room = (self._budget.bytes(first.size) - self.held) // max(1, first.size)
+        return min(len(self), max(len(self._order), room))
+
     def clear(self) -> None:
         """Forget all parts that are not begun."""
         for queue in self._order:

@@ -8,9 +8,10 @@ import os
 import weakref
 from pathlib import Path
 
-__all__ = ["anonymous_bytes", "limit_payloads", "payload_limit", "private_bytes", "trim"]
+__all__ = ["anonymous_bytes", "limit_payloads", "payload_limit", "private_bytes", "trim", "use_one_arena"]
 
 _NONE = 1 << 62
+_M_ARENA_MAX = -8  # from <malloc.h>
 _limits: dict[int, int] = {}  # by the id of their owners
 
 
@@ -38,6 +39,16 @@ def private_bytes() -> int:
 def anonymous_bytes() -> int:
     """The heap and the stacks of this process. After a fork that includes what it still shares."""
     return _field("status", "RssAnon")
+
+
+def use_one_arena() -> None:
+    """Let all threads of this process take memory from one heap, before the first one starts. glibc only.
+
+    By default glibc has eight heaps a core, and each keeps what its threads free: measured 12 MB in a worker
+    that reads with 64 threads.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def trim() -> None:

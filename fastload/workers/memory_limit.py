@@ -36,7 +36,7 @@ _COPIED = 16 * _MB
 # The process itself, before it is measured: with torch's modules of its own where it was not forked.
 _PROCESS = {"fork": 24 * _MB, "forkserver": 48 * _MB, "spawn": 200 * _MB}
 _FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
-_CLIENT = 40 * _MB  # the process that reads from an object store for `num_workers=0`
+_CLIENT = 64 * _MB  # for `num_workers=0`: the process that reads from the store, and the heaps of threads
 _FILL = 0.9  # of the room; the rest is for what happens between two measurements
 
 

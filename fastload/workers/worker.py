@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fastload.metrics.counters import Counters
+from fastload.metrics.memory import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
 from fastload.workers.collate import collate_into
 from fastload.workers.dataset_state import load_dataset
@@ -29,7 +30,7 @@ from fastload.workers.stream_reader import StreamOver, TakeNext
 __all__ = ["worker_main"]
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 16 << 20, 32 << 20
 _LOOK_INTERVAL = 0.5  # seconds between checks of the trainer, on kernels without pidfd
 
@@ -46,7 +47,8 @@ def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: i
     # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    _keep_freed_memory()  # before the first thread
+    use_one_arena()
+    _keep_freed_memory()
     _leave_with(trainer)
     handle_dead_workers_signals()
     torch.set_num_threads(1)
@@ -82,7 +84,7 @@ def _leave_with(trainer: int) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let this process keep up to 64 MiB of freed memory for what it allocates next. With glibc only.
+    """Let this process keep up to 16 MiB of freed memory for what it allocates next. With glibc only.
 
     By default glibc returns blocks of the size of a decoded image to the kernel, and every next image costs
     page faults: measured 100 us for 360 KB, as much as reading, verifying and resizing it. A pool of our own
@@ -94,7 +96,6 @@ def _keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-    mallopt(_M_ARENA_MAX, 1)
 
 
 class _Worker:
