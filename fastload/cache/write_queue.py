@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from fastload.cache.segment import Entry, record_size
 from fastload.metrics.counters import Counters
+from fastload.metrics.memory import payload_limit
 
 __all__ = ["Batch", "Item", "WriteQueue"]
 
@@ -85,7 +86,7 @@ class WriteQueue:
         return True
 
     def _has_room(self, size: int) -> bool:
-        return not self.nbytes or self.nbytes + size <= QUEUE_BYTES
+        return not self.nbytes or self.nbytes + size <= min(QUEUE_BYTES, payload_limit())
 
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.errors import StoreError
 from fastload.fetch import settings as defaults
+from fastload.fetch.byte_budget import ByteBudget
 from fastload.fetch.cached_read import CachedReads
 from fastload.fetch.concurrency import Hedging, process_share
 from fastload.fetch.ranged_read import RangedReads
@@ -95,7 +96,7 @@ class Prefetcher:
         self._done = threading.Condition(lock)  # consumers wait here for reads
         self._reads: dict[int, Read] = {}
         self._cancelled: deque[int] = deque()
-        self._queues = ReaderQueues(self.limiter, most_bytes)
+        self._queues = ReaderQueues(self.limiter, ByteBudget(most_bytes))
         self._threads = ThreadTeam(self._read_on, "fastload-read")
         self._closing = threading.Event()
 
@@ -197,11 +198,15 @@ class Prefetcher:
             if not read.started and read.wanted > 0 and not self._queues.is_next(read):
                 self._advance(read)
             self._wake(1)
+            looked = time.monotonic()
             while not read.done and read.wanted > 0:
                 if self._closing.is_set():
                     raise StoreError("the reader was closed during a wait for its bytes")
+                before, looked = looked, time.monotonic()
                 if self._queues and self._queues.requests >= self.limiter.value:
-                    self.limiter.grow(time.monotonic())
+                    self.limiter.grow(looked)
+                    self._wake(self.limiter.value - self._queues.requests)
+                elif self._queues and self._queues.grow_bytes(looked - before):
                     self._wake(self.limiter.value - self._queues.requests)
                 if read.deferred and not self._queues.is_next(read):
                     # It is behind others again, which may not start before this one is handed out.
@@ -261,7 +266,7 @@ class Prefetcher:
     def _staff(self) -> None:
         """Have a thread for every part that may be read now."""
         busy = len(self._threads) - self._threads.idle
-        self._threads.grow(min(self.limiter.value, busy + len(self._queues)))
+        self._threads.grow(min(self.limiter.value, busy + self._queues.may_begin()))
 
     def _read_on(self) -> None:
         """A reader thread: reads the queue in order, within the limits on requests and bytes."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fastload.fetch.byte_budget import ByteBudget
 from fastload.fetch.cached_read import CachedRead
 from fastload.fetch.concurrency import ConcurrencyLimiter
 
@@ -61,22 +62,30 @@ class ReaderQueues:
 
     Args:
         limiter: how many requests may be in flight.
-        most_bytes: of reads that were begun and not handed out.
+        budget: the bytes of reads that were begun and not handed out.
 
     Attributes:
         requests: in flight.
         held: the bytes of all reads that were begun and not handed out.
     """
 
-    def __init__(self, limiter: ConcurrencyLimiter, most_bytes: int) -> None:
+    def __init__(self, limiter: ConcurrencyLimiter, budget: ByteBudget) -> None:
         self._limiter = limiter
-        self._most_bytes = most_bytes
+        self._budget = budget
         self.requests = self.held = 0
         self._queues: dict[object, ReaderQueue] = {}
         self._order: list[ReaderQueue] = []  # the queue of the reader that waited last comes first
 
     def __len__(self) -> int:
         return sum(len(queue.parts) for queue in self._order)
+
+    def may_begin(self) -> int:
+        """About how many parts the bytes allow to begin now: a thread for more of them would only wait."""
+        first = next((queue.parts[0].read for queue in self._order if queue.parts), None)
+        if first is None or first.started or first.ranged:
+            return len(self)
+        room = (self._budget.bytes(first.size) - self.held) // max(1, first.size)
+        return min(len(self), max(len(self._order), room))
 
     def clear(self) -> None:
         """Forget all parts that are not begun."""
@@ -152,16 +161,23 @@ class ReaderQueues:
         """The bytes of a read that was begun count no more."""
         self.held -= read.size
         _queue_of(read).held -= read.size
+        self._budget.handed_out(read.size)
+
+    def grow_bytes(self, seconds: float) -> bool:
+        """A consumer has waited so long. Whether reads that only the bytes held back may begin now."""
+        if self.requests >= self._limiter.value or self.startable() is not None:
+            return False
+        first = next((queue.parts[0].read for queue in self._order if queue.parts), None)
+        return first is not None and self._budget.grow(first.size, seconds)
 
     def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
         # A read that a consumer waits for ignores the budget: its holders may be handed out only after it.
-        if read.started or read.awaited or self.held == 0 or self.held + read.size <= self._most_bytes:
+        most = self._budget.bytes(read.size)
+        if read.started or read.awaited or self.held == 0 or self.held + read.size <= most:
             return True
         # Another iteration may hold the budget and never get its reads, so each queue has its own share.
         alone = len(self._order) == 1
-        return not alone and (
-            queue.held == 0 or queue.held + read.size <= self._most_bytes // len(self._order)
-        )
+        return not alone and (queue.held == 0 or queue.held + read.size <= most // len(self._order))
 
     def _move_up(self, queue: ReaderQueue) -> None:
         if queue in self._order:

@@ -10,6 +10,7 @@ from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
 from fastload.workers.autoscale import Autoscaler
+from fastload.workers.memory_limit import MemoryUse
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
@@ -25,6 +26,7 @@ class LoaderContext:
 
     Attributes:
         counters: of all epochs.
+        memory: of the worker processes, under `memory_limit`.
         meter: the epoch that runs, or the last one.
         bad: (key, error) of the last samples that could not be read or decoded.
         position: how much was handed out.
@@ -37,6 +39,7 @@ class LoaderContext:
     position: LoaderState = field(default_factory=LoaderState)
     autoscaler: Autoscaler | None = None
     decoding: Decoding | None = None
+    memory: MemoryUse = field(default_factory=MemoryUse)
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:

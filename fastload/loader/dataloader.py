@@ -29,7 +29,8 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.platform import need_linux
-from fastload.workers.autoscale import Autoscaler, ceiling, why_fixed
+from fastload.workers.autoscale import Autoscaler, why_fixed
+from fastload.workers.memory_limit import MemoryLimit, most_workers
 
 if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
@@ -100,6 +101,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             of fastload's datasets; each sample gets the same random numbers as without threads. Without
             `seed=` the threads draw from the process's generators in any order. No effect on samples that
             fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
+        memory_limit: of all worker processes and their batches together: bytes, or text such as "2GB". None:
+            no limit. The workers share it equally, and measure themselves after each batch. What is read
+            ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
+            fastload cannot give back is counted but not reduced: batches that the training keeps, the
+            dataset's own memory, `shuffle_buffer=` of shards, `threads=`. A sample that is larger than what
+            may be read ahead is read alone. With num_workers=0: of the bytes that are read ahead, and of the
+            process that reads them. "auto" starts no more workers than it is enough for.
 
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.
@@ -108,7 +116,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     until the samples are indexed. A `fastload.Mixture` gets a `fastload.MixtureSampler` likewise.
 
     Raises:
-        ArgumentError: device, batch_transform, decode, on_error, seed or threads has an invalid value.
+        ArgumentError: device, batch_transform, decode, on_error, seed, threads or memory_limit has an
+            invalid value.
         ValueError, TypeError: as torch's.
     """
 
@@ -138,6 +147,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: str = "raise",
         seed: int | None = None,
         threads: int = 0,
+        memory_limit: int | str | None = None,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
         _check_threads(dataset, threads)
@@ -148,7 +158,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             sampler, shuffle = _own_sampler(dataset, shuffle, seed or 0)
         context = LoaderContext()
         if num_workers == "auto":
-            num_workers = ceiling()
+            num_workers = most_workers(memory_limit, multiprocessing_context)
             context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers)
         super().__init__(
             dataset,
@@ -169,6 +179,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        MemoryLimit.of(memory_limit, self.num_workers, self.multiprocessing_context)  # refuses early
+        self.memory_limit = memory_limit
         self.device = resolve_device(device)
         self.batch_transform = batch_transform
         self.decode = decode
@@ -275,6 +287,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "verdict": one sentence on that bottleneck, and what to change.
             "bad": (key, error) of the last bad samples.
             "autoscale": the choice of num_workers="auto", with the reason; else "".
+            "memory": with `memory_limit=`, bytes: "limit", and with workers what they "used" at their last
+                batches, and the highest sum of it ("peak"); else empty.
             "decode": the decoder ("decoder"), and for decode="auto" the reason.
         """
         context = self.loader_context
@@ -288,6 +302,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "limit": find_bottleneck(epoch),
             "verdict": explain_bottleneck(epoch, gauges),
             "bad": list(context.bad.copy()),
+            "memory": context.memory.stats(),
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
 

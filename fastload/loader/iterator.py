@@ -27,6 +27,7 @@ from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.metrics.tracing import stage
 from fastload.workers.executor import Arrival, Executor, ProcessExecutor
 from fastload.workers.inline import InlineExecutor, allocator
+from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.protocol import WorkerSetup
 
 __all__ = ["LoaderIterator"]
@@ -323,6 +324,7 @@ class LoaderIterator(TorchIterator):
     def _new_executor(self, loader: Any) -> Executor:
         setup = self._setup(loader)
         counters, bad = self._context.counters, self._context.bad
+        self._context.memory.start(setup.memory_limit)
         if self._num_workers > 0:
             if not loader.prefetch_factor:
                 raise AssertionError(
@@ -331,7 +333,8 @@ class LoaderIterator(TorchIterator):
             pin = self._device.pin if self._device is not None and self._device.copies else None
             start = self._context.workers_wanted(self._num_workers)
             context = loader.multiprocessing_context
-            return ProcessExecutor(setup, context, counters, bad, pin=pin, start=start)
+            memory = self._context.memory
+            return ProcessExecutor(setup, context, counters, bad, memory, pin=pin, start=start)
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
@@ -357,6 +360,9 @@ class LoaderIterator(TorchIterator):
             seeded=loader.seed is not None,
             threads=loader.threads,
             batch_size=loader.batch_size or 1,
+            memory_limit=MemoryLimit.of(
+                loader.memory_limit, self._num_workers, loader.multiprocessing_context
+            ),
             positions=self._context.position.worker_positions(),
         )
 

@@ -18,6 +18,7 @@ from fastload.errors import ArgumentError
 from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
+from fastload.metrics.memory import payload_limit
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordOffsets, ShardIndex
@@ -237,6 +238,7 @@ class EpochStreams:
         limit, most_bytes = process_share(self._shards.store)
         if self._blocks is not None:
             readers = min(readers, self._blocks.most_open(most_bytes)) if plan.shuffle else 1
+        most_bytes = min(most_bytes, payload_limit())  # after `most_open`, which is part of the order
         ahead = ReadAhead.of(most_bytes, readers)
         requests = readers * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
         pool = ReadPool(max(1, min(requests, limit.most)), self._counters)

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fastload.errors import FastloadError, StoreError, StoreTimeoutError
+from fastload.metrics.memory import use_one_arena
 from fastload.store.client_messages import (
     BYTES,
     ERROR,
@@ -288,6 +289,7 @@ def _main(target: Any, control: socket.socket) -> NoReturn:
     try:
         gc.freeze()  # never collect the parent's garbage here: finalizers must run in the parent only
         keep_clients_here()
+        use_one_arena()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"fastload-client")

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.multiprocessing
 
 from fastload.metrics.counters import Counters
+from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.pool import WorkerPool
 from fastload.workers.protocol import Failure, Result, WorkerSetup
 from fastload.workers.slot_memory import Pin
@@ -112,7 +113,7 @@ class ProcessExecutor:
     Args:
         setup: what the workers need to know.
         context: of the loader: a multiprocessing context, or None for Python's default.
-        counters, bad: get what the workers report.
+        counters, bad, memory: get what the workers report.
         pin: registers the memory of slots with a device, see `SlotMap`.
         start: how many workers to start now.
     """
@@ -125,6 +126,7 @@ class ProcessExecutor:
         context: Any,
         counters: Counters,
         bad: BadSamples,
+        memory: MemoryUse,
         *,
         pin: Pin | None,
         start: int,
@@ -132,6 +134,7 @@ class ProcessExecutor:
         self.pool = WorkerPool(setup, _context(context), pin, start=start)
         self._counters = counters
         self._bad = bad
+        self._memory = memory
         self.start_epoch = self.pool.start_epoch
         self.submit = self.pool.submit
         self.consume = self.pool.consume
@@ -153,6 +156,7 @@ class ProcessExecutor:
     def _arrival(self, worker_id: int, result: Result) -> Arrival:
         self._counters.merge(result.counters)
         self._bad.extend(result.bad)
+        self._memory.report(worker_id, result.memory)
         load = None
         if result.packed is not None:
             load = functools.partial(self.pool.unpack, worker_id, result.packed)

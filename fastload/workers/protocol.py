@@ -21,6 +21,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fastload.errors import FastloadError
+from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.packing import PackedBatch
 from fastload.workers.slot_memory import anonymous_file
 
@@ -48,6 +49,7 @@ class WorkerSetup:
     seeded: bool
     threads: int
     batch_size: int
+    memory_limit: MemoryLimit | None
     positions: list[dict[str, Any]] | None  # where each worker resumes the dataset, see `dataset_state`
 
 
@@ -147,6 +149,7 @@ class Result(NamedTuple):
     exhausted: bool  # an iterable dataset or a stream is over; this is not a batch
     counters: dict[str, float]
     bad: list[tuple[str, str]]
+    memory: int = 0  # bytes that the worker uses, where the loader has a limit
     before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
     after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
 

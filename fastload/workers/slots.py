@@ -73,9 +73,11 @@ class SlotPool:
     Args:
         keep: free slots to keep for later batches. The memory of further ones goes back to the system, as
             when a user releases a whole epoch of batches.
+        check: called with the bytes of each batch before it is handed over; it may refuse it.
     """
 
     keep: int
+    check: Callable[[int], None] = lambda nbytes: None
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _free: list[_Slot] = field(default_factory=list)
     _current: list[_Slot] = field(default_factory=list)
@@ -101,10 +103,16 @@ class SlotPool:
             place: bytes | tuple[int, int, int] = structure
             if inline is None and len(structure) > _INLINE_LIMIT:
                 place = self._store(structure)
+            self.check(sum(slot.used for slot in self._current))
         except BaseException:
             self.abandon()
             raise
         return self._hand_over(inline, buffers, place)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, those that the trainer uses included."""
+        return sum(slot.memory.nbytes for slot in self._slots.values())
 
     def release(self, slot_id: int) -> None:
         """The trainer no longer uses this slot."""

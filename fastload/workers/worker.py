@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from fastload.metrics.counters import Counters
+from fastload.metrics.memory import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
 from fastload.workers.collate import collate_into
 from fastload.workers.dataset_state import load_dataset
+from fastload.workers.memory_limit import WorkerMemory
 from fastload.workers.protocol import Channel, EpochStart, Failure, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
 from fastload.workers.sources import BatchSource, open_source
@@ -29,7 +31,7 @@ __all__ = ["worker_main"]
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_TRIM_BYTES, _MMAP_BYTES = 64 << 20, 32 << 20
+_TRIM_BYTES, _MMAP_BYTES = 16 << 20, 32 << 20
 _LOOK_INTERVAL = 0.5  # seconds between checks of the trainer, on kernels without pidfd
 
 
@@ -45,10 +47,11 @@ def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: i
     # Ctrl-C reaches the whole process group; the trainer alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    use_one_arena()
+    _keep_freed_memory()
     _leave_with(trainer)
     handle_dead_workers_signals()
     torch.set_num_threads(1)
-    _keep_freed_memory()
     worker = _Worker(setup, channel)
     try:
         worker.run(worker_id)
@@ -81,7 +84,7 @@ def _leave_with(trainer: int) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Let this process keep up to 64 MiB of freed memory for what it allocates next. With glibc only.
+    """Let this process keep up to 16 MiB of freed memory for what it allocates next. With glibc only.
 
     By default glibc returns blocks of the size of a decoded image to the kernel, and every next image costs
     page faults: measured 100 us for 360 KB, as much as reading, verifying and resizing it. A pool of our own
@@ -101,7 +104,8 @@ class _Worker:
     def __init__(self, setup: WorkerSetup, channel: Channel) -> None:
         self._setup = setup
         self._channel = channel
-        self._slots = SlotPool(keep=setup.prefetch_factor + 2)
+        self._memory = WorkerMemory(setup.memory_limit, setup.prefetch_factor)
+        self._slots = SlotPool(keep=setup.prefetch_factor + 2, check=self._memory.check_batch)
         self._work: deque[Work] = deque()
         self._made = self._consumed = 0
         self._counters = Counters()
@@ -126,7 +130,7 @@ class _Worker:
                 self._answer(self._work.popleft())
 
     def _is_ahead(self) -> bool:
-        return self._made - self._consumed >= self._setup.prefetch_factor
+        return self._made - self._consumed >= self._memory.ahead
 
     def _prepare(self, worker_id: int) -> None:
         """Seed this process as torch does, run the user's worker_init_fn, and open the dataset."""
@@ -142,6 +146,7 @@ class _Worker:
         load_dataset(setup.dataset, position)
         self.source = open_source(setup, self._slots.allocate)
         self.source.resume(position)
+        self._memory.begin()
 
     def _listen(self, *, wait: bool) -> None:
         """Handle every message that has arrived; with `wait`, at least one."""
@@ -211,6 +216,7 @@ class _Worker:
                 with self._counters.timed("collate"):
                     packed, fds = self._slots.pack(batch)
                 del batch
+                self._memory.look(self._slots.nbytes)
             except StreamOver:
                 self._slots.abandon()
                 self._flush_cache()
@@ -224,7 +230,8 @@ class _Worker:
         self._made += not exhausted
         counters, bad = ({}, []) if source is None else source.drain()
         self._counters.merge(counters)
-        result = Result(work.seq, packed, failure, exhausted, self._counters.drain(), bad, before, after)
+        sums, used = self._counters.drain(), self._memory.used
+        result = Result(work.seq, packed, failure, exhausted, sums, bad, used, before, after)
         self._channel.send(result, fds)
         self._channel.flush(wait=True)
 

@@ -1,0 +1,222 @@
+"""`memory_limit=`: the budget of a loader, as shares of its worker processes.
+
+    limit ─▶ a share of each worker = the process itself, measured when it is ready
+                                    + batches in slots       at most half of the room that is left
+                                    + payloads read ahead    the rest of the room,
+                                    + all else               which is measured after each batch
+
+Payloads give way first: their limit follows the measured memory. So do batches made ahead, once the first
+batch has shown its size. A payload that is larger than its limit is read all the same, alone, and each worker
+always makes one batch: so nothing waits for memory that nobody frees.
+
+Shares that move between workers were rejected: a worker cannot take memory back that another one uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from typing import Any, NamedTuple
+
+from fastload.errors import ArgumentError
+from fastload.fetch.byte_budget import budgeted_bytes
+from fastload.metrics.memory import anonymous_bytes, limit_payloads, private_bytes, trim
+from fastload.metrics.units import format_size, parse_size
+from fastload.workers.autoscale import ceiling
+
+__all__ = ["MemoryLimit", "MemoryUse", "WorkerMemory", "most_workers"]
+
+_log = logging.getLogger("fastload")
+
+_MB = 1_000_000
+_LEAST_ROOM = 24 * _MB  # for batches and payloads, beside the process itself
+_LEAST_PAYLOADS = 1 * _MB
+# A forked worker copies inherited pages as it writes to them: measured 8-12 MB with ImageFolder.
+_COPIED = 16 * _MB
+# The process itself, before it is measured: with torch's modules of its own where it was not forked.
+_PROCESS = {"fork": 24 * _MB, "forkserver": 48 * _MB, "spawn": 200 * _MB}
+_FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
+_CLIENT = 64 * _MB  # for `num_workers=0`: the process that reads from the store, and the heaps of threads
+_FILL = 0.9  # of the room; the rest is for what happens between two measurements
+
+
+class MemoryLimit(NamedTuple):
+    """The argument of a loader, checked.
+
+    Attributes:
+        given: as it was given.
+        bytes: of all processes.
+        workers: that share it; 0: this process makes the batches.
+        method: that starts them.
+    """
+
+    given: int | str
+    bytes: int
+    workers: int
+    method: str
+
+    @classmethod
+    def of(cls, given: Any, workers: int, context: Any) -> MemoryLimit | None:
+        """The argument `memory_limit` of a loader with these workers and this multiprocessing context.
+
+        Raises:
+            ArgumentError: it is no size, or below the smallest one that is possible.
+        """
+        if given is None:
+            return None
+        method = context if isinstance(context, str) else _start_method(context)
+        limit = cls(given, parse_size(given, "memory_limit"), workers, method)
+        limit.check(limit.least())
+        return limit
+
+    @property
+    def common(self) -> int:
+        """Bytes of processes that serve all workers."""
+        if not self.workers:
+            return _CLIENT
+        return _FORK_SERVER if self.method == "forkserver" else 0
+
+    @property
+    def share(self) -> int:
+        """Bytes of each worker."""
+        return max(0, self.bytes - self.common) // max(1, self.workers)
+
+    def least(self, process: int = 0, room: int = _LEAST_ROOM) -> int:
+        """The smallest limit, where each worker takes `process` bytes by itself (0: a usual one)."""
+        if not self.workers:
+            return self.common + room
+        return self.common + self.workers * ((process or _PROCESS.get(self.method, 0)) + room)
+
+    def check(self, least: int) -> None:
+        """Raise ArgumentError where the limit is below the smallest one that is possible."""
+        if self.bytes >= least:
+            return
+        who = f"{self.workers} workers (start method {self.method!r})" if self.workers else "num_workers=0"
+        fewer = ", fewer workers or smaller batches" if self.workers else ""
+        raise ArgumentError(
+            f"memory_limit={self.given!r} is too little for {who}: give at least {-(-least // _MB)} MB{fewer}"
+        )
+
+
+def most_workers(memory_limit: Any, context: Any) -> int:
+    """The upper limit of num_workers="auto": by cores, and by memory."""
+    limit = MemoryLimit.of(memory_limit, 1, context)
+    if limit is None:
+        return ceiling()
+    return min(ceiling(), (limit.bytes - limit.common) // (limit.least() - limit.common))
+
+
+def _start_method(context: Any) -> str:
+    if context is not None:
+        return str(context.get_start_method())
+    # To ask for the default method would also fix it.
+    return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+
+
+class MemoryUse:
+    """The memory of a loader's processes, as its workers report it."""
+
+    def __init__(self) -> None:
+        self._limit: MemoryLimit | None = None
+        self._workers: dict[int, int] = {}
+        self._peak = 0
+        self._warned = False
+
+    def start(self, limit: MemoryLimit | None) -> None:
+        """An iterator starts, with workers of its own."""
+        self._limit, self._workers = limit, {}
+
+    def report(self, worker_id: int, used: int) -> None:
+        """A worker has measured itself."""
+        self._workers[worker_id] = used
+        self._peak = max(self._peak, self._sum())
+        limit = self._limit
+        if limit is not None and used > limit.share and not self._warned:
+            self._warned = True
+            _log.warning(
+                "worker %d uses %s, more than its share of memory_limit=%r, which is %s: batches that the "
+                "training keeps, the dataset's own memory, shuffle_buffer= or threads= may take it, or "
+                "single samples are too large. Raise the limit, or use fewer workers",
+                worker_id,
+                format_size(used),
+                limit.given,
+                format_size(limit.share),
+            )
+
+    def stats(self) -> dict[str, int]:
+        """The value of `stats()["memory"]`."""
+        if self._limit is None:
+            return {}
+        if not self._limit.workers:
+            return {"limit": self._limit.bytes}
+        return {"limit": self._limit.bytes, "used": self._sum(), "peak": self._peak}
+
+    def _sum(self) -> int:
+        common = 0 if self._limit is None else self._limit.common
+        return common + sum(self._workers.values())
+
+
+class WorkerMemory:
+    """The memory of one worker under a limit; without one, nothing is measured.
+
+    Args:
+        limit: of the loader, or None.
+        prefetch_factor: finished batches that may wait for the trainer.
+
+    Attributes:
+        ahead: finished batches that may wait now.
+        used: bytes of this process and its slots at the last measurement; 0 without a limit.
+    """
+
+    def __init__(self, limit: MemoryLimit | None, prefetch_factor: int) -> None:
+        self._limit = limit
+        self._prefetch_factor = prefetch_factor
+        self._process = self._before = self._room = 0
+        self._largest = 0  # batch
+        self.used = 0
+        self.ahead = prefetch_factor if limit is None else 1
+
+    def begin(self) -> None:
+        """The process is ready to make batches: what it takes by itself is known.
+
+        Raises:
+            ArgumentError: its share leaves no room for batches.
+        """
+        if self._limit is None:
+            return
+        self._process = private_bytes() + (0 if self._limit.method == "spawn" else _COPIED)
+        self._before = anonymous_bytes()
+        self._limit.check(self._limit.least(self._process))
+        self._room = self._limit.share - self._process
+        self.used = self._process
+        limit_payloads(self, self._room // 4)
+
+    def check_batch(self, nbytes: int) -> None:
+        """A batch takes this many bytes of slots, and is about to be handed over.
+
+        Raises:
+            ArgumentError: it is the first one, and another one would not fit beside it.
+        """
+        if self._limit is not None and not self._largest:
+            self._limit.check(self._limit.least(self._process, max(_LEAST_ROOM, 4 * nbytes)))
+        self._largest = max(self._largest, nbytes)
+
+    def look(self, slots: int) -> None:
+        """A batch was made: measure, and adapt what is read ahead and made ahead.
+
+        Args:
+            slots: bytes of all slots of this worker.
+        """
+        if self._limit is None:
+            return
+        room = int(_FILL * self._room)
+        grown = anonymous_bytes() - self._before
+        if grown + slots > room:  # freed memory counts until it is returned
+            trim()
+            grown = anonymous_bytes() - self._before
+        self.used = self._process + grown + slots
+        left = room - grown - slots
+        # While a payload arrives, the client holds it twice.
+        limit_payloads(self, max(_LEAST_PAYLOADS, budgeted_bytes() + (left // 2 if left > 0 else left)))
+        batches = room // 2 // max(1, self._largest)
+        self.ahead = min(self._prefetch_factor, max(1, batches - 1))

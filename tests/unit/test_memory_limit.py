@@ -1,0 +1,137 @@
+"""`memory_limit=`: what is refused, how it is split, and the budget of bytes that are read ahead."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+import pytest
+
+from fastload import DataLoader
+from fastload.errors import ArgumentError
+from fastload.fetch.byte_budget import ByteBudget
+from fastload.metrics.memory import limit_payloads, payload_limit
+from fastload.workers.memory_limit import MemoryLimit
+from tests.loaderdata import Numbers
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+MB = 1_000_000
+METHODS = ["fork", "forkserver", "spawn"]
+
+
+class Owner:
+    """Of a limit."""
+
+
+@pytest.mark.parametrize("value", ["", "two", "-1GB", 0, -5, True, 1.5, ["1GB"]])
+def test_memory_limit_that_is_no_size_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"memory_limit={re.escape(repr(value))}; give bytes"):
+        DataLoader(Numbers(4), memory_limit=value)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 6])
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_limit_too_small_is_refused_and_the_smallest_one_named_is_taken(
+    workers: int, method: str
+) -> None:
+    more: Any = {"num_workers": workers, "multiprocessing_context": method if workers else None}
+    with pytest.raises(ArgumentError, match="memory_limit='1MB' is too little") as refused:
+        DataLoader(Numbers(4), memory_limit="1MB", **more)
+    least = re.search(r"give at least (\d+) MB", str(refused.value))
+    assert least is not None
+    assert (f"{workers} workers" if workers else "num_workers=0") in str(refused.value)
+    DataLoader(Numbers(4), memory_limit=f"{least[1]}MB", **more)
+    with pytest.raises(ArgumentError, match=f"give at least {least[1]} MB"):
+        DataLoader(Numbers(4), memory_limit=int(least[1]) * MB - MB, **more)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_shares_of_the_workers_and_the_common_processes_are_the_limit(method: str) -> None:
+    limit = MemoryLimit.of("2GB", 5, method)
+    assert limit is not None
+    assert limit.bytes - 5 < limit.common + 5 * limit.share <= limit.bytes == 2000 * MB
+
+
+def test_auto_starts_no_more_workers_than_the_limit_is_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: 64)
+    loader: Any = DataLoader(
+        Numbers(4), num_workers="auto", memory_limit="200MB", multiprocessing_context="fork"
+    )
+    assert 1 < loader.num_workers < 64
+    DataLoader(
+        Numbers(4), num_workers=loader.num_workers, memory_limit="200MB", multiprocessing_context="fork"
+    )
+    with pytest.raises(ArgumentError, match="too little"):
+        DataLoader(
+            Numbers(4),
+            num_workers=loader.num_workers + 1,
+            memory_limit="200MB",
+            multiprocessing_context="fork",
+        )
+    with pytest.raises(ArgumentError, match="too little for 1 workers"):
+        DataLoader(Numbers(4), num_workers="auto", memory_limit="2MB", multiprocessing_context="fork")
+
+
+def test_lowest_limit_of_payloads_counts_as_long_as_its_owner_lives() -> None:
+    before = payload_limit()
+    first, second = Owner(), Owner()
+    limit_payloads(first, 5 * MB)
+    limit_payloads(second, 3 * MB)
+    assert payload_limit() == 3 * MB
+    limit_payloads(second, 9 * MB)
+    assert payload_limit() == 5 * MB
+    del first
+    gc.collect()
+    assert payload_limit() == 9 * MB
+    del second
+    gc.collect()
+    assert payload_limit() == before
+
+
+class Consumer:
+    """Takes samples of 1 MB from a prefetcher whose budget is full; some of its time it waits."""
+
+    def __init__(self, most: int) -> None:
+        self.now = 0.0
+        self.budget = ByteBudget(most, clock=lambda: self.now)
+
+    def take(self, samples: int, waited: float) -> bool:
+        """Each takes 0.1 s, of which it waits for this part. Whether the budget grew."""
+        grew = False
+        for _ in range(samples):
+            self.now += 0.1
+            self.budget.handed_out(MB)
+            grew |= waited > 0 and self.budget.grow(MB, 0.1 * waited)
+        return grew
+
+
+def test_budget_grows_for_a_consumer_that_waits_and_not_for_one_that_does_not() -> None:
+    idle, waiting = Consumer(256 * MB), Consumer(256 * MB)
+    first = idle.budget.bytes(MB)
+    assert not idle.take(2000, waited=0.05)
+    assert idle.budget.bytes(MB) == first
+    assert waiting.take(2000, waited=0.5)
+    assert waiting.budget.bytes(MB) == 256 * MB  # and never more
+
+
+def test_budget_does_not_grow_before_it_was_used_once() -> None:
+    consumer = Consumer(256 * MB)
+    for _ in range(1000):
+        consumer.now += 0.1
+        assert not consumer.budget.grow(MB, 0.1)
+
+
+def test_budget_of_large_samples_begins_with_several_of_them() -> None:
+    assert ByteBudget(256 * MB).bytes(8 * MB) == 256 * MB
+    assert ByteBudget(256 * MB).bytes(2 * MB) == 64 * MB
+
+
+def test_prefetchers_of_a_process_share_its_limit_equally() -> None:
+    owner, budgets = Owner(), [ByteBudget(256 * MB) for _ in range(4)]
+    limit_payloads(owner, 8 * MB)
+    others = 8 * MB // budgets[0].bytes(MB)  # those that earlier tests left
+    assert others >= 4 and sum(budget.bytes(MB) for budget in budgets) <= 8 * MB
+    limit_payloads(owner, 4 * MB)
+    assert sum(budget.bytes(MB) for budget in budgets) <= 4 * MB
