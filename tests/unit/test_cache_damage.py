@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fastload.cache import Cache, Entry
+from fastload.cache import Cache
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
 from fastload.cache import segment as segment_module
@@ -238,10 +238,10 @@ def test_lookup_in_a_corrupt_index(open_cache: Callable[..., Cache], monkeypatch
     directory = cache.open_or_raise()
     assert directory is not None
 
-    def corrupt(key: bytes) -> Entry:
+    def corrupt(keys: list[bytes]) -> list[bytes | None]:
         raise lmdb.CorruptedError("page is not a page")
 
-    monkeypatch.setattr(directory.index, "get", corrupt)
+    monkeypatch.setattr(directory.index, "packed", corrupt)
     with pytest.warns(RuntimeWarning, match="page is not a page"):
         assert cache.read(next(iter(content))) is None
     cache.close()
