@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -193,18 +193,28 @@ class Cache:
 
     def lookup(self, key: bytes) -> Entry | None:
         """The index entry of `key`, or None (a miss, counted). Reads no payload."""
+        return self.lookup_all([key])[0]
+
+    def lookup_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """`lookup` of each key, at the price of few."""
         access = self._access.get()
-        directory, entry = access.open(), None
+        directory = access.open()
+        packed: list[bytes | None] = [None] * len(keys)
         if directory is not None:
             try:
-                entry = directory.index.get(key)
-            except CorruptRecordError:
-                access.counters.add("cache.corrupt")
+                packed = directory.index.packed(keys)
             except (OSError, lmdb.Error) as error:
                 access.report(error)
-        if entry is None:
-            access.counters.add("cache.misses")
-        return entry
+        entries: list[Entry | None] = []
+        for value in packed:
+            try:
+                entries.append(None if value is None else Entry.unpack(value))
+            except CorruptRecordError:
+                access.counters.add("cache.corrupt")
+                entries.append(None)
+        if misses := entries.count(None):
+            access.counters.add("cache.misses", misses)
+        return entries
 
     def has(self, key: bytes) -> bool:
         """Whether the index has `key`. No miss is counted, because nobody wanted the payload."""

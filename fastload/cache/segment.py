@@ -255,7 +255,16 @@ class SegmentReader:
         return verify(data[:read], self.id, key, entry)
 
     def will_need(self, entry: Entry) -> None:
-        os.posix_fadvise(self.fd, entry.offset, HEADER_SIZE + entry.length, os.POSIX_FADV_WILLNEED)
+        """Let the kernel read the record ahead, where its last byte is not in memory.
+
+        The advice alone looks at every page of the record, also of one that is in memory: 6 us for pixels.
+        The pages of a record come and go together; where they did not, the read waits for the disk.
+        """
+        end = entry.offset + HEADER_SIZE + entry.length
+        try:
+            os.preadv(self.fd, [bytearray(1)], end - 1, os.RWF_NOWAIT)
+        except OSError:  # it is not in memory, or this file system cannot tell
+            os.posix_fadvise(self.fd, entry.offset, end - entry.offset, os.POSIX_FADV_WILLNEED)
 
     def scan(self, number: int) -> Iterator[tuple[bytes, Entry]]:
         """(key, entry) of every record whose header is sound and which ends inside the file.

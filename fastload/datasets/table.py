@@ -314,6 +314,9 @@ class TableDataset(FieldsDataset):
                 raise
         return payloads
 
+    def _is_here(self, record: int) -> bool:
+        return all(map(self._prefetchers.get().is_here, self._objects(record)))
+
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Row:
         """A row's payloads, and its values in the table -> the fields of a sample."""
         row = Row({} if self._columns is None else self._columns.row(record))

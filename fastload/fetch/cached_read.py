@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,16 +63,15 @@ class CachedReads:
         self._patience = patience
         self._reserving = threading.Lock()
 
-    def look_up(self, read: CachedRead) -> bool:
-        """Whether the cache has the sample. If so, the kernel begins to read it from the disk."""
-        if self._cache is None:
-            return False
-        read.key = self._source.cache_key(read.index)
-        read.entry = self._cache.lookup(read.key)
-        if read.entry is None:
-            return False
-        self._cache.will_need(read.entry)
-        return True
+    def look_up(self, reads: Sequence[CachedRead]) -> None:
+        """Find out where the cache has these samples. The kernel begins to read them from the disk."""
+        if self._cache is None or not reads:
+            return
+        keys = [self._source.cache_key(read.index) for read in reads]
+        for read, key, entry in zip(reads, keys, self._cache.lookup_all(keys), strict=True):
+            read.key, read.entry = key, entry
+            if entry is not None:
+                self._cache.will_need(entry)
 
     def plan(self, read: CachedRead) -> list[tuple[int, int]]:
         """The (start, stop) of each request that reads the sample from the store."""

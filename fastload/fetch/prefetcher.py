@@ -102,21 +102,30 @@ class Prefetcher:
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:
         """Start reading samples that `reader` will get in this order. Does not block."""
-        for index in indices:
-            with self._work:
-                known = self._reads.get(index)
-                if known is not None:
-                    known.wanted += 1
-                    continue
-            read = self._new_read(index)
-            parts = [] if self._cached.look_up(read) else self._parts(read)
-            with self._work:
-                self._reads[index] = read
-                self._queues.add(parts, reader)
+        new: dict[int, int] = {}  # how often each is requested
         with self._work:
+            for index in indices:
+                known = self._reads.get(index)
+                if known is None:
+                    new[index] = new.get(index, 0) + 1
+                else:
+                    known.wanted += 1
+        reads = [self._new_read(index) for index in new]
+        self._cached.look_up(reads)
+        parts = [part for read in reads if read.entry is None for part in self._parts(read)]
+        with self._work:
+            for read in reads:
+                read.wanted = new[read.index]
+                self._reads[read.index] = read
+            self._queues.add(parts, reader)
             self._staff()
             self._work.notify(len(self._queues))
         self._cached.drain_counters()
+
+    def is_here(self, index: int) -> bool:
+        """Whether `get` will not wait for the store."""
+        read = self._reads.get(index)
+        return read is not None and (read.done or read.entry is not None)
 
     def get(self, index: int) -> Any:
         """The sample's bytes (or what `prepare` made of them). Blocks until they are there.
@@ -189,7 +198,7 @@ class Prefetcher:
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""
         read = self._new_read(index)
-        self._cached.look_up(read)
+        self._cached.look_up([read])
         return self._cached.read_now(read)
 
     def _wait(self, read: Read) -> None:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from faultserver import Fault, FaultServer
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Subset
 
-from fastload import Cache, DataLoader, ObjectDataset
+from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload.demo.photos import make_photo
 from fastload.errors import StoreError
 from fastload.fetch import threads
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
@@ -27,10 +29,12 @@ from fastload.fetch.reader_queues import ReaderQueues
 from fastload.fetch.settings import ReadSettings
 from fastload.fetch.source import ObjectSource
 from fastload.fetch.threads import ReadPool
+from fastload.images.kernel import active
 from fastload.metrics.counters import Counters
 from fastload.store.base import Reading
 from fastload.store.local import LocalStore
 from fastload.store.manifest import Manifest
+from tests.cachedata import segments
 from tests.patience import PATIENCE, wait_until
 
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
@@ -62,6 +66,56 @@ def files_of(folder: Path, kind: type[LocalStore] = LocalStore, **options: Any) 
 
 def key(index: int, version: str | None = None) -> bytes:
     return hashlib.blake2b(b"%d" % index, digest_size=16).digest()
+
+
+def test_sample_that_a_batch_has_twice_is_read_once_and_handed_out_twice(tmp_path: Path) -> None:
+    (tmp_path / "0").write_bytes(b"zero")
+    counters = Counters()
+    prefetcher = Prefetcher(files_of(tmp_path), None, prepare=None, counters=counters)
+    prefetcher.request([0, 0])
+    prefetcher.request([0])
+    wait_until(lambda: prefetcher.is_here(0), "the sample is read")
+    assert [bytes(prefetcher.get(0)) for _ in range(3)] == [b"zero"] * 3
+    assert counters["get.samples"] == 1 and counters["get.ahead"] == 3
+    assert prefetcher.outstanding() == NOTHING and not prefetcher.is_here(0)
+    prefetcher.close()
+
+
+def test_cached_samples_are_decoded_at_once_and_a_damaged_record_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(20):
+        (tmp_path / "photos" / "a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / "a" / f"{number:02d}.jpg").write_bytes(make_photo(number, 40, 30))
+    dataset = ImageFolder(str(tmp_path / "photos"), RandomResizedCrop(16), cache=str(tmp_path / "cache"))
+    first, _ = next(iter(DataLoader(dataset, batch_size=20, seed=3)))
+    assert dataset.cache is not None and dataset.cache.flush(PATIENCE)
+    calls: list[int] = []
+    kernel = active()
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernel, name)
+
+        def crop_resize(self, out: Any, items: Any, *arguments: Any) -> Any:
+            calls.append(len(items))
+            return kernel.crop_resize(out, items, *arguments)
+
+    monkeypatch.setattr("fastload.images.crop.active", Counted)
+    for damaged in (False, True):
+        if damaged:
+            entry = dataset.cache.lookup(dataset.cache_key(7))
+            assert entry is not None
+            (segment,) = segments(tmp_path / "cache")
+            with segment.open("r+b") as file:
+                file.seek(entry.offset + 64 + 100)
+                file.write(b"damaged")
+        calls.clear()
+        loader = DataLoader(dataset, batch_size=20, seed=3)
+        ((again, _),) = loader
+        assert torch.equal(again, first) and calls == [20]
+        assert loader.stats()["counters"].get("cache.corrupt", 0) == damaged
+    dataset.close()
 
 
 @pytest.mark.parametrize("seed", range(4))

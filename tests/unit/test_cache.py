@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -39,6 +40,25 @@ def test_written_is_read(open_cache: Callable[..., Cache]) -> None:
     assert counters["cache.hits"] == counters["cache.writes"] == 200
     assert counters["cache.bytes"] == counters["cache.write_bytes"] == 200 * 3000
     assert counters["cache.misses"] == 1
+
+
+@pytest.mark.parametrize("error", [None, BlockingIOError(), OSError(errno.EOPNOTSUPP, "not supported")])
+def test_record_is_read_ahead_unless_it_is_in_memory(
+    open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    cache = open_cache()
+    entry = cache.lookup(next(iter(fill(cache, 1))))
+    assert entry is not None
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: advised.append(length))
+    if error is not None:
+
+        def fail(*_: Any) -> int:
+            raise error
+
+        monkeypatch.setattr(os, "preadv", fail)
+    cache.will_need(entry)
+    assert advised == ([] if error is None else [64 + 3000])
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 4096, 5_000_000])

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fastload.cache import Cache, Entry
+from fastload.cache import Cache
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
 from fastload.cache import segment as segment_module
@@ -232,16 +232,30 @@ def test_unclean_stop_of_the_machine(
     assert opened[0][:4] != b"half"  # closed cleanly: trusted, in any boot
 
 
+def test_lookup_of_several_keys_misses_those_whose_entries_are_damaged(
+    open_cache: Callable[..., Cache],
+) -> None:
+    cache = open_cache()
+    damaged, *sound = fill(cache, 5)
+    index = cache.open_or_raise().index
+    with index._write() as txn:
+        txn.put(damaged, b"short", db=index._entries)
+    entries = cache.lookup_all([damaged, *sound, b"x" * 16])
+    assert [entry is None for entry in entries] == [True, *[False] * 4, True]
+    assert entries[1:5] == [cache.lookup(key) for key in sound]
+    assert cache.counters["cache.corrupt"] == 1 and cache.counters["cache.misses"] == 2
+
+
 def test_lookup_in_a_corrupt_index(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
     cache = open_cache()
     content = fill(cache, 5)
     directory = cache.open_or_raise()
     assert directory is not None
 
-    def corrupt(key: bytes) -> Entry:
+    def corrupt(keys: list[bytes]) -> list[bytes | None]:
         raise lmdb.CorruptedError("page is not a page")
 
-    monkeypatch.setattr(directory.index, "get", corrupt)
+    monkeypatch.setattr(directory.index, "packed", corrupt)
     with pytest.warns(RuntimeWarning, match="page is not a page"):
         assert cache.read(next(iter(content))) is None
     cache.close()

@@ -1,0 +1,190 @@
+"""A loader in later epochs against its kernel: `python -m bench later`.
+
+The loader reads a full cache on the local disk. The other side is as many processes that run the transform's
+kernel on the same records, held in memory. RandomResizedCrop(224) with flips, batches of 64, photos of 500 x
+375 pixels and 138 KB. Both sides take turns in each round, so that other work of the machine slows both.
+Figures are medians; a ratio is the median of the ratios of each round. CPU time is that of all processes of a
+side, the trainer's too: the work itself, whoever else uses the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import RandomSampler
+
+from bench.data import BATCH, KEPT_QUALITY, KEPT_SIDE, SIZE, WORKERS, WORKPLACE, photo_folder, write_result
+from bench.measure.kernels import Fill
+from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
+from fastload.cli.measurement import describe_machine
+from fastload.images import kernel as native
+
+MODES = ["raw", "shrunk", "decoded"]
+PASSES = {"decoded": 10, "shrunk": 3}  # over the photos, in a turn: turns of about the same length
+
+
+class Turn(NamedTuple):
+    """A turn of one side: images per second, CPU time of an image in us, seconds until the first batch."""
+
+    rate: float
+    cpu: float
+    first: float
+
+
+def dataset_of(folder: Path, cache: Path, mode: str) -> Any:
+    kept = Cache(cache, mode, short_side=KEPT_SIDE, quality=KEPT_QUALITY)  # type: ignore[arg-type]
+    return ImageFolder(str(folder), RandomResizedCrop(SIZE, flip=0.5), cache=kept)
+
+
+class Loader:
+    """A loader with running workers over a full cache; `samples` an epoch, in passes over the dataset."""
+
+    def __init__(self, dataset: Any, samples: int, workers: int) -> None:
+        order = RandomSampler(dataset, num_samples=samples)
+        self.loader = DataLoader(dataset, BATCH, sampler=order, num_workers=workers, persistent_workers=True)
+        before = set(psutil.Process().children())
+        self()  # starts them
+        while dataset.cache.info()["entries"] < len(dataset):  # filling never waits for the disk
+            self()
+        self._processes = [psutil.Process(), *(set(psutil.Process().children()) - before)]
+        dataset.cache.close()
+
+    def __call__(self) -> Turn:
+        cpu, start, first, images = self._cpu_seconds(), time.perf_counter(), 0.0, 0
+        for batch, _ in self.loader:
+            first = first or time.perf_counter() - start
+            images += len(batch)
+        seconds = time.perf_counter() - start
+        return Turn(images / seconds, 1e6 * (self._cpu_seconds() - cpu) / images, first)
+
+    def _cpu_seconds(self) -> float:
+        times = [process.cpu_times() for process in getattr(self, "_processes", [])]
+        return sum(time.user + time.system for time in times)
+
+
+class Kernels:
+    """Processes that run the kernel, each on its share of the records; `samples` a turn, in batches."""
+
+    def __init__(self, dataset: Any, samples: int, count: int) -> None:
+        self._samples = samples
+        context = multiprocessing.get_context("fork")
+        self._pipes, self._processes = [], []
+        for part in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=self._serve, args=(dataset, part, count, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            assert pipe.recv() == "ready"
+
+    def __call__(self) -> Turn:
+        start = time.perf_counter()
+        for pipe in self._pipes:
+            pipe.send("go")
+        cpu = sum(pipe.recv() for pipe in self._pipes)
+        return Turn(self._samples / (time.perf_counter() - start), 1e6 * cpu / self._samples, 0.0)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def _serve(self, dataset: Any, part: int, count: int, pipe: Any) -> None:
+        mine = range(part, len(dataset), count)
+        records = [dataset._restore(i, dataset.payload(i), readonly=True) for i in mine]
+        samples, rng = self._samples // count, random.Random(part)
+        pipe.send("ready")
+        while True:
+            pipe.recv()
+            cpu = time.process_time()
+            passes = -(-samples // len(records))
+            order = [one for _ in range(passes) for one in rng.sample(records, len(records))][:samples]
+            Fill(order, dataset.transform, native.kernel)([rng.getrandbits(64) for _ in order])
+            pipe.send(time.process_time() - cpu)
+
+
+def measure(folder: Path, mode: str, passes: int, workers: int, rounds: int) -> dict[str, Any]:
+    """One row: the turns of both sides over a cache of this mode."""
+    with tempfile.TemporaryDirectory(dir=WORKPLACE) as scratch:
+        dataset = dataset_of(folder, Path(scratch), mode)
+        samples = passes * len(dataset) // (BATCH * workers) * BATCH * workers
+        loader, kernels = Loader(dataset, samples, workers), Kernels(dataset, samples, workers)
+        sides = {"loader": loader, "kernels": kernels}
+        turns: dict[str, list[Turn]] = {name: [] for name in sides}
+        for round_ in range(rounds + 1):
+            for name, side in sides.items():
+                turn = side()
+                if round_:  # the first warms up
+                    turns[name].append(turn)
+        kernels.close()
+        taken = {name: [turn._asdict() for turn in of] for name, of in turns.items()}
+        return {"mode": mode, "samples": samples, **taken}
+
+
+def median(row: dict[str, Any], side: str, what: str) -> float:
+    return statistics.median(turn[what] for turn in row[side])
+
+
+def ratio(row: dict[str, Any], what: str) -> float:
+    """The loader's to the kernel's, in the same round."""
+    return statistics.median(a[what] / b[what] for a, b in zip(row["loader"], row["kernels"], strict=True))
+
+
+def show(console: Console, rows: list[dict[str, Any]], workers: int) -> None:
+    table = Table(title=f"later epochs, {workers} workers, against {workers} processes with the kernel alone")
+    rate, cpu = ("img/s", "kernel img/s", "ratio"), ("CPU us/img", "kernel us/img", "ratio")
+    for number, column in enumerate(("mode", *rate, *cpu, "first batch s")):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        rates = [f"{median(row, side, 'rate'):,.0f}" for side in ("loader", "kernels")]
+        cpus = [f"{median(row, side, 'cpu'):,.0f}" for side in ("loader", "kernels")]
+        parts = [f"{ratio(row, what):.3f}" for what in ("rate", "cpu")]
+        table.add_row(row["mode"], *rates, parts[0], *cpus, parts[1], f"{median(row, 'loader', 'first'):.3f}")
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--images", type=int, default=2000, help="photos in the cache (default 2000)")
+    parser.add_argument("--passes", type=int, help="passes over the photos in a turn")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="and kernel processes (default 2)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
+    parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
+    options = parser.parse_args()
+    if native.kernel is None:
+        raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
+    console = Console(stderr=options.json, width=110)
+    result: dict[str, Any] = {"bench": "later", **describe_machine(), "load_before": os.getloadavg()}
+    folder, rows = photo_folder(options.images), []
+    for mode in options.modes:
+        passes = options.passes or PASSES.get(mode, 1)
+        rows.append(measure(folder, mode, passes, options.workers, options.rounds))
+    show(console, rows, options.workers)
+    result |= {"workers": options.workers, "rows": rows, "load_after": os.getloadavg()}
+    console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
+    if options.save:
+        write_result(result)
+    if options.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
