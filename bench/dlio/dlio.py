@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -48,7 +49,7 @@ LOADERS = {"fastload": "FastloadLoader", "Pillow": "PillowLoader"}
 
 
 class Contender(NamedTuple):
-    """`loader`: "DLIO" is its own, "Pillow" is torch's with Pillow. `mode`: of the cache, or none."""
+    """`loader`: "DLIO" is its own, "Pillow" is torch's with Pillow. `mode`: of the cache, "" without one."""
 
     place: str
     loader: str
@@ -60,17 +61,14 @@ class Contender(NamedTuple):
     @property
     def name(self) -> str:
         words = [self.place, self.loader, self.sample]
+        words += [self.mode] * bool(self.mode)
         words += [f"{self.ranks} ranks"] * (self.ranks > 1) + ["no compute"] * (not self.compute)
         return ", ".join(words)
 
     @property
     def epochs(self) -> list[str]:
         """The names of what its epochs measure."""
-        return (
-            [f"{self.name}, filling {self.mode}", f"{self.name}, cached {self.mode}"]
-            if self.mode
-            else [self.name]
-        )
+        return [f"{self.name}, filling", f"{self.name}, cached"] if self.mode else [self.name]
 
 
 class Epoch(NamedTuple):
@@ -273,13 +271,14 @@ def main() -> None:
     parser.add_argument("--python", type=Path, required=True, help="of an environment with DLIO")
     parser.add_argument("--files", type=int, default=2400)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", help="contenders whose name has this in it")
+    parser.add_argument("--only", default="", help="a pattern in the names of contenders")
     parser.add_argument("--mode", default="raw", help="of the cache that 3 accelerators share")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON")
+    parser.add_argument("--suffix", default="", help="of its name")
     given = parser.parse_args()
-    chosen = [
-        each for each in contenders(given.mode) if not given.only or any(given.only in n for n in each.epochs)
-    ]
+    chosen = [each for each in contenders(given.mode) if re.search(given.only, each.name)]
+    if not chosen:
+        raise SystemExit(f"--only {given.only!r}: no contender has it in its name")
     document: dict[str, Any] = {"bench": "dlio", **describe_machine(), "load_before": os.getloadavg()}
     with places(given.files) as place:
         sizes = [path.stat().st_size for path in (place.folder / FOLDER / "train").iterdir()]
@@ -301,8 +300,7 @@ def main() -> None:
         "load_after": os.getloadavg(),
     }
     print(table(document))
-    if not given.only:
-        print(f"written: {write_result(document, folder=given.results)}")
+    print(f"written: {write_result(document, given.suffix, given.results)}")
     print(json.dumps(document))
 
 

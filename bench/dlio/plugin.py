@@ -37,8 +37,8 @@ SIZE = 224  # pixels of a crop's side
 class FilesOfTheEpoch(torch.utils.data.Sampler[int]):
     """The indices of DLIO's files, which it gives to the ranks anew for every epoch."""
 
-    def __init__(self) -> None:
-        self.indices: list[int] = []
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = indices
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -59,6 +59,9 @@ class FastloadLoader(BaseDataLoader):
         options = self._args.storage_options or {}
         self._given = {"sample": "bytes", "cache": None, "mode": "raw", "record": None}
         self._given |= options.get("fastload", {})
+        if len(self._given) > 4 or self._given["sample"] not in ("bytes", "crops"):
+            known = "sample (bytes or crops), cache, mode and record"
+            raise ValueError(f"storage_options.fastload takes {known}: found {options['fastload']}")
         names = {"endpoint_url": "endpoint_url", "access_key_id": "key", "secret_access_key": "secret"}
         self._options = {ours: options[theirs] for theirs, ours in names.items() if theirs in options}
 
@@ -74,11 +77,12 @@ class FastloadLoader(BaseDataLoader):
             storage_options=None if local else self._options,
         )
         self._index = {key: index for index, key in enumerate(dataset.listing().keys(0, len(dataset)))}
-        self._order = FilesOfTheEpoch()
-        # Its readers of files stack a dummy for each file, those of S3 give one for the batch.
-        dummy = partial(dummies, args.resized_image, local)
         workers = args.read_threads
-        # Not named `_dataset`: DLIO would begin an epoch of that before its clock starts.
+        # DLIO starts the workers of its own loaders before its clock, and they read. These read one file.
+        self._order = FilesOfTheEpoch([0] * self.batch_size * max(1, workers))
+        # Its readers of files stack a dummy for each file, those of S3 give one for the batch.
+        dummy = partial(dummies, args.resized_image.shape, local)
+        # Not named `_dataset`: DLIO would begin an epoch of that, and fill the cache, before its clock.
         self._loader = DataLoader(
             dataset,
             self.batch_size,
@@ -89,6 +93,8 @@ class FastloadLoader(BaseDataLoader):
             persistent_workers=workers > 0,
             drop_last=True,
         )
+        for _ in self._loader:
+            pass
 
     def next(self) -> Iterator[Any]:
         training = self.dataset_type is DatasetType.TRAIN
@@ -145,10 +151,10 @@ class PillowCrops(torch.utils.data.Dataset[Any]):
         return torch.from_numpy(np.asarray(crop).transpose(2, 0, 1).copy())
 
 
-def dummies(dummy: Any, local: bool, samples: list[Any]) -> Any:
+def dummies(shape: tuple[int, ...], local: bool, samples: list[Any]) -> Any:
     """What DLIO's own readers hand over for these samples, which are bytes."""
     assert all(map(len, samples))
-    return torch.utils.data.default_collate([dummy] * len(samples)) if local else torch.from_numpy(dummy)
+    return torch.zeros((len(samples), *shape) if local else shape, dtype=torch.uint8)
 
 
 def digests(samples: list[Any]) -> list[str]:
