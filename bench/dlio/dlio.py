@@ -23,7 +23,6 @@ import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -226,7 +225,7 @@ def follow(command: list[str], scratch: Path, place: Place) -> list[tuple[float,
         process = psutil.Popen(command, cwd=scratch, env=environment, stdout=out, stderr=out)
         while process.poll() is None and time.monotonic() < deadline:
             samples.append((time.time(), cpu_seconds(process)))
-            threading.Event().wait(LOOK_EVERY)
+            time.sleep(LOOK_EVERY)
         if process.poll() is None:
             for each in [*process.children(recursive=True), process]:
                 each.kill()

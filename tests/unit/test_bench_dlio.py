@@ -123,6 +123,7 @@ def test_contenders_have_names_of_their_own() -> None:
 
 
 @needs_dlio
+@pytest.mark.stress  # a run takes half a minute of CPU, most of it for imports
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_dlio_with_the_plugin_keeps_its_order_and_shards(ranks: int, tmp_path: Path) -> None:
     if ranks > 1 and shutil.which("mpirun") is None:
