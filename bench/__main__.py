@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-ROOMS = ("measure", "show")
+ROOMS = ("dlio", "measure", "show")
 
 
 def commands() -> dict[str, str]:
