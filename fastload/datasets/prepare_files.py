@@ -22,7 +22,6 @@ from fastload.datasets.pairs import images_kept, known_images
 from fastload.datasets.prepare import PrepareStep, with_orientation
 from fastload.errors import DecodeError
 from fastload.formats.sample import dump
-from fastload.images.dct import MAGIC
 from fastload.images.decode import find_format
 
 __all__ = ["FilePrepareStep", "Picture"]
@@ -86,8 +85,6 @@ def _is_image(key: str, payload: Any) -> bool:
         return True
     if has_opener(extension):
         return False
-    if bytes(memoryview(payload)[: len(MAGIC)]) == MAGIC:
-        return True
     try:
         find_format(payload)
     except DecodeError:

@@ -142,7 +142,7 @@ def _open(encoded: EncodedImages, row: int) -> _Picture | None:
 
 def _layout_of(head: bytes) -> _Layout | None:
     """The layout of a record, from its first bytes. None for another file, and for rare kinds."""
-    if not head.startswith(RECORD_MAGIC) or head[4] != 1:
+    if not head.startswith(RECORD_MAGIC):
         return None
     if (head[6], head[7]) == (_GREY, 1):
         return _Layout(((1, 1),))

@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fastload.images.headers import RECORD_MAGIC
+from fastload.images.headers import is_record
 
 Image: Any
 try:
@@ -53,7 +53,7 @@ def _has_end(view: memoryview) -> bool:
 
 def _header(data: Any) -> tuple[int, int, str]:
     """(height, width, colour space) of a JPEG."""
-    if bytes(memoryview(data)[:4]) == RECORD_MAGIC:
+    if is_record(data):
         raise ValueError("a record of cache mode 'dct', which only the compiled kernel reads")
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)

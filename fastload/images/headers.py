@@ -21,8 +21,9 @@ __all__ = [
     "without_exif",
 ]
 
-# The first bytes of a record of cache mode "dct"; at 5 its orientation, at 7 the number of its components.
-RECORD_MAGIC = b"\x89DCT"
+# The first bytes of a record of cache mode "dct", the last of them its version. At 5 is its orientation, at 7
+# the number of its components.
+RECORD_MAGIC = b"\x89DCT\x01"
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
@@ -65,7 +66,7 @@ def is_plain_jpeg(data: Any) -> bool:
 def is_record(data: Any) -> bool:
     """Whether this is a record of cache mode "dct", by its first bytes."""
     view = memoryview(data).cast("B")
-    return len(view) > 7 and view[:4] == RECORD_MAGIC
+    return len(view) > 7 and view[:5] == RECORD_MAGIC
 
 
 def jpeg_components(data: Any) -> int:
