@@ -182,7 +182,7 @@ class ObjectDataset(StoreDataset):
     def finish_encoded_batch(self, batch: Any) -> Any:
         return batch.finish()
 
-    def why_not_encoded(self) -> str | None:
+    def why_not_encoded(self, decode: str = "") -> str | None:
         own = own_samples(self)
         if own is not None:
             return f"samples are made by {own}, in the workers: use decode='cpu'"
@@ -199,8 +199,13 @@ class ObjectDataset(StoreDataset):
             )
         if self._step.mode == "decoded":
             return "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
-        if self._step.mode == "dct":
-            return "a cache in mode 'dct' keeps what only fastload decodes: use mode 'raw', or decode='cpu'"
+        if decode == "torch" and self._step.mode != "dct":
+            return "torch decodes what a cache in mode 'dct' keeps: use Cache(path, 'dct'), or decode='cpu'"
+        if decode not in ("", "torch") and self._step.mode == "dct":
+            return (
+                "a cache in mode 'dct' keeps what only fastload decodes: use mode 'raw', decode='torch' or "
+                "decode='cpu'"
+            )
         return None
 
     # --- what `StoreDataset` asks for

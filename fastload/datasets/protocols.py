@@ -221,8 +221,12 @@ def check_dataset(dataset: Any) -> None:
 class EncodedRows(Protocol):
     """A `RowDataset` whose images can leave the worker encoded, to be decoded on the device."""
 
-    def why_not_encoded(self) -> str | None:
-        """None if that works as this dataset is set up; otherwise the reason why it does not."""
+    def why_not_encoded(self, decode: str = "") -> str | None:
+        """None if that works as this dataset is set up; otherwise the reason why it does not.
+
+        Args:
+            decode: the loader's decoder; "": one that was already found to take what the cache keeps.
+        """
 
     def keep_raw(self) -> None:
         """Let a cache in mode "auto" keep files, which the device decodes. What was read ahead is dropped."""

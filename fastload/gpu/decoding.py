@@ -2,6 +2,7 @@
 
     decode="cpu"             the workers; there is no `Decoding`
     decode="dali", "nvjpeg"  workers send encoded images, and that decoder turns them into pixels
+    decode="torch"           as these, for the records of a cache in mode "dct"
     decode="auto"            the first batch is decoded by each of them and timed; the fastest is kept
 
 The choice changes neither the samples of a batch nor their crops. Pixels differ a little between decoders:
@@ -28,6 +29,7 @@ from fastload.gpu.decoders import (
     start_decoding,
 )
 from fastload.gpu.nvjpeg import NvJpegDecoder, why_no_nvjpeg
+from fastload.gpu.torch_dct import TorchDctDecoder
 from fastload.images.encoded import EncodedImages
 from fastload.metrics.cores import usable_cores
 from fastload.metrics.counters import Counters
@@ -36,7 +38,7 @@ __all__ = ["Decoding", "check_decode", "measure_decoder"]
 
 _log = logging.getLogger("fastload")
 
-_CHOICES = ("cpu", "dali", "nvjpeg", "auto")
+_CHOICES = ("cpu", "dali", "nvjpeg", "torch", "auto")
 _PERIOD = 64  # batches after which "auto" tries again: the first one may have no image to decode
 _CLEARLY = 1.05  # how much faster than the workers a decoder must be: workers are the simpler way
 
@@ -64,10 +66,10 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
     elif not default_batches:
         why = "it needs batches by torch's default_collate: leave out collate_fn and batch_size=None"
     else:
-        why = rows.why_not_encoded()
-    if why is None and decode != "auto":
+        why = rows.why_not_encoded("dali" if isinstance(decode, Dali) else decode)
+    if why is None:
         name = "dali" if isinstance(decode, Dali) else decode
-        why = _missing(device or torch.device("cpu"))[name]
+        why = _missing(device or torch.device("cpu")).get(name)
     if why is not None:
         raise ArgumentError(f"decode={decode!r} does not work here: {why}")
 
@@ -171,6 +173,8 @@ class Decoding:
     def _new(self, name: str, counters: Counters, bad: BadSamples) -> ImageDecoder:
         if name == "cpu":
             return KernelDecoder(self._device, self._on_error, counters, bad)
+        if name == "torch":
+            return TorchDctDecoder(self._device, self._on_error, counters, bad)
         why = _missing(self._device)[name]
         if why is not None:
             raise FastloadError(f"decode={name!r} cannot start: {why}", stage="decode")

@@ -77,8 +77,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             has operators for the CPU too) or nvJPEG (on a CUDA device only; through TorchCodec 0.16 where it
             is installed, else through torchvision); workers then only read, and draw the same crops and
             flips. "auto": the first batch times the available decoders, the fastest one stays, and
-            `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. All but "cpu" need an
-            ImageFolder or ObjectDataset with a fused transform and cache mode "raw" or "shrunk". A cut JPEG
+            `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. "torch": the records of
+            a cache in mode "dct", by torch's own operations. All but "cpu" need an ImageFolder or
+            ObjectDataset with a fused transform, and all but "cpu" and "torch" cache mode "raw" or "shrunk",
+            or "auto", which is then "raw". A cut JPEG
             is an error. Damage in its middle is an error with "cpu" if the decoder notices it, which it
             cannot below the crop, and rarely does where a few bytes are wrong; the others may return a
             damaged image.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from PIL import Image
 
-from fastload.errors import DecodeError
+from fastload import Cache, DataLoader, ImageFolder
+from fastload.errors import ArgumentError, DecodeError
 from fastload.gpu.torch_dct import TorchDctDecoder
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.dct import available, to_dct
@@ -65,8 +69,6 @@ def test_rare_kind_is_decoded_by_the_kernel(kind: str) -> None:
 
 
 def test_image_of_another_format_among_records_keeps_its_pixels() -> None:
-    from PIL import Image
-
     files = {"420": RECORDS["420"], "png": png(Image.fromarray(scene(50, 40)))}
     check(encode(CenterCrop(32), files), 50)
 
@@ -87,3 +89,25 @@ def test_damaged_record_in_a_batch_is_an_error_with_its_key() -> None:
     with pytest.raises(DecodeError) as failure:
         decoder().start(encode(CenterCrop(100), {"good": RECORDS["420"], "bad": bytes(damaged)}))()
     assert failure.value.key == "bad"
+
+
+def test_loader_decodes_a_dct_cache_by_torch(tmp_path: Path) -> None:
+    (tmp_path / "photos/a").mkdir(parents=True)
+    for number in range(6):
+        (tmp_path / f"photos/a/{number}.jpg").write_bytes(pillow_jpeg(scene(90, 70, number)))
+    (tmp_path / "photos/a/6.png").write_bytes(png(Image.fromarray(scene(60, 60))))
+    cache = Cache(tmp_path / "cache", "dct")
+    dataset = ImageFolder(str(tmp_path / "photos"), CenterCrop(48, resize=56), cache=cache)
+    (expected, labels), (images, again) = (
+        next(iter(DataLoader(dataset, 7, decode=decode))) for decode in ("cpu", "torch")
+    )
+    assert torch.equal(labels, again)
+    assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > 45
+
+
+def test_torch_decoder_without_a_dct_cache_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "photos/a").mkdir(parents=True)
+    (tmp_path / "photos/a/0.jpg").write_bytes(pillow_jpeg(scene(90, 70)))
+    dataset = ImageFolder(str(tmp_path / "photos"), CenterCrop(48), cache=Cache(tmp_path / "cache", "raw"))
+    with pytest.raises(ArgumentError, match=r"decode='torch' does not work here: .*use Cache\(path, 'dct'\)"):
+        DataLoader(dataset, 1, decode="torch")
