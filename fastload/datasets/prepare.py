@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from fastload.cache import Cache
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
-from fastload.formats.sample import dump, load
-from fastload.images.decode import Oriented, decode_oriented, shrink
+from fastload.formats.sample import Drawn, dump, load
+from fastload.images.decode import Oriented, open_smaller, shrink
 
-__all__ = ["PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
+__all__ = ["Payload", "PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
+
+Payload: TypeAlias = bytes | memoryview
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
@@ -66,7 +70,7 @@ class PrepareStep:
         self.key = () if self.mode == "raw" else (_VERSION, *layout, *_key_of(decode, fingerprint))
 
     @property
-    def prepare(self) -> Callable[..., bytes] | None:
+    def prepare(self) -> Callable[..., Payload] | None:
         """Bytes, and their key where `decode` asks for it -> the cached payload.
 
         None if it is the bytes themselves.
@@ -123,7 +127,7 @@ class PrepareStep:
         """The value with `function` of each image in its place."""
         return function(value)
 
-    def _dump(self, value: Any) -> bytes:
+    def _dump(self, value: Any) -> Payload:
         return value if self.mode == "shrunk" else dump(value)
 
     def _load(self, payload: Any, readonly: bool) -> Any:
@@ -138,7 +142,7 @@ class PrepareStep:
         value = self._decoded_from(value)
         return self._decode(value, key=key) if self.asks_for_key else self._decode(value)
 
-    def _to_record(self, payload: Any, key: str | None = None) -> bytes:
+    def _to_record(self, payload: Any, key: str | None = None) -> Payload:
         value = self._open(payload, key)
         if self._decode is not None:
             return dump(value)
@@ -147,8 +151,10 @@ class PrepareStep:
     def _smaller(self, image: Any) -> Any:
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
-        pixels = decode_oriented(image, self._short_side)
-        return tuple(pixels) if isinstance(pixels, Oriented) else pixels
+        smaller = open_smaller(image, self._short_side)
+        # Decoded where the record lies: an array of its own, and a copy of it, cost as much as the resize.
+        pixels = Drawn(smaller.shape, np.dtype(np.uint8), smaller.draw)
+        return pixels if smaller.orientation == 1 else (pixels, smaller.orientation)
 
 
 def with_orientation(image: Any) -> Any:

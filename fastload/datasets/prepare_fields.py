@@ -17,7 +17,7 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.datasets.fields import Fields
 from fastload.datasets.pairs import images_kept
-from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.prepare import Payload, PrepareStep
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
 
@@ -74,7 +74,7 @@ class RecordPrepareStep(PrepareStep):
         images = [name for name in self._fields.images(value) if name not in self._kept]
         return value | {name: function(value[name]) for name in images}
 
-    def _dump(self, value: Any) -> bytes:
+    def _dump(self, value: Any) -> Payload:
         return dump(_plain(value))
 
     def _load(self, payload: Any, readonly: bool) -> Any:

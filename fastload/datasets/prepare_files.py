@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
 from fastload.datasets.pairs import images_kept
-from fastload.datasets.prepare import PrepareStep, with_orientation
+from fastload.datasets.prepare import Payload, PrepareStep, with_orientation
 from fastload.errors import DecodeError
 from fastload.formats.sample import dump
 from fastload.images.decode import find_format
@@ -55,7 +55,7 @@ class FilePrepareStep(PrepareStep):
         super().__init__(cache, decode, fingerprint, layout=("kept",) if self._kept else ())
 
     @property
-    def prepare(self) -> Callable[..., bytes] | None:
+    def prepare(self) -> Callable[..., Payload] | None:
         return None if self.mode == "raw" else self._prepare
 
     def restore(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
@@ -75,7 +75,7 @@ class FilePrepareStep(PrepareStep):
             return Picture(payload)
         return _opened(key, payload)
 
-    def _prepare(self, payload: Any, key: str) -> bytes:
+    def _prepare(self, payload: Any, key: str) -> Payload:
         if self._decode is None and (self._kept or not _is_image(key, payload)):
             return dump(bytes(payload)) if self.mode == "decoded" else bytes(payload)
         return self._to_record(payload, key)
