@@ -25,15 +25,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from fastload.cache import Cache
 from fastload.cache.keys import Mode
 from fastload.datasets.cache_choice import AutoChoice
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
-from fastload.formats.sample import dump, load
+from fastload.formats.sample import Drawn, dump, load
 from fastload.images import dct
-from fastload.images.decode import Oriented, decode_oriented, is_pixels, shrink
+from fastload.images.decode import Oriented, is_pixels, open_smaller, shrink
 from fastload.store.process import ProcessLocal
 
 __all__ = ["LOSSLESS", "PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
@@ -199,8 +201,10 @@ class PrepareStep:
             return dct.to_dct(image) if self.choice is None else self.choice.get().keep(image)
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
-        pixels = decode_oriented(image, self._short_side)
-        return tuple(pixels) if isinstance(pixels, Oriented) else pixels
+        smaller = open_smaller(image, self._short_side)
+        # Decoded where the record lies: an array of its own is copied with the GIL, 0.03 ms for 360 KB.
+        pixels = Drawn(smaller.shape, np.dtype(np.uint8), smaller.draw)
+        return pixels if smaller.orientation == 1 else (pixels, smaller.orientation)
 
 
 def with_orientation(image: Any) -> Any:

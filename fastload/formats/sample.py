@@ -21,14 +21,14 @@ import math
 import re
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fastload.errors import ArgumentError, DecodeError
 
-__all__ = ["bytes_of", "dump", "load"]
+__all__ = ["Drawn", "bytes_of", "dump", "load"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -41,16 +41,67 @@ _NUMPY_DTYPE = re.compile(r"[<>|=][?bBiufcmMSUV]\d*(\[\d*[A-Za-z]+\])?", re.ASCI
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
 
-def dump(sample: Any) -> bytes:
-    """The sample as one record.
+class Drawn(NamedTuple):
+    """An array that does not exist yet: `dump` makes it inside the record, and `load` gives a numpy array.
+
+    Attributes:
+        shape, dtype: of the array.
+        draw: writes all values into an array of this shape and type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    draw: Callable[[Array], None]
+
+
+class _Record:
+    """A record on the way: its pieces, put together when its size is known, so that each is copied once."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._pieces: list[bytearray | memoryview | Drawn] = [bytearray()]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, data: bytes) -> None:
+        last = self._pieces[-1]
+        if not isinstance(last, bytearray):
+            last = bytearray()
+            self._pieces.append(last)
+        last += data
+        self._size += len(data)
+
+    def add_block(self, block: memoryview | Drawn) -> None:
+        """Add the values of an array, which are not copied yet."""
+        self._pieces.append(block)
+        self._size += _nbytes(block)
+
+    def whole(self) -> memoryview:
+        """All of it, read-only."""
+        memory = np.empty(self._size, np.uint8)
+        at = 0
+        for piece in self._pieces:
+            end = at + _nbytes(piece)
+            if isinstance(piece, Drawn):
+                piece.draw(memory[at:end].view(piece.dtype).reshape(piece.shape))
+            else:
+                memory.data[at:end] = piece
+            at = end
+        return memory.data.toreadonly()
+
+
+def dump(sample: Any) -> memoryview:
+    """The sample as one record, in memory of its own.
 
     Raises:
-        ArgumentError: a value is none of None, bool, int, float, str, bytes, numpy array, torch tensor, or
-            list, tuple or dict of these. The message names the value's type and place.
+        ArgumentError: a value is none of None, bool, int, float, str, bytes, numpy array, torch tensor,
+            `Drawn`, or list, tuple or dict of these. The message names the value's type and place.
+        Exception: what `draw` of a `Drawn` raises.
     """
-    out = bytearray()
+    out = _Record()
     _write(out, sample, "sample", 0)
-    return bytes(out)
+    return out.whole()
 
 
 def load(record: Any, *, readonly: bool = False) -> Any:
@@ -73,7 +124,7 @@ def load(record: Any, *, readonly: bool = False) -> Any:
     return value
 
 
-def _write(out: bytearray, value: Any, path: str, depth: int) -> None:
+def _write(out: _Record, value: Any, path: str, depth: int) -> None:
     write = _WRITERS.get(type(value))
     if write is None and isinstance(value, np.generic) and not isinstance(value, np.void | np.object_):
         write = _write_scalar
@@ -88,48 +139,53 @@ def _write(out: bytearray, value: Any, path: str, depth: int) -> None:
     write(out, value, path, depth)
 
 
-def _write_int(out: bytearray, value: int, path: str, depth: int) -> None:
+def _write_int(out: _Record, value: int, path: str, depth: int) -> None:
     if -(2**63) <= value < 2**63:
-        out += struct.pack("<cq", b"i", value)
+        out.add(struct.pack("<cq", b"i", value))
     else:
         text = hex(value).encode()  # decimal is limited to 4,300 digits
-        out += struct.pack("<cI", b"I", len(text)) + text
+        out.add(struct.pack("<cI", b"I", len(text)) + text)
 
 
-def _write_text(out: bytearray, value: str, path: str, depth: int) -> None:
+def _write_text(out: _Record, value: str, path: str, depth: int) -> None:
     data = value.encode("utf-8", "surrogatepass")
-    out += struct.pack("<cI", b"s" if type(value) is str else b"S", len(data)) + data
+    out.add(struct.pack("<cI", b"s" if type(value) is str else b"S", len(data)) + data)
 
 
-def _write_bytes(out: bytearray, value: bytes, path: str, depth: int) -> None:
-    out += struct.pack("<cQ", b"b" if type(value) is bytes else b"B", len(value)) + value
+def _write_bytes(out: _Record, value: bytes, path: str, depth: int) -> None:
+    out.add(struct.pack("<cQ", b"b" if type(value) is bytes else b"B", len(value)) + value)
 
 
-def _write_sequence(out: bytearray, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> None:
-    out += struct.pack("<cI", b"l" if type(value) is list else b"t", len(value))
+def _write_sequence(out: _Record, value: list[Any] | tuple[Any, ...], path: str, depth: int) -> None:
+    out.add(struct.pack("<cI", b"l" if type(value) is list else b"t", len(value)))
     for position, item in enumerate(value):
         _write(out, item, f"{path}[{position}]", depth + 1)
 
 
-def _write_dict(out: bytearray, value: dict[Any, Any], path: str, depth: int) -> None:
-    out += struct.pack("<cI", b"m", len(value))
+def _write_dict(out: _Record, value: dict[Any, Any], path: str, depth: int) -> None:
+    out.add(struct.pack("<cI", b"m", len(value)))
     for key, item in value.items():
         _write(out, key, f"a key of {path}", depth + 1)
         _write(out, item, f"{path}[{key!r}]", depth + 1)
 
 
-def _write_array(out: bytearray, value: Array, path: str, depth: int, tag: bytes = b"a") -> None:
+def _write_array(out: _Record, value: Array, path: str, depth: int, tag: bytes = b"a") -> None:
     if value.dtype.hasobject or value.dtype.kind in "VT":
         raise ArgumentError(f"{path} is an array of dtype {value.dtype}, which only pickle could store")
     data = np.ascontiguousarray(value).reshape(-1)  # as bytes: not every dtype has a buffer
-    _write_block(out, tag, value.dtype.str, value.shape, data.view(np.uint8).data if data.nbytes else b"")
+    block = data.view(np.uint8).data if data.nbytes else memoryview(b"")
+    _write_block(out, tag, value.dtype.str, value.shape, block)
 
 
-def _write_scalar(out: bytearray, value: np.generic, path: str, depth: int) -> None:
+def _write_drawn(out: _Record, value: Drawn, path: str, depth: int) -> None:
+    _write_block(out, b"a", value.dtype.str, value.shape, value)
+
+
+def _write_scalar(out: _Record, value: np.generic, path: str, depth: int) -> None:
     _write_array(out, np.asarray(value), path, depth, b"g")
 
 
-def _write_tensor(out: bytearray, value: torch.Tensor, path: str, depth: int) -> None:
+def _write_tensor(out: _Record, value: torch.Tensor, path: str, depth: int) -> None:
     plain = value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
     if not plain or value.requires_grad:
         raise ArgumentError(
@@ -158,20 +214,24 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _write_block(
-    out: bytearray, tag: bytes, dtype: str, shape: tuple[int, ...], data: memoryview | bytes
+    out: _Record, tag: bytes, dtype: str, shape: tuple[int, ...], data: memoryview | Drawn
 ) -> None:
     name = dtype.encode()
-    out += struct.pack(f"<cBB{len(name)}s{len(shape)}Q", tag, len(name), len(shape), name, *shape)
-    out += b"\0" * (-len(out) % _ALIGN)
-    out += data
+    out.add(struct.pack(f"<cBB{len(name)}s{len(shape)}Q", tag, len(name), len(shape), name, *shape))
+    out.add(b"\0" * (-len(out) % _ALIGN))
+    out.add_block(data)
 
 
-_Writer = Callable[[bytearray, Any, str, int], None]
+def _nbytes(piece: bytearray | memoryview | Drawn) -> int:
+    return math.prod(piece.shape) * piece.dtype.itemsize if isinstance(piece, Drawn) else len(piece)
+
+
+_Writer = Callable[[_Record, Any, str, int], None]
 _WRITERS: dict[type, _Writer] = {
-    type(None): lambda out, value, path, depth: out.extend(b"N"),
-    bool: lambda out, value, path, depth: out.extend(b"T" if value else b"F"),
+    type(None): lambda out, value, path, depth: out.add(b"N"),
+    bool: lambda out, value, path, depth: out.add(b"T" if value else b"F"),
     int: _write_int,
-    float: lambda out, value, path, depth: out.extend(struct.pack("<cd", b"d", value)),
+    float: lambda out, value, path, depth: out.add(struct.pack("<cd", b"d", value)),
     str: _write_text,
     bytes: _write_bytes,
     np.str_: _write_text,  # as an array it would lose zeros at its end
@@ -181,6 +241,7 @@ _WRITERS: dict[type, _Writer] = {
     dict: _write_dict,
     np.ndarray: _write_array,
     torch.Tensor: _write_tensor,
+    Drawn: _write_drawn,
 }
 
 

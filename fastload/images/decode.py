@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_PIXELS",
     "Oriented",
+    "Smaller",
     "decode_image",
-    "decode_oriented",
     "decode_other",
     "decode_pil",
     "decode_resized",
@@ -39,6 +39,7 @@ __all__ = [
     "is_image",
     "is_pixels",
     "open_image",
+    "open_smaller",
     "shrink",
     "why_not",
 ]
@@ -146,23 +147,57 @@ def decode_resized(
     return _resized(_open(data, max_pixels, strict), short_side, max_pixels, strict)
 
 
-def decode_oriented(data: Source, short_side: int) -> Pixels | Oriented:
-    """As `decode_resized`, with the EXIF orientation where there is one: the form that caches keep."""
+class Smaller(NamedTuple):
+    """An image that is opened, and neither decoded nor resized.
+
+    Attributes:
+        shape: (height, width, 3) of the resized image.
+        orientation: EXIF's, 1 to 8.
+        draw: decodes and resizes it into an array of this shape. Raises `DecodeError`.
+    """
+
+    shape: tuple[int, int, int]
+    orientation: int
+    draw: Callable[[Pixels], None]
+
+
+def open_smaller(data: Source, short_side: int) -> Smaller:
+    """What `decode_resized` decodes, with the EXIF orientation: the form that caches keep.
+
+    Raises:
+        DecodeError: not an image of a known format, a damaged header, or too large.
+    """
     opened = _open(data, MAX_PIXELS, True)
-    pixels, orientation = _resized(opened, short_side, MAX_PIXELS, True), opened.turned
-    return pixels if orientation == 1 else Oriented(pixels, orientation)
+    shape = _resized_shape(opened, short_side)
+    return Smaller(shape, opened.turned, lambda out: _draw_resized(opened, out, MAX_PIXELS, True))
 
 
 def _resized(opened: _Opened, short_side: int, max_pixels: int, strict: bool) -> Pixels:
+    if is_pixels(opened.source) and min(opened.width, opened.height) <= short_side:
+        pixels: Pixels = opened.source
+        return pixels
+    out = np.empty(_resized_shape(opened, short_side), np.uint8)
+    _draw_resized(opened, out, max_pixels, strict)
+    return out
+
+
+def _resized_shape(opened: _Opened, short_side: int) -> tuple[int, int, int]:
+    width, height = opened.width, opened.height
+    if min(width, height) > short_side:
+        width, height = resized_size(width, height, short_side)
+    return height, width, 3
+
+
+def _draw_resized(opened: _Opened, out: Pixels, max_pixels: int, strict: bool) -> None:
     source, width, height, _ = opened
-    if min(width, height) <= short_side:
-        return _whole(source, width, height, max_pixels, strict)
-    new_width, new_height = resized_size(width, height, short_side)
-    out = np.empty((1, new_height, new_width, 3), np.uint8)
-    item = (0, source, 0.0, 0.0, float(width), float(height), False)
-    for _, reason in active().crop_resize(out, [item], True, True, max_pixels, strict):
-        raise DecodeError(reason)
-    return out.reshape(out.shape[1:])
+    if out.shape[:2] != (height, width):
+        item = (0, source, 0.0, 0.0, float(width), float(height), False)
+        for _, reason in active().crop_resize(out[None], [item], True, True, max_pixels, strict):
+            raise DecodeError(reason)
+    elif is_pixels(source):
+        out[:] = source
+    else:
+        _decode_into(source, out, 1, max_pixels, strict)
 
 
 def shrink(
@@ -295,11 +330,15 @@ def _decode_jpeg(
     data: Source, width: int, height: int, denominator: int, max_pixels: int, strict: bool
 ) -> Pixels:
     out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
+    _decode_into(data, out, denominator, max_pixels, strict)
+    return out
+
+
+def _decode_into(data: Source, out: Pixels, denominator: int, max_pixels: int, strict: bool) -> None:
     try:
         active().decode(data, out, denominator, max_pixels, strict)
     except ValueError as error:
         raise DecodeError(str(error)) from error
-    return out
 
 
 def _rgb(image: Image) -> Pixels:

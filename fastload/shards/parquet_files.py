@@ -293,7 +293,7 @@ def _digest(identity: str) -> str:
 
 def _dump(rows: FileRows, identity: str) -> bytes:
     body = dump((identity, *rows))
-    return body + xxhash.xxh3_64_digest(body)
+    return b"".join((body, xxhash.xxh3_64_digest(body)))
 
 
 def _load(path: Path, identity: str) -> FileRows | None:

@@ -16,6 +16,7 @@ from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, 
 from fastload.formats.write import TarWriter
 from fastload.images import decode_image, decode_pil, decode_resized, shrink
 from fastload.images import kernel as native
+from fastload.images.decode import open_smaller
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from tests.photos import oriented, pillow_jpeg, png, psnr, scene
 
@@ -214,6 +215,17 @@ def test_orientation_of_a_jpeg_equals_pillow(orientation: int) -> None:
 )
 def test_unreadable_orientation_is_none(data: bytes) -> None:
     assert jpeg_orientation(data) == 1
+
+
+@pytest.mark.parametrize("name", files(6))
+@pytest.mark.parametrize("short_side", [39, 60, 500])
+def test_smaller_image_drawn_is_the_resized_one_with_its_orientation(name: str, short_side: int) -> None:
+    data = files(6)[name]
+    smaller = open_smaller(data, short_side)
+    out = np.zeros(smaller.shape, np.uint8)
+    smaller.draw(out)
+    np.testing.assert_array_equal(out, decode_resized(data, short_side))
+    assert smaller.orientation == (1 if name.endswith("tiff") else 6)
 
 
 @pytest.mark.parametrize("jfif", [True, False])

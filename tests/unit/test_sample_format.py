@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.sample import dump, load
+from fastload.formats.sample import Drawn, dump, load
 
 any_text = st.text(st.characters(codec=None, categories=None), max_size=20)  # lone surrogates too
 scalars = st.one_of(
@@ -115,6 +115,38 @@ def test_any_tensor(data: st.DataObject) -> None:
 def test_values_that_once_failed_or_changed(value: Any) -> None:
     assert same(load(dump(value)), value)
     assert same(load(bytearray(dump([value]))), [value])
+
+
+def test_drawn_array_dumped_gives_the_record_of_the_array() -> None:
+    image, other = np.arange(60, dtype=np.int16).reshape(4, 5, 3), np.ones(1000)
+
+    def draw(out: np.ndarray[Any, Any]) -> None:
+        assert out.shape == image.shape and out.dtype == image.dtype
+        out[:] = image
+
+    drawn = Drawn(image.shape, image.dtype, draw)
+    for around in (
+        lambda value: value,
+        lambda value: (value, 6),
+        lambda value: {"a": other, "b": [value, value], "c": b"after", "d": other},
+    ):
+        assert dump(around(drawn)) == dump(around(image))
+        assert same(load(dump(around(drawn))), around(image))
+
+
+def test_failure_to_draw_reaches_the_caller_of_dump() -> None:
+    def draw(out: np.ndarray[Any, Any]) -> None:
+        raise DecodeError("damaged")
+
+    with pytest.raises(DecodeError, match="damaged"):
+        dump({"image": Drawn((2, 2, 3), np.dtype(np.uint8), draw)})
+
+
+def test_record_dumped_is_read_only_and_apart_from_the_sample() -> None:
+    image = np.zeros((20, 20, 3), np.uint8)
+    record = dump(image)
+    image[:] = 9
+    assert record.readonly and not load(record).any()
 
 
 def test_a_large_int_of_an_earlier_version_is_read() -> None:
