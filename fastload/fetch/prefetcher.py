@@ -101,6 +101,7 @@ class Prefetcher:
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:
         """Start reading samples that `reader` will get in this order. Does not block."""
+        missing = set[Read]()
         for index in indices:
             with self._work:
                 known = self._reads.get(index)
@@ -112,9 +113,12 @@ class Prefetcher:
             with self._work:
                 self._reads[index] = read
                 self._queues.add(parts, reader)
+                if parts:
+                    missing.add(read)
+                    self._wake(1)
         with self._work:
-            self._staff()
-            self._work.notify(len(self._queues))
+            if missing:
+                self._queues.open_with(missing)
         self._cached.drain_counters()
 
     def get(self, index: int) -> Any:
@@ -193,7 +197,7 @@ class Prefetcher:
 
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
-            read.awaited = True
+            self._queues.await_read(read)
             if not read.started and read.wanted > 0 and not self._queues.is_next(read):
                 self._advance(read)
             self._wake(1)
@@ -251,6 +255,8 @@ class Prefetcher:
         if read.wanted != 0:  # still wanted elsewhere, or already released
             return
         self._reads.pop(read.index, None)
+        if self._queues.passed(read):
+            self._work.notify(len(self._queues))
         if read.done and read.entry is None:
             self._queues.let_go(read)
             if self._queues:
@@ -304,6 +310,7 @@ class Prefetcher:
             read.deferred = time.monotonic()
         with self._work:
             self._queues.requests -= 1
+            self._queues.passed(read)
             if read.wanted > 0:
                 self._queues.put_back(part)
                 self._work.notify()
