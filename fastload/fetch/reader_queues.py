@@ -8,8 +8,8 @@ would block those of the other iteration, whose samples would then be read one b
 
 The first batch of a process comes alone: the rest of its queue waits until nearly all of that batch was
 handed out. Else hundreds of later objects would arrive together with it, and take its bandwidth and its CPU
-time. Measured on 2 cores, objects of 139 KB 20 ms away: it then comes after 0.25 s instead of 0.32 s, and the
-requests that follow start a round trip later, once.
+time. Measured on 2 cores, objects of 139 KB 20 ms away: the first batch comes after 0.26 s instead of 0.34 s,
+and the sixth after 0.71 s instead of 0.70 s.
 """
 
 from __future__ import annotations
