@@ -1,12 +1,14 @@
 """obstore alone, without a loader: the limit of what this machine reads from its S3 server.
 
-Two processes read; none decodes, and none keeps what it read.
+Two processes read, and none keeps what it read. Only `decode_objects` decodes.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import queue
 import random
 import threading
 import time
@@ -16,9 +18,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.data import WORKERS
+import numpy as np
 
-__all__ = ["THREADS", "bucket_store", "read_objects", "read_shards", "reading_objects"]
+from bench.data import BATCH, WORKERS
+from fastload import RandomResizedCrop
+from fastload.workers import worker
+
+__all__ = [
+    "THREADS",
+    "bucket_store",
+    "decode_objects",
+    "read_objects",
+    "read_shards",
+    "reading_objects",
+]
 
 THREADS = 32  # in each process that reads whole objects
 PIECE = 8 << 20
@@ -45,6 +58,13 @@ def read_objects(bucket: str, options: Options, keys: Sequence[str]) -> float:
     return _side_by_side(_objects, bucket, options, [shuffled[i::WORKERS] for i in range(WORKERS)])
 
 
+def decode_objects(bucket: str, options: Options, keys: Sequence[str], crop: RandomResizedCrop) -> float:
+    """Seconds to read all objects likewise, and to decode and crop them by the kernel as they arrive."""
+    shuffled = random.sample(keys, len(keys))
+    work = functools.partial(_objects_decoded, crop)
+    return _side_by_side(work, bucket, options, [shuffled[i::WORKERS] for i in range(WORKERS)])
+
+
 def read_shards(bucket: str, options: Options, shards: Sequence[Path]) -> float:
     """Seconds to read all shards; each process reads its own piece by piece, from start to end."""
     return _side_by_side(_shards, bucket, options, [shards[i::WORKERS] for i in range(WORKERS)])
@@ -67,6 +87,25 @@ def _side_by_side(
 
 
 def _objects(bucket: str, options: Options, keys: list[str]) -> None:
+    for thread in _readers(bucket, options, keys, lambda body: None):
+        thread.join()
+
+
+def _objects_decoded(crop: RandomResizedCrop, bucket: str, options: Options, keys: list[str]) -> None:
+    worker._keep_freed_memory()  # as our workers do
+    bodies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    _readers(bucket, options, keys, bodies.put)
+    out = np.empty((BATCH, *crop.sample_shape), np.uint8)
+    for start in range(0, len(keys), BATCH):
+        batch = [bodies.get() for _ in keys[start : start + BATCH]]
+        if crop.fill(out[: len(batch)], batch, [random.getrandbits(64) for _ in batch]):
+            os._exit(1)
+
+
+def _readers(
+    bucket: str, options: Options, keys: list[str], arrived: Callable[[Any], None]
+) -> list[threading.Thread]:
+    """The running threads that read all keys and call `arrived` with each body."""
     import obstore
 
     store, remaining, lock = bucket_store(bucket, options), iter(keys), threading.Lock()
@@ -77,14 +116,15 @@ def _objects(bucket: str, options: Options, keys: list[str]) -> None:
                 key = next(remaining, None)
             if key is None:
                 return
-            if not len(obstore.get(store, key).bytes()):
+            body = obstore.get(store, key).bytes()
+            if not len(body):
                 os._exit(1)
+            arrived(body)
 
     threads = [threading.Thread(target=read) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    return threads
 
 
 def _shards(bucket: str, options: Options, shards: list[Path]) -> None:

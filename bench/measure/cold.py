@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.data import BATCH, ROOT, SIZE, WORKERS, photo_folder
-from bench.measure.bare import read_objects
+from bench.measure.bare import decode_objects, read_objects
 from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import Cache, ImageFolder, ObjectDataset, RandomResizedCrop
@@ -55,10 +55,12 @@ def bytes_only(place: Place) -> Callable[[], Run]:
     return lambda: epoch(shuffled(dataset, collate_fn=count))
 
 
-def bare(place: Place) -> Callable[[], Run]:
+def bare(place: Place, crop: RandomResizedCrop | None = None) -> Callable[[], Run]:
+    """obstore alone; with `crop`, the kernel decodes what arrives."""
+
     def run() -> Run:
-        cpu = cpu_seconds()
-        seconds = read_objects(place.bucket, place.options, place.keys)
+        cpu, source = cpu_seconds(), (place.bucket, place.options, place.keys)
+        seconds = read_objects(*source) if crop is None else decode_objects(*source, crop)
         return Run(len(place.keys), seconds, 0.0, cpu_seconds() - cpu)
 
     return run
@@ -105,7 +107,8 @@ def contenders(at: dict[int, Place]) -> dict[str, Callable[[], Run]]:
     filling, cached = filling_and_cached(at[20].crops)
     found = {f"crops, {ms} ms": cold(at[ms]) for ms in LATENCIES}
     found |= {"crops, 20 ms, filling": filling, "crops, cached": cached}
-    return found | {"bytes, 20 ms": bytes_only(at[20]), "bare obstore, 20 ms": bare(at[20])}
+    found |= {"bytes, 20 ms": bytes_only(at[20]), "bare obstore, 20 ms": bare(at[20])}
+    return found | {"bare + kernel, 20 ms": bare(at[20], RandomResizedCrop(SIZE, flip=0.5))}
 
 
 def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
@@ -119,6 +122,7 @@ def ratios(rates: dict[str, list[float]]) -> dict[str, float]:
         "filling / not filling": of("crops, 20 ms, filling", "crops, 20 ms"),
         "cold / cached": of("crops, 20 ms, filling", "crops, cached"),
         "bytes / bare obstore": of("bytes, 20 ms", "bare obstore, 20 ms"),
+        "crops / bare + kernel": of("crops, 20 ms", "bare + kernel, 20 ms"),
     }
 
 

@@ -118,8 +118,9 @@ class Prefetcher:
                 read.wanted = new[read.index]
                 self._reads[read.index] = read
             self._queues.add(parts, reader)
-            self._staff()
-            self._work.notify(len(self._queues))
+            if parts:
+                self._queues.open_with({part.read for part in parts})
+            self._wake(len(self._queues))
         self._cached.drain_counters()
 
     def is_here(self, index: int) -> bool:
@@ -203,7 +204,7 @@ class Prefetcher:
 
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
-            read.awaited = True
+            self._queues.await_read(read)
             if not read.started and read.wanted > 0 and not self._queues.is_next(read):
                 self._advance(read)
             self._wake(1)
@@ -265,6 +266,8 @@ class Prefetcher:
         if read.wanted != 0:  # still wanted elsewhere, or already released
             return
         self._reads.pop(read.index, None)
+        if self._queues.passed(read):
+            self._work.notify(len(self._queues))
         if read.done and read.entry is None:
             self._queues.let_go(read)
             if self._queues:
@@ -318,6 +321,7 @@ class Prefetcher:
             read.deferred = time.monotonic()
         with self._work:
             self._queues.requests -= 1
+            self._queues.passed(read)
             if read.wanted > 0:
                 self._queues.put_back(part)
                 self._work.notify()

@@ -5,6 +5,11 @@
 
 A reader is an iteration over the dataset. With a single queue, the reads that a paused iteration announced
 would block those of the other iteration, whose samples would then be read one by one.
+
+The first batch of a process comes alone: the rest of its queue waits until nearly all of that batch was
+handed out. Else hundreds of later objects would arrive together with it, and take its bandwidth and its CPU
+time. Measured on 2 cores, objects of 139 KB 20 ms away: the first batch comes after 0.26 s instead of 0.34 s,
+and the sixth after 0.71 s instead of 0.70 s.
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ from fastload.fetch.cached_read import CachedRead
 from fastload.fetch.concurrency import ConcurrencyLimiter
 
 __all__ = ["Part", "Read", "ReaderQueue", "ReaderQueues"]
+
+_LAST = 8  # samples of the first batch: the rest of the queue starts while they are decoded
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +82,7 @@ class ReaderQueues:
         self.requests = self.held = 0
         self._queues: dict[object, ReaderQueue] = {}
         self._order: list[ReaderQueue] = []  # the queue of the reader that waited last comes first
+        self._first: set[Read] | None = None  # of the first batch, while others wait for them
 
     def __len__(self) -> int:
         return sum(len(queue.parts) for queue in self._order)
@@ -101,6 +109,26 @@ class ReaderQueues:
                 self._order.append(queue)
             part.read.queue = queue
             queue.parts.append(part)
+
+    def open_with(self, reads: set[Read]) -> None:
+        """Let these, the first batch of this process, come alone. Only the first call counts."""
+        if self._first is None:
+            self._first = reads if len(reads) > _LAST else set()
+
+    def passed(self, read: Read) -> bool:
+        """A read was handed out, or others need not wait for it. Whether they may start because of that."""
+        if not self._first or read not in self._first:
+            return False
+        self._first.remove(read)
+        if len(self._first) <= _LAST:
+            self._first.clear()
+        return not self._first
+
+    def await_read(self, read: Read) -> None:
+        """A consumer waits for a read. One that is not of the first batch does not use that in its order."""
+        read.awaited = True
+        if self._first and read not in self._first:
+            self._first.clear()
 
     def put_back(self, part: Part) -> None:
         """Put a part of a read that was begun at the end of its queue."""
@@ -139,7 +167,7 @@ class ReaderQueues:
             parts = queue.parts
             while parts and parts[0].read.is_over:
                 parts.popleft()
-            if parts and self._has_room(queue, parts[0].read):
+            if parts and self._is_due(parts[0].read) and self._has_room(queue, parts[0].read):
                 return queue
             if not parts and not queue.held:
                 self._order.remove(queue)
@@ -169,6 +197,13 @@ class ReaderQueues:
             return False
         first = next((queue.parts[0].read for queue in self._order if queue.parts), None)
         return first is not None and self._budget.grow(first.size, seconds)
+
+    def _is_due(self, read: Read) -> bool:
+        """Whether it need not wait for the first batch."""
+        first = self._first
+        if not first or read in first or next(iter(first)).queue is not read.queue:
+            return True
+        return read.started > 0 or read.awaited
 
     def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
         # A read that a consumer waits for ignores the budget: its holders may be handed out only after it.

@@ -326,7 +326,9 @@ def _version(meta: ObjectMeta) -> str:
 
 
 def _check(key: str, meta: ObjectMeta, wanted: str | None) -> None:
-    check_version(key, _version(meta), wanted, time_version(meta["size"], meta["last_modified"]))
+    found = _version(meta)
+    if wanted and found != wanted:
+        check_version(key, found, wanted, time_version(meta["size"], meta["last_modified"]))
 
 
 def _pages(client: Any) -> Iterator[Any]:
@@ -361,10 +363,11 @@ def _pages(client: Any) -> Iterator[Any]:
 
 def _whole(body: Buffer, key: str, result: GetResult, version: str | None, size: int | None) -> Buffer:
     """A checked answer to a read of the whole object."""
-    if not result.meta["e_tag"] and is_error_document(body):
+    meta = result.meta  # made anew each time
+    if not meta["e_tag"] and is_error_document(body):
         raise ShortReadError("the store answered 200 with an XML error in place of the object", key=key)
-    _check(key, result.meta, version)
-    check_length(key, body, result.meta["size"] if size is None else size)
+    _check(key, meta, version)
+    check_length(key, body, meta["size"] if size is None else size)
     return body
 
 
@@ -397,11 +400,12 @@ def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:
     """The bytes [start, stop) of a checked answer, whose body may begin earlier than asked."""
-    _check(key, result.meta, version)
+    meta = result.meta
+    _check(key, meta, version)
     first, last = result.range
     if first < start or last > stop:
         body = memoryview(body)[start - first : stop - first]
     if len(body) < stop - start:
-        check_end(key, stop, result.meta["size"])
+        check_end(key, stop, meta["size"])
     check_length(key, body, stop - start)
     return body

@@ -203,6 +203,79 @@ def test_late_read_is_requested_a_second_time(use: Callable[[ReadSettings], None
         dataset.close()
 
 
+# --- The first batch
+
+
+@pytest.fixture
+def opening(tmp_path: Path) -> Iterator[Prefetcher]:
+    """Forty objects; the first twenty were requested as one batch, then the next ten."""
+    for i in range(40):
+        (tmp_path / f"{i:02d}").write_bytes(bytes([i]) * 1000)
+    opened = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters())
+    opened.request(range(20), "training")
+    opened.request(range(20, 30), "training")
+    yield opened
+    opened.close()
+
+
+def wait_for_requests(opened: Prefetcher, count: int) -> None:
+    """Until so many requests were made, and no thread finds another one to make."""
+
+    def found() -> bool:
+        with opened._work:
+            idle = opened._threads.idle == len(opened._threads) and opened._queues.startable() is None
+        return idle and opened._counters["get.requests"] == count
+
+    wait_until(found, f"{count} requests were made, found {opened._counters['get.requests']}")
+
+
+def test_first_batch_comes_alone_until_nearly_all_of_it_was_handed_out(opening: Prefetcher) -> None:
+    wait_for_requests(opening, 20)
+    found = [bytes(opening.get(i)) for i in range(11)]
+    wait_for_requests(opening, 20)
+    found.append(bytes(opening.get(11)))
+    wait_for_requests(opening, 30)
+    found += [bytes(opening.get(i)) for i in range(12, 30)]
+    assert found == [bytes([i]) * 1000 for i in range(30)]
+    opening.request(range(30, 40), "training")
+    wait_for_requests(opening, 40)
+
+
+def test_cancelled_first_batch_lets_the_next_one_start(opening: Prefetcher) -> None:
+    wait_for_requests(opening, 20)
+    opening.cancel(range(20))
+    assert opening.outstanding().samples == 10
+    wait_for_requests(opening, 30)
+
+
+def test_consumer_that_leaves_the_first_batch_aside_ends_its_precedence(opening: Prefetcher) -> None:
+    assert bytes(opening.get(20)) == bytes([20]) * 1000
+    wait_for_requests(opening, 30)
+
+
+def test_first_batch_of_one_iteration_does_not_hold_up_another_one(opening: Prefetcher) -> None:
+    wait_for_requests(opening, 20)
+    opening.request(range(30, 40), "validation")
+    wait_for_requests(opening, 30)
+    assert [bytes(opening.get(i)) for i in range(30, 40)] == [bytes([i]) * 1000 for i in range(30, 40)]
+
+
+def test_first_batch_that_another_run_reads_does_not_hold_up_the_next_one(tmp_path: Path) -> None:
+    """Another run has the in-flight locks of fifteen of its twenty samples."""
+    (tmp_path / "data").mkdir()
+    for i in range(30):
+        (tmp_path / "data" / f"{i:02d}").write_bytes(bytes([i]) * 1000)
+    cache, settings = Cache(tmp_path / "cache"), replace(ReadSettings(), inflight_patience=PATIENCE)
+    assert all(cache.lock_inflight(key(i)) for i in range(15))
+    source = files_of(tmp_path / "data")
+    opened = Prefetcher(source, cache, prepare=None, counters=Counters(), settings=settings)
+    opened.request(range(20))
+    opened.request(range(20, 30))
+    wait_until(lambda: opened._counters["get.requests"] == 15, "all others were read")
+    assert [bytes(opened.get(i)) for i in range(15, 30)] == [bytes([i]) * 1000 for i in range(15, 30)]
+    opened.close()
+
+
 # --- Beside other runs and other threads
 
 
