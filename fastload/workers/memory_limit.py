@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import time
 from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
@@ -37,6 +38,7 @@ _COPIED = 16 * _MB
 _PROCESS = {"fork": 24 * _MB, "forkserver": 48 * _MB, "spawn": 200 * _MB}
 _FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
 _CLIENT = 64 * _MB  # for `num_workers=0`: the process that reads from the store, and the heaps of threads
+_COUNT_EVERY = 5.0  # seconds; a dataset of many Python objects is copied page by page as it is read
 _FILL = 0.9  # of the room; the rest is for what happens between two measurements
 
 
@@ -172,6 +174,8 @@ class WorkerMemory:
         self._limit = limit
         self._prefetch_factor = prefetch_factor
         self._process = self._before = self._room = 0
+        self._copied = 0  # inherited pages that were written to, beyond the usual
+        self._count_at = 0.0
         self._largest = 0  # batch
         self.used = 0
         self.ahead = prefetch_factor if limit is None else 1
@@ -214,6 +218,10 @@ class WorkerMemory:
         if grown + slots > room:  # freed memory counts until it is returned
             trim()
             grown = anonymous_bytes() - self._before
+        if time.monotonic() > self._count_at:
+            self._count_at = time.monotonic() + _COUNT_EVERY
+            self._copied = max(0, private_bytes() - self._process - grown)
+        grown += self._copied
         self.used = self._process + grown + slots
         left = room - grown - slots
         # While a payload arrives, the client holds it twice.
