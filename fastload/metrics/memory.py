@@ -51,8 +51,7 @@ def anonymous_bytes() -> int:
 def use_one_arena() -> None:
     """Let all threads of this process take memory from one heap, before the first one starts. glibc only.
 
-    By default glibc has eight heaps a core, and each keeps what its threads free: measured 12 MB in a worker
-    that reads with 64 threads.
+    By default glibc has eight heaps a core, and each keeps what its threads free.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

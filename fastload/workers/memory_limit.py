@@ -32,13 +32,13 @@ _log = logging.getLogger("fastload")
 _MB = 1_000_000
 _LEAST_ROOM = 24 * _MB  # for batches and payloads, beside the process itself
 _LEAST_PAYLOADS = 1 * _MB
-# A forked worker copies inherited pages as it writes to them: measured 8-12 MB with ImageFolder.
+# A forked worker copies inherited pages as it writes to them: an allowance, with room to spare.
 _COPIED = 16 * _MB
 # The process itself, before it is measured: with torch's modules of its own where it was not forked.
 _PROCESS = {"fork": 24 * _MB, "forkserver": 48 * _MB, "spawn": 200 * _MB}
 _FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
 # For `num_workers=0`: the process that reads from the store, and the heaps of this process's threads, which
-# cannot be measured beside the training's own memory. Measured: 115-136 MB.
+# cannot be measured beside the training's own memory. 115-136 MB by four runs of the stress test.
 _CLIENT = 136 * _MB
 _COUNT_EVERY = 5.0  # seconds; a dataset of many Python objects is copied page by page as it is read
 _FILL = 0.9  # of the room; the rest is for what happens between two measurements
