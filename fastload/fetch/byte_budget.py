@@ -42,7 +42,7 @@ class ByteBudget:
 
     def bytes(self, size: int) -> int:
         """The bytes that may be held, where the next sample has this size."""
-        share = payload_limit() // len(_budgets.get())
+        share = payload_limit() // max(1, len(_budgets.get()))
         self.value = min(self._most, share, max(self._wanted, _LEAST_READS * size))
         return self.value
 

@@ -32,20 +32,26 @@ def payload_limit() -> int:
 
 
 def private_bytes() -> int:
-    """The memory that this process shares with no other. It takes the kernel milliseconds to count it."""
-    return sum(_field("smaps_rollup", name) for name in ("Private_Clean", "Private_Dirty"))
+    """The memory that this process shares with no other, without memory files. It takes 10 ms to count it."""
+    total, counts = 0, False
+    for line in _lines("smaps"):
+        if not line[:1].isupper():  # the header of a mapping
+            counts = "/memfd:" not in line
+        elif counts and line.startswith(("Private_Clean:", "Private_Dirty:")):
+            total += int(line.split()[1]) << 10
+    return total
 
 
 def anonymous_bytes() -> int:
     """The heap and the stacks of this process. After a fork that includes what it still shares."""
-    return _field("status", "RssAnon")
+    line = next((line for line in _lines("status") if line.startswith("RssAnon:")), "RssAnon: 0 kB")
+    return int(line.split()[1]) << 10
 
 
 def use_one_arena() -> None:
     """Let all threads of this process take memory from one heap, before the first one starts. glibc only.
 
-    By default glibc has eight heaps a core, and each keeps what its threads free: measured 12 MB in a worker
-    that reads with 64 threads.
+    By default glibc has eight heaps a core, and each keeps what its threads free.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -57,14 +63,12 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _field(file: str, name: str) -> int:
-    """A field of /proc/self; 0 where this kernel or sandbox does not have it."""
+def _lines(file: str) -> list[str]:
+    """The lines of a file of /proc/self; none where this kernel or sandbox does not have it."""
     try:
-        text = Path("/proc/self", file).read_text()
+        return Path("/proc/self", file).read_text(errors="replace").splitlines()
     except OSError:
-        return 0
-    line = next((line for line in text.splitlines() if line.startswith(f"{name}:")), ": 0 kB")
-    return int(line.split()[1]) << 10
+        return []
 
 
 # A forked worker has a limit of its own.

@@ -73,7 +73,7 @@ _WRITER = {**_LISTER, "client": {**_PATIENT, "read_timeout": "120s"}}
 _FIRST_WRITE = timedelta(seconds=4)  # a store that never took anything is wrong, not busy
 _PART = 8 << 20  # bytes of one request of a large write
 _PARTS = 4  # on their way at a time
-# An idle connection keeps its buffer: 0.25 MB each, of those that only the start of an epoch needed.
+# Idle connections keep their buffers, and many are needed only at the start of an epoch.
 _READER = {
     "client": {**_PATIENT, "pool_idle_timeout": "5s"},
     "retry": {"max_retries": 0, "retry_timeout": timedelta(seconds=1)},

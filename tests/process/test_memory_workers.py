@@ -59,12 +59,12 @@ def test_objects_larger_than_the_share_arrive_once_each(
         num_workers=workers,
         persistent_workers=workers > 0,
         multiprocessing_context="fork" if workers else None,
-        memory_limit=max(90, workers * 70) * MB,
+        memory_limit=(70 * workers or 170) * MB,
     )
     for _ in range(2):
         assert seen(loader) == WHOLE
     memory = loader.stats()["memory"]
-    assert memory["limit"] == max(90, workers * 70) * MB
+    assert memory["limit"] == (70 * workers or 170) * MB
     if workers:
         assert 0 < memory["used"] <= memory["peak"]
 

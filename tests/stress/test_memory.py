@@ -132,7 +132,7 @@ CASES = {
     "fork, the loader chooses": ("200MB", "auto", {"multiprocessing_context": "fork"}),
     "fork server": ("450MB", 2, {"multiprocessing_context": "forkserver"}),
     "spawn": ("600MB", 2, {"multiprocessing_context": "spawn"}),
-    "no workers": ("150MB", 0, {}),
+    "no workers": ("200MB", 0, {}),
 }
 
 
