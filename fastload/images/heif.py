@@ -29,11 +29,10 @@ __all__ = ["check_size", "open_avif", "open_heic", "sniff_boxes", "why_no_avif",
 
 _AVIF = frozenset({b"avif", b"avis"})
 _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"})
-_ANY = frozenset(
-    {b"mif1", b"msf1"}
-)  # images of any coding: AVIF has to name its own brand, HEIC often does not
+# Images of any coding. An AVIF has to name its own brand too, a HEIC often does not.
+_ANY = frozenset({b"mif1", b"msf1"})
 _LONGEST_FTYP = 256  # 60 brands
-_MOST_BOXES = 10_000  # beside each other
+_MOST_BOXES = 10_000
 # (irot: quarter turns to the left, imir: axis) -> the EXIF orientation that does the same.
 _ORIENTATIONS = {
     (0, None): 1, (0, 0): 4, (0, 1): 2, (1, None): 8, (1, 0): 5, (1, 1): 7,
@@ -72,10 +71,11 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
 
 def why_no_avif() -> str | None:
     """None where AVIF can be decoded; else the remedy."""
-    if _pillow_has_avif() or why_no_torchcodec() is None:
+    why = None if _pillow_has_avif() else why_no_torchcodec()
+    if why is None:
         return None
     return (
-        "this build of Pillow has no AVIF: pip install torchcodec; or pip uninstall -y pillow-simd, then "
+        f"this build of Pillow has no AVIF. {why}. Or: pip uninstall -y pillow-simd, then "
         "pip install --force-reinstall pillow"
     )
 
@@ -177,7 +177,11 @@ def _read_header(data: memoryview) -> _Header:
 
 
 def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    """(type, body) of the boxes beside each other, up to the first one that is damaged or cut."""
+    """(type, body) of the boxes beside each other, up to the first one that is damaged or cut.
+
+    Raises:
+        ValueError: there are more than any image has.
+    """
     at = 0
     for _ in range(_MOST_BOXES):
         size, start = int.from_bytes(data[at : at + 4], "big"), at + 8
@@ -189,6 +193,7 @@ def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
             return
         yield bytes(data[at + 4 : at + 8]), data[start : at + size]
         at += size
+    raise ValueError(f"more than {_MOST_BOXES} boxes beside each other")  # a size may be behind them
 
 
 def _primary_item(pitm: memoryview) -> int:

@@ -245,7 +245,8 @@ def test_avif_under_a_fused_transform_is_cut_like_its_pixels(library: str) -> No
 
 def test_libraries_that_are_missing_are_named(nothing: None) -> None:
     with pytest.raises(
-        DecodeError, match=r"has no AVIF: pip install torchcodec; or pip uninstall -y pillow-simd"
+        DecodeError,
+        match=r"has no AVIF\. TorchCodec is missing: .*Or: pip uninstall -y pillow-simd",
     ):
         decode_image(AVIF[1])
     with pytest.raises(DecodeError, match="HEIC images need pillow-heif: pip install pillow-heif"):
@@ -351,6 +352,8 @@ def test_boxes_without_end_cost_no_time(monkeypatch: pytest.MonkeyPatch) -> None
     endless = (1).to_bytes(4, "big") + b"meta" + b"\xff" * 8
     many = with_box(AVIF[6], b"ipma", 4, b"\xff" * 4)
     for data in (head + empty * 2_000_000, head + endless, many):
-        with pytest.raises(DecodeError, match=r"no size in its header|avifDecoderParse"):
+        with pytest.raises(
+            DecodeError, match=r"no size in its header|more than 10000 boxes|avifDecoderParse"
+        ):
             decode_image(data)
     why_no_torchcodec.cache_clear()
