@@ -27,8 +27,8 @@ from fastload.store.process import ProcessLocal
 __all__ = ["StoreDataset", "check_function"]
 
 # Samples decoded by one call of the kernel. While others are still on their way: few enough that decoding
-# starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw the
-# interpreter's code out of these, and Python then takes twice as long for the next samples.
+# starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
+# the interpreter's code out of these, and Python then takes twice as long for the next samples.
 _CHUNK, _CHUNK_BYTES = 8, 3 << 20
 
 
