@@ -263,7 +263,7 @@ class SegmentReader:
         end = entry.offset + HEADER_SIZE + entry.length
         try:
             os.preadv(self.fd, [bytearray(1)], end - 1, os.RWF_NOWAIT)
-        except OSError:  # it is not in memory, or this file system cannot tell
+        except (OSError, AttributeError):  # it is not in memory, or this system cannot tell
             os.posix_fadvise(self.fd, entry.offset, end - entry.offset, os.POSIX_FADV_WILLNEED)
 
     def scan(self, number: int) -> Iterator[tuple[bytes, Entry]]:

@@ -30,8 +30,8 @@ __all__ = ["SOME", "StoreDataset", "check_function", "check_on_change"]
 SOME = 16  # records that stand for all
 
 # Samples decoded by one call of the kernel. While others are still on their way: few enough that decoding
-# starts meanwhile. Of those that are here, as many as stay in the processor's caches: to decode throws the
-# interpreter's code out of these, and Python then takes twice as long for the next samples.
+# starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw
+# the interpreter's code out of these, and Python then takes twice as long for the next samples.
 _CHUNK, _CHUNK_BYTES = 8, 3 << 20
 
 
