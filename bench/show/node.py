@@ -46,7 +46,7 @@ DISK_READ = 1.6e6 * 4096  # bytes/s
 DISK_WRITE = DISK_READ / 2
 IMAGES = 14_197_122
 REQUEST_SECONDS = 0.022
-STORED_BYTES = {"shrunk": 42_687.0, "decoded": 360_000.0}  # 400 x 300 pixels
+STORED_BYTES = {"dct": 152_041.0, "shrunk": 42_687.0, "decoded": 360_000.0}  # 400 x 300 pixels
 
 
 def predict(document: dict[str, Any]) -> dict[str, Any] | None:
@@ -87,15 +87,20 @@ def fit(document: dict[str, Any]) -> dict[str, float]:
         "store_bytes": float(cold["store_bytes_per_image"] or document["settings"]["image_bytes"]),
         "requests_per_image": float(cold["store_requests_per_image"] or 1.0),
     }
-    for mode in MODES:
+    for mode in _measured(document):
         fitted[f"decode_cpu_{mode}"] = _cpu(_row(document, "later", mode, "fastload"))
     fitted["get_cpu"] = max(0.0, _cpu(cold) - fitted["decode_cpu_raw"])
-    for mode in MODES:
+    for mode in _measured(document):
         row = find(rows_of(document, "cold", MAIN), f"fastload, filling {mode}")
         if row is not None:
             known = fitted["get_cpu"] + fitted[f"decode_cpu_{mode}"]
             fitted[f"fill_cpu_{mode}"] = max(0.0, _cpu(row) - known)
     return fitted
+
+
+def _measured(document: dict[str, Any]) -> list[str]:
+    """The cache modes. Results of before 2026-11-22 have no "dct"."""
+    return [mode for mode in MODES if mode != "dct" or rows_of(document, "later", "dct")]
 
 
 def _row(document: dict[str, Any], section: str, case: str, contender: str) -> dict[str, Any]:
@@ -119,7 +124,7 @@ def _named(fitted: dict[str, float]) -> dict[str, float]:
         "GETs an image": fitted["requests_per_image"],
         "core ms of a GET": 1000 * fitted["get_cpu"],
     }
-    for mode in MODES:
+    for mode in (mode for mode in MODES if f"decode_cpu_{mode}" in fitted):
         later = fitted[f"decode_cpu_{mode}"]
         named[f"core ms of an image from the cache ({mode})"] = 1000 * later
         named[f"cores of a node busy in later epochs ({mode})"] = GPUS * GPU_RATE * later
@@ -147,7 +152,7 @@ def _predictions(fitted: dict[str, float], nodes: int) -> Iterator[dict[str, Any
     data = Data(IMAGES // nodes, fitted["store_bytes"], REQUEST_SECONDS, fitted["get_cpu"], NETWORK)
     node = Node(cores_left(CORES, GPUS), GPUS * WORKERS_PER_GPU, CACHE_BYTES, DISK_WRITE, DISK_READ)
     demand = Demand(GPUS * GPU_RATE)
-    for name in MODES:
+    for name in (mode for mode in MODES if f"decode_cpu_{mode}" in fitted):
         mode = _mode(fitted, name)
         if f"fill_cpu_{name}" in fitted:
             first = predict_epoch(data, mode, node, demand, hits=0, filling=1)

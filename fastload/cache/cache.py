@@ -29,6 +29,7 @@ from fastload.cache.segment import (
 )
 from fastload.cache.write_queue import Item
 from fastload.errors import ArgumentError, CacheError
+from fastload.formats.dct_record import RECORD_MAGIC
 from fastload.metrics.counters import Counters
 from fastload.metrics.platform import need_linux
 from fastload.metrics.units import parse_size
@@ -401,10 +402,8 @@ class Cache:
         Raises:
             CacheError: the directory cannot be opened.
         """
-        from fastload.images.dct import MAGIC
-
         directory = self._existing()
-        return None if directory is None else maintenance.share_containing(directory, MAGIC)
+        return None if directory is None else maintenance.share_containing(directory, RECORD_MAGIC)
 
     def check(self, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Read and verify every record.

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any, Literal
 
 from fastload.cache.segment import KEY_SIZE
+from fastload.formats.dct_record import RECORD_MAGIC
 
 __all__ = ["Digest", "Mode", "add_parts", "first_digest"]
 
@@ -17,9 +18,7 @@ def first_digest(mode: Mode, short_side: int, quality: int) -> Digest:
     """The digest of a mode and its parameters, with which each key begins."""
     parameters: tuple[Any, ...] = ()
     if mode == "dct":
-        from fastload.images.dct import MAGIC  # only here, for it brings torch along
-
-        parameters = (MAGIC,)  # it tells the version of the records
+        parameters = (RECORD_MAGIC,)  # it tells the version of the records
     elif mode != "raw":
         parameters = (short_side, quality) if mode == "shrunk" else (short_side,)
     return Digest(repr((mode, *parameters)).encode(), digest_size=KEY_SIZE, person=b"fastload")

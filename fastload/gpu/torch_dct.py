@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fastload.formats.dct_record import RECORD_MAGIC
 from fastload.gpu.decoders import BaseDecoder
 from fastload.images.encoded import EncodedImages
-from fastload.images.headers import RECORD_MAGIC
 
 __all__ = ["TorchDctDecoder"]
 

@@ -9,8 +9,8 @@ where they take a JPEG's bytes, and its pixels are the same to the bit at each s
 from __future__ import annotations
 
 from fastload.errors import DecodeError
+from fastload.formats.dct_record import RECORD_MAGIC as MAGIC
 from fastload.images.decode import MAX_PIXELS, find_format
-from fastload.images.headers import RECORD_MAGIC as MAGIC
 from fastload.images.headers import jpeg_orientation
 from fastload.images.kernel import Source, record_writer
 

@@ -20,7 +20,8 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.images.headers import RECORD_MAGIC, exif_of, jpeg_orientation, with_orientation
+from fastload.formats.dct_record import RECORD_MAGIC
+from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes, why_no_avif, why_no_heic
 from fastload.images.kernel import Pixels, Source, active
 

@@ -24,8 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
+from fastload.formats.dct_record import is_record
 from fastload.images.crop import Crop
-from fastload.images.headers import is_plain_jpeg, is_record
+from fastload.images.headers import is_plain_jpeg
 from fastload.images.kernel import Item, Pixels, Source
 from fastload.images.rng import SampleRng
 

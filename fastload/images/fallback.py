@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fastload.images.headers import is_record
+from fastload.formats.dct_record import is_record
 
 Image: Any
 try:

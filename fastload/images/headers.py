@@ -10,20 +10,16 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+from fastload.formats.dct_record import is_record
+
 __all__ = [
-    "RECORD_MAGIC",
     "exif_of",
     "is_plain_jpeg",
-    "is_record",
     "jpeg_components",
     "jpeg_orientation",
     "with_orientation",
     "without_exif",
 ]
-
-# The first bytes of a record of cache mode "dct", the last of them its version. At 5 is its orientation, at 7
-# the number of its components.
-RECORD_MAGIC = b"\x89DCT\x01"
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
@@ -61,12 +57,6 @@ def is_plain_jpeg(data: Any) -> bool:
             all_in_one_scan = len(body) > 0 and body[0] * 3 == len(components)
             return all_in_one_scan and (len(components) == 3 or _is_ycbcr(components, jfif, adobe))
     return False
-
-
-def is_record(data: Any) -> bool:
-    """Whether this is a record of cache mode "dct", by its first bytes."""
-    view = memoryview(data).cast("B")
-    return len(view) > 7 and view[:5] == RECORD_MAGIC
 
 
 def jpeg_components(data: Any) -> int:

@@ -219,7 +219,9 @@ class WorkerMemory:
         grown = anonymous_bytes() - self._before
         if grown + slots > room:  # freed memory counts until it is returned
             trim()
-            grown = anonymous_bytes() - self._before
+            grown = self._grown_by_count()
+        elif grown < 0:
+            grown = self._grown_by_count()
         if time.monotonic() > self._count_at:
             self._count_at = time.monotonic() + _COUNT_EVERY
             self._copied = max(0, private_bytes() - self._process - grown)
@@ -230,3 +232,13 @@ class WorkerMemory:
         limit_payloads(self, max(_LEAST_PAYLOADS, budgeted_bytes() + (left // 2 if left > 0 else left)))
         batches = room // 2 // max(1, self._largest)
         self.ahead = min(self._prefetch_factor, max(1, batches - 1))
+
+    def _grown_by_count(self) -> int:
+        """What this process has taken since `begin`, counted anew where the difference of its heaps misleads.
+
+        Returned memory may be what a forked worker has inherited and still shares: its heaps then shrink, and
+        what it has to itself does not.
+        """
+        grown = max(0, private_bytes() - self._process)
+        self._before = anonymous_bytes() - grown
+        return grown

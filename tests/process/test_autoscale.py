@@ -152,7 +152,7 @@ class Scripted:
 
 def auto(dataset: Any, batch_size: int, numbers: list[int], monkeypatch: Any, **options: Any) -> Any:
     """A loader with num_workers="auto" that has as many workers as the script says."""
-    monkeypatch.setattr("fastload.loader.dataloader.ceiling", lambda: max(numbers))
+    monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: max(numbers))
     loader: DataLoader[Any] = DataLoader(dataset, batch_size, num_workers="auto", **options)
     loader.loader_context.autoscaler = Scripted(numbers)  # type: ignore[assignment]
     return loader
@@ -316,7 +316,7 @@ class Stateful(Dataset[Any]):
 def test_datasets_that_are_split_by_worker_keep_the_number(
     dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastload.loader.dataloader.ceiling", lambda: 2)
+    monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: 2)
     loader: DataLoader[Any] = DataLoader(dataset, 2, num_workers="auto")
     assert (
         loader.num_workers == 2

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, default_collate
 import fastload
 from fastload import CenterCrop, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, WorkerError
+from fastload.fetch.prefetcher import Prefetcher
 from fastload.workers import turns
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
@@ -349,9 +350,11 @@ def test_threads_for_an_iterable_dataset_are_refused() -> None:
 class Locked(Drawing):
     """Holds a lock while it reads."""
 
-    lock = threading.Lock()
+    lock, other = threading.Lock(), threading.Event()
 
     def __getitem__(self, index: int) -> Any:
+        if self.lock.locked():
+            self.other.set()
         with self.lock:
             return super().__getitem__(index)
 
@@ -361,6 +364,13 @@ def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
 ) -> None:
     monkeypatch.setattr(turns, "_STUCK_SECONDS", 0.1)
     monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.02)
+    read = Prefetcher._get
+
+    def slow(self: Prefetcher, index: int) -> Any:
+        Locked.other.wait(PATIENCE)  # a read lasts until another thread waits for the lock
+        return read(self, index)
+
+    monkeypatch.setattr(Prefetcher, "_get", slow)
     loader = DataLoader(Locked(opened()), 4, threads=4, seed=1, on_error="skip")
     with pytest.raises(WorkerError, match="hold no lock while __getitem__ reads"):
         list(loader)

@@ -39,7 +39,8 @@ ROOMS = (
 APART = (
     {"shards", "workers", "gpu"},
     {"plan", "demo"},
-    {"metrics", "formats", "images"},
+    {"metrics", "formats"},
+    {"metrics", "images"},
     {"distributed", "store"},
 )
 LOOSE = {"__init__.py", "__main__.py", "errors.py", "py.typed"}
