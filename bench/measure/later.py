@@ -31,8 +31,8 @@ from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.cli.measurement import describe_machine
 from fastload.images import kernel as native
 
-MODES = ["raw", "shrunk", "decoded"]
-PASSES = {"decoded": 10, "shrunk": 3}  # over the photos, in a turn: turns of about the same length
+MODES = ["raw", "dct", "shrunk", "decoded"]
+PASSES = {"decoded": 10, "dct": 4, "shrunk": 3}  # over the photos, in a turn: turns of about the same length
 
 
 class Turn(NamedTuple):
