@@ -32,7 +32,7 @@ from bench.peers.peer import Run
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.prepare import PrepareStep
 
-MODES = ("none", "raw", "shrunk", "decoded")
+MODES = ("none", "raw", "dct", "shrunk", "decoded")
 MOST = 256  # photos of a bare loop
 ROWS = 8  # crops of one call of the kernel, as in a loader
 

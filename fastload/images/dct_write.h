@@ -160,6 +160,7 @@ static bool jpeg_to_record(const uint8_t *data, size_t size, uint64_t max_pixels
         check_scans(&d);
     }
     const Layout layout = find_layout(&d);
+    record_reserve(&d, record, size + size / 4); /* as large as most records */
     write_head(&d, record, orientation);
     const size_t offsets = record->size, offsets_size = 4 * ((size_t)layout.rows + 1);
     record_reserve(&d, record, offsets_size);
