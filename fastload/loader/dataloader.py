@@ -289,8 +289,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "verdict": one sentence on that bottleneck, and what to change.
             "bad": (key, error) of the last bad samples.
             "autoscale": the choice of num_workers="auto", with the reason; else "".
-            "memory": with `memory_limit=`, bytes: "limit", and with workers what they "used" at their last
-                batches, and the highest sum of it ("peak"); else empty.
+            "memory": with `memory_limit=`, bytes: "limit", and of workers "used" and "peak"; else empty.
             "decode": the decoder ("decoder"), and for decode="auto" the reason.
         """
         context = self.loader_context
