@@ -69,9 +69,11 @@ def test_rare_kind_is_decoded_by_the_kernel(kind: str) -> None:
     assert by_torch.counters["decoder.fallbacks"] == 1
 
 
-def test_image_of_another_format_among_records_keeps_its_pixels() -> None:
-    files = {"420": RECORDS["420"], "png": png(Image.fromarray(scene(50, 40)))}
-    check(encode(CenterCrop(32), files), 50)
+def test_image_that_is_no_record_is_decoded_by_the_worker() -> None:
+    files = {"420": RECORDS["420"], "png": png(Image.fromarray(scene(50, 40))), "jpeg": variants()["420"]}
+    encoded = encode(CenterCrop(32), files)
+    assert encoded.pixel_rows.tolist() == [-1, 0, 1]
+    assert check(encoded, 50).counters["decoder.fallbacks"] == 0
 
 
 def test_batch_of_many_sizes_and_samplings_gives_the_images_of_the_kernel() -> None:
