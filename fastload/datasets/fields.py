@@ -35,6 +35,9 @@ class Fields(SampleFields, Protocol):
     def key(self) -> str:
         """A text that differs where other arguments give other fields: part of the cache's keys."""
 
+    def needs_files(self, transform: Any) -> bool:
+        """Whether samples with this transform need the files of images, where a cache has records of them."""
+
     def split(self, payload: memoryview) -> dict[str, Any]:
         """The fields of a record, as they lie in it.
 

@@ -177,7 +177,7 @@ class ObjectDataset(StoreDataset):
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         assert self._fused is not None
-        return EncodedBatch(self._fused, n, allocate)
+        return EncodedBatch(self._fused, n, allocate, records=self._step.mode == "dct")
 
     def finish_encoded_batch(self, batch: Any) -> Any:
         return batch.finish()

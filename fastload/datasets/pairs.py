@@ -7,7 +7,7 @@ made smaller. Images without a mask among them are views: each has a box of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from fastload.images.rng import SampleRng
 
 __all__ = [
     "KeptImages",
+    "always_fused",
     "check_cut_alike",
     "fill_together",
     "images_kept",
@@ -78,6 +79,12 @@ def known_images(readable: bool, transform: Any) -> tuple[Mode, ...]:
         isinstance(one, Crop) and not one.own_values for part in parts for one in all_transforms(part)
     )
     return ("dct", "auto") if fused else ("dct",)
+
+
+def always_fused(names: Collection[str], transform: Any) -> bool:
+    """Whether each of these images has a fused transform, in all epochs."""
+    parts = transform if isinstance(transform, Mapping) else dict.fromkeys(names, transform)
+    return all(isinstance(one, Crop) for name in names for one in all_transforms(parts.get(name)))
 
 
 def _needs_own_values(transform: Any) -> bool:

@@ -47,9 +47,18 @@ class RecordPrepareStep(PrepareStep):
     ) -> None:
         self._fields = fields
         self._kept = images_kept(transform)
-        images = known_images(fields is not None and decode is None, transform)
+        readable = fields is not None and decode is None and not fields.needs_files(transform)
+        images = known_images(readable, transform)
         layout = ["" if fields is None else fields.key, *([f"kept: {self._kept}"] if self._kept else [])]
         super().__init__(cache, decode, fingerprint, images=images, layout=tuple(layout))
+
+    def check_transform(self, transform: Any) -> None:
+        super().check_transform(transform)
+        if self.mode in ("dct", "auto") and self._fields is not None and self._fields.needs_files(transform):
+            raise ArgumentError(
+                f"a cache in mode {self.mode!r} keeps these images for transforms that decode them, and "
+                f"this one takes their files: make a new dataset with transform={transform!r}"
+            )
 
     def _check(self) -> None:
         if self.asks_for_key:

@@ -5,6 +5,7 @@ with none, is an image if it begins like one, and bytes otherwise.
 
 mode      the cache keeps of an image                of other objects   of one with a `decode` of the user
 raw       the object's bytes                         the bytes          the bytes
+dct       a JPEG without its Huffman codes           the bytes          the bytes
 shrunk    a JPEG with a smaller short side           the bytes          (refused)
 decoded   pixels at a smaller short side             the bytes          what `decode` returned
 

@@ -126,8 +126,10 @@ def _open(encoded: EncodedImages, row: int) -> _Picture | None:
     left, right = _needed(x0, x1, encoded.crop.width, width, layout.across)
     top, bottom = _needed(y0, y1, encoded.crop.height, height, layout.down)
     at = _TABLES + 128 * len(layout.factors)
+    if at + 4 * (rows + 1) > len(file):
+        return None
     offsets = np.frombuffer(file[at : at + 4 * (rows + 1)].tobytes(), "<u4").astype(np.int64)
-    if len(offsets) != rows + 1 or (offsets[top:bottom] + 2 * columns > len(file)).any():
+    if (offsets[top:bottom] + 2 * columns > len(file)).any():
         return None
     sizes = np.stack(
         [np.frombuffer(file[start : start + 2 * columns].tobytes(), "<u2") for start in offsets[top:bottom]]

@@ -4,12 +4,12 @@
     EncodedBatch.fill ─ crop, flip from the header ─▶ EncodedImages in the slot ─▶ ImageDecoder ─▶ pixels
         └ images that decoders refuse: the kernel ─▶  their pixels ──────────────────┘
 
-A batch holds plain JPEGs, or records of cache mode "dct" where the loader's decoder takes those.
+A batch holds plain JPEGs; of a cache in mode "dct" it holds records, which another decoder takes.
 
 The crop follows from the size in the JPEG's header, by the rules and the per-sample randomness of the CPU
 path, so a sample has the same box and flip with every decoder. The worker itself decodes images that are not
-plain JPEGs (PNG, progressive, CMYK) and images that have to be padded; they travel as pixels. A damaged
-header is an error in the worker (`on_error`).
+plain JPEGs (PNG, progressive, CMYK), or no records, and images that have to be padded; they travel as
+pixels. A damaged header is an error in the worker (`on_error`).
 """
 
 from __future__ import annotations
@@ -91,11 +91,21 @@ class EncodedImages:
 
 
 class EncodedBatch:
-    """Builds `EncodedImages` in a worker. Rows are filled in any order, and again after a failure."""
+    """Builds `EncodedImages` in a worker. Rows are filled in any order, and again after a failure.
+
+    Args:
+        records: whether the decoder takes records of cache mode "dct", and not JPEGs.
+    """
 
     def __init__(
-        self, crop: Crop, n: int, allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor]
+        self,
+        crop: Crop,
+        n: int,
+        allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor],
+        *,
+        records: bool = False,
     ) -> None:
+        self._is_taken = is_record if records else is_plain_jpeg
         self._crop = crop
         self._allocate = allocate
         self._sources: list[Source | None] = [None] * n  # a file's bytes, or the finished pixels of the row
@@ -124,8 +134,7 @@ class EncodedBatch:
         source, width, height, chosen = self._crop.choose_box(image, SampleRng(seed))
         self._sizes[row], self._boxes[row], self._flips[row] = (width, height), chosen.box, chosen.flip
         # A small image in a black frame is decoded here: a decoder can only fill whole rows.
-        encoded = not isinstance(source, np.ndarray) and (is_plain_jpeg(source) or is_record(source))
-        if chosen.inner is None and encoded:
+        if chosen.inner is None and not isinstance(source, np.ndarray) and self._is_taken(source):
             self._sources[row] = source
             return
         pixels = np.empty(self._crop.sample_shape, np.uint8)

@@ -1,7 +1,8 @@
 /* fastload.images.compiled: decoding and resizing without the GIL.
  *
- * resize.h resizes, jpeg.h decodes, dct_write.h makes records of JPEGs; this file is their Python form. There is no state between calls, so the module needs
- * no lock and is safe without a GIL. See kernel.py for the meaning of the functions and fallback.py for the same in Python.
+ * resize.h resizes, jpeg.h decodes, dct_write.h makes records of JPEGs; this file is their Python form. There is no
+ * state between calls, so the module needs no lock and is safe without a GIL. See kernel.py for the meaning of the
+ * functions and fallback.py for the same in Python.
  * Only names of the limited API of Python 3.11 are used, so one build serves every later Python: see setup.py.
  */
 #define PY_SSIZE_T_CLEAN

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.images.crop import is_fused
@@ -47,6 +48,7 @@ class ColumnFields:
             columns, with which no column is opened here.
         transform: of the dataset.
         known: the kinds that are known, for the error about others.
+        opens_files: whether `open_image` needs the file of an image.
 
     Raises:
         ArgumentError: an argument names a column that there is not, a column's kind is not known, or a fused
@@ -62,7 +64,10 @@ class ColumnFields:
         decode: Mapping[str, Callable[[Any], Any]] | Callable[[dict[str, Any]], Any] | None,
         transform: Any,
         known: list[str],
+        *,
+        opens_files: bool = False,
     ) -> None:
+        self._opens_files = opens_files
         decoders = decode if isinstance(decode, Mapping) else {}
         self._split = split
         self._open_image = open_image
@@ -98,6 +103,9 @@ class ColumnFields:
     @property
     def key(self) -> str:
         return repr((sorted(self._names.items()), self._decoded, self._images))
+
+    def needs_files(self, transform: Any) -> bool:
+        return self._opens_files and not always_fused(self._images, transform)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         found = self._split(payload)

@@ -133,7 +133,7 @@ class MDSDataset(ShardDataset):
         super().__init__(
             url,
             _MDS({shards[number].key: one for number, one in enumerate(found.values())}),
-            ColumnFields(opened, split, _open_image, shape, decode, transform, encodings()),
+            ColumnFields(opened, split, _open_image, shape, decode, transform, encodings(), opens_files=True),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
             cycle_length=cycle_length,

@@ -96,7 +96,10 @@ class _RowSource(RecordSource):
             if other == ordinal:
                 continue
             row = rows.record(other)
-            payload = row if self._prepare is None else self._prepare(row)
+            try:
+                payload = row if self._prepare is None else self._prepare(row)
+            except FastloadError:  # of that row, for whoever asks for it
+                continue
             if not cache.write(self.cache_key(RecordId(shard, other).pack()), payload, _PATIENCE):
                 break  # the cache is full, or its disk too slow
 

@@ -104,6 +104,9 @@ class ParquetFields:
     def key(self) -> str:
         return repr((self._wanted, sorted(self._decoders)))
 
+    def needs_files(self, transform: Any) -> bool:
+        return False
+
     def split(self, payload: memoryview) -> dict[str, Any]:
         row = load_row(payload)
         for column in self._files:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
+from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.formats.example import Spec, check_spec, parse_example, read_example
@@ -48,6 +49,9 @@ class ExampleFields:
     @property
     def key(self) -> str:
         return repr((sorted((name, repr(kind)) for name, kind in self._features.items()), self._images))
+
+    def needs_files(self, transform: Any) -> bool:
+        return not always_fused(self._images, transform)  # else a sample has an image's bytes
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         return parse_example(payload, self._features, lacking=self._lacking)
@@ -92,6 +96,9 @@ class MemberFields:
     @property
     def key(self) -> str:
         return repr(sorted(self._decoders))
+
+    def needs_files(self, transform: Any) -> bool:
+        return False
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         key, members = read_sample(payload)
@@ -174,6 +181,7 @@ class _Splitting(Protocol):
 
     @property
     def key(self) -> str: ...
+    def needs_files(self, transform: Any) -> bool: ...
     def split(self, payload: memoryview) -> dict[str, Any]: ...
     def open(self, name: str, value: Any) -> Any: ...
     def open_image(self, value: Any) -> Any: ...
@@ -213,6 +221,12 @@ class ChosenFields:
     @property
     def key(self) -> str:
         return repr((self._fields.key, [(name, *leaf) for name, leaf in self._leaves.items()]))
+
+    def needs_files(self, transform: Any) -> bool:
+        parts = transform if isinstance(transform, Mapping) else dict.fromkeys(self._images, transform)
+        return self._fields.needs_files(
+            {feature: parts.get(name) for name in self._images for feature in self._leaves[name].names}
+        )
 
     def check(self, transform: Any) -> None:
         """Raise `ArgumentError` unless the transform goes with these fields."""

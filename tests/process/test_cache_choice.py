@@ -13,7 +13,18 @@ import pytest
 import torch
 
 import fastload.datasets.cache_choice as cache_choice
-from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, cached
+from fastload import (
+    ByEpoch,
+    Cache,
+    CenterCrop,
+    DataLoader,
+    ImageFolder,
+    MDSDataset,
+    ObjectDataset,
+    RandomResizedCrop,
+    TFRecordDataset,
+    cached,
+)
 from fastload.cache import disk
 from fastload.cache.disk import Disk, known_disk, memory_for_pages
 from fastload.datasets.cache_choice import Costs, choose
@@ -21,6 +32,7 @@ from fastload.demo.photos import make_dataset
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images import dct
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import FEATURES, jpeg, shard
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 N = 40
@@ -285,6 +297,52 @@ def test_objects_whose_bytes_are_wanted_are_kept_as_in_mode_raw(
     assert same == (mode in raw_under)
     if same:
         assert bytes(dataset.payload(0)) == bytes(raw.payload(0))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[Callable[..., TFRecordDataset]]:
+    data, index = shard("tfrecord", range(3))
+    (tmp_path / "a.tfrecord").write_bytes(data)
+    (tmp_path / "a.tfrecord.idx").write_bytes(index)
+    made: list[TFRecordDataset] = []
+
+    def make(mode: Any, transform: Any = None, **options: Any) -> TFRecordDataset:
+        cache = Cache(tmp_path / "cache", mode)
+        url = str(tmp_path / "a.tfrecord")
+        made.append(TFRecordDataset(url, FEATURES, transform=transform, cache=cache, **options))
+        return made[-1]
+
+    yield make
+    while made:
+        made.pop().close()
+
+
+@pytest.mark.parametrize("mode", ["auto", "dct"])
+@pytest.mark.parametrize("options", [{}, {"fields": {"image": "image"}}])
+@pytest.mark.parametrize("transform", [None, dict, ByEpoch({0: dict, 5: CenterCrop(8)})])
+def test_feature_without_a_fused_transform_is_the_file(
+    records: Any, mode: str, options: Any, transform: Any
+) -> None:
+    records(mode, CenterCrop(8), **options)[0]  # a record of it is in the cache
+    assert records(mode, transform, **options)[0]["image"] == jpeg(0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "dct"])
+def test_feature_kept_as_record_is_not_handed_out(records: Any, mode: str) -> None:
+    dataset = records(mode, {"image": CenterCrop(8)})
+    with pytest.raises(ArgumentError, match="takes their files: make a new dataset with transform="):
+        dataset.transform = {"label": abs}
+    dataset.transform = {"image": CenterCrop(4), "label": abs}
+    assert dataset[0]["image"].shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "dct"])
+def test_mds_image_without_a_fused_transform_keeps_its_own_mode(tmp_path: Path, mode: Any) -> None:
+    url = Path(__file__).parents[1] / "data/formats/mds"
+    crop = {"k_png": CenterCrop(4)}
+    dataset = MDSDataset(url, ("j_jpeg", "k_png"), transform=crop, cache=Cache(tmp_path / "cache", mode))
+    assert dataset[3][0].mode == "L"
+    dataset.close()
 
 
 @pytest.mark.parametrize("mode", ["auto", "dct"])

@@ -449,6 +449,16 @@ def test_image_without_bytes_is_an_error_that_says_so(tmp_path: Path) -> None:
     assert isinstance(data[1]["image"], Image.Image)
 
 
+@pytest.mark.parametrize("mode", ["auto", "raw"])
+def test_bad_row_harms_no_other_row_of_its_row_group(tmp_path: Path, mode: Any) -> None:
+    images = [{"bytes": jpeg(0), "path": ""}, {"bytes": None, "path": "x/1.jpg"}]
+    cache = Cache(tmp_path / "cache", mode)
+    data = one(tmp_path, parquet({"image": images}), fields="image", transform=CROP, cache=cache)
+    assert data[0].shape == (3, 24, 24)
+    with pytest.raises(DecodeError, match=r"a.parquet @ 1.*has only the path 'x/1.jpg'"):
+        data[1]
+
+
 def test_missing_pyarrow_is_an_error_with_the_command(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fastload.datasets.arrow_values", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -68,9 +69,11 @@ def test_rare_kind_is_decoded_by_the_kernel(kind: str) -> None:
     assert by_torch.counters["decoder.fallbacks"] == 1
 
 
-def test_image_of_another_format_among_records_keeps_its_pixels() -> None:
-    files = {"420": RECORDS["420"], "png": png(Image.fromarray(scene(50, 40)))}
-    check(encode(CenterCrop(32), files), 50)
+def test_image_that_is_no_record_is_decoded_by_the_worker() -> None:
+    files = {"420": RECORDS["420"], "png": png(Image.fromarray(scene(50, 40))), "jpeg": variants()["420"]}
+    encoded = encode(CenterCrop(32), files)
+    assert encoded.pixel_rows.tolist() == [-1, 0, 1]
+    assert check(encoded, 50).counters["decoder.fallbacks"] == 0
 
 
 def test_batch_of_many_sizes_and_samplings_gives_the_images_of_the_kernel() -> None:
@@ -83,11 +86,20 @@ def test_batch_of_many_sizes_and_samplings_gives_the_images_of_the_kernel() -> N
     check(encode(RandomResizedCrop(24, scale=(0.5, 1)), files), 40)
 
 
-def test_damaged_record_in_a_batch_is_an_error_with_its_key() -> None:
-    damaged = bytearray(RECORDS["420"])
-    damaged[len(damaged) // 2 : len(damaged) // 2 + 40] = b"\xff" * 40
+def overwritten(record: bytes) -> bytes:
+    half = len(record) // 2
+    return record[:half] + b"\xff" * 40 + record[half + 40 :]
+
+
+def cut_in_its_offsets(record: bytes) -> bytes:
+    return record[: 20 + 3 * 128 + 8 + 3]
+
+
+@pytest.mark.parametrize("damage", [overwritten, cut_in_its_offsets])
+def test_damaged_record_in_a_batch_is_an_error_with_its_key(damage: Callable[[bytes], bytes]) -> None:
+    files = {"good": RECORDS["420"], "bad": damage(RECORDS["420"])}
     with pytest.raises(DecodeError) as failure:
-        decoder().start(encode(CenterCrop(100), {"good": RECORDS["420"], "bad": bytes(damaged)}))()
+        decoder().start(encode(CenterCrop(100), files))()
     assert failure.value.key == "bad"
 
 
