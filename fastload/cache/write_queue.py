@@ -76,7 +76,7 @@ class WriteQueue:
                 return True
             if not self._has_room(size):
                 return False
-            wake = not self._items or self.nbytes + size >= BATCH_BYTES
+            wake = not self._items or self._is_batch(self.nbytes + size)
             self._items.append(item)
             self._keys.add(item.key)
             self.nbytes += size
@@ -87,6 +87,10 @@ class WriteQueue:
 
     def _has_room(self, size: int) -> bool:
         return not self.nbytes or self.nbytes + size <= min(QUEUE_BYTES, payload_limit())
+
+    def _is_batch(self, nbytes: int) -> bool:
+        """Whether so many bytes need not wait for more: they fill a batch, or half of a smaller queue."""
+        return nbytes >= min(BATCH_BYTES, payload_limit() // 2)
 
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""
@@ -123,7 +127,7 @@ class WriteQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._drops or self._closed)
             self._changed.wait_for(
-                lambda: self.nbytes >= BATCH_BYTES or self._flushers or self._closed, LINGER
+                lambda: self._is_batch(self.nbytes) or self._flushers or self._closed, LINGER
             )
             items: list[Item] = []
             size = 0

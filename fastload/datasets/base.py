@@ -292,7 +292,8 @@ class StoreDataset(Dataset[Any]):
 
     def _is_here(self, record: int) -> bool:
         """Whether `_get` will not wait for the store."""
-        return self._prefetchers.get().is_here(record)
+        prefetcher = self._prefetchers.peek()  # a stream's records come without one
+        return prefetcher is not None and prefetcher.is_here(record)
 
     def _finish(self, record: int, payload: Any) -> Any:
         """What the prefetcher hands out -> sample."""

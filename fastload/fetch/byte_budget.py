@@ -63,7 +63,7 @@ class ByteBudget:
         is_short = self._waited > _WAITED * (now - self._since)
         self._passed, self._waited, self._since = 0, 0.0, now
         if is_short:
-            self._wanted = min(self._most, 2 * before)
+            self._wanted = max(self._wanted, min(self._most, 2 * before))
         return self.bytes(size) > before
 
 
@@ -71,5 +71,5 @@ _budgets: ProcessLocal[weakref.WeakSet[ByteBudget]] = ProcessLocal(weakref.WeakS
 
 
 def budgeted_bytes() -> int:
-    """The sum of the budgets of all prefetchers of this process."""
-    return sum(budget.value for budget in list(_budgets.get()))
+    """The sum of the budgets of all prefetchers of this process, which is never above the process's limit."""
+    return min(payload_limit(), sum(budget.value for budget in list(_budgets.get())))

@@ -115,8 +115,12 @@ class Prefetcher:
         parts = [part for read in reads if read.entry is None for part in self._parts(read)]
         with self._work:
             for read in reads:
-                read.wanted = new[read.index]
-                self._reads[read.index] = read
+                known = self._reads.setdefault(read.index, read)
+                if known is read:
+                    read.wanted = new[read.index]
+                else:  # another thread has requested it meanwhile
+                    known.wanted += new[read.index]
+            parts = [part for part in parts if self._reads[part.read.index] is part.read]
             self._queues.add(parts, reader)
             if parts:
                 self._queues.open_with({part.read for part in parts})
@@ -204,19 +208,16 @@ class Prefetcher:
 
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
-            self._queues.await_read(read)
+            opened = self._queues.await_read(read)
             if not read.started and read.wanted > 0 and not self._queues.is_next(read):
                 self._advance(read)
-            self._wake(1)
+            self._wake(len(self._queues) if opened else 1)
             looked = time.monotonic()
             while not read.done and read.wanted > 0:
                 if self._closing.is_set():
                     raise StoreError("the reader was closed during a wait for its bytes")
-                before, looked = looked, time.monotonic()
                 if self._queues and self._queues.requests >= self.limiter.value:
                     self.limiter.grow(looked)
-                    self._wake(self.limiter.value - self._queues.requests)
-                elif self._queues and self._queues.grow_bytes(looked - before):
                     self._wake(self.limiter.value - self._queues.requests)
                 if read.deferred and not self._queues.is_next(read):
                     # It is behind others again, which may not start before this one is handed out.
@@ -226,6 +227,9 @@ class Prefetcher:
                     self._ask_again(read)
                 # The threads' own reads have deadlines, and a thread reports whatever ends it.
                 self._done.wait(timeout=_LOOK_SECONDS)
+                before, looked = looked, time.monotonic()
+                if self._queues.grow_bytes(looked - before):
+                    self._wake(self.limiter.value - self._queues.requests)
 
     def _wake(self, threads: int) -> None:
         self._staff()

@@ -89,11 +89,15 @@ class ReaderQueues:
 
     def may_begin(self) -> int:
         """About how many parts the bytes allow to begin now: a thread for more of them would only wait."""
-        first = next((queue.parts[0].read for queue in self._order if queue.parts), None)
-        if first is None or first.started or first.ranged:
-            return len(self)
-        room = (self._budget.bytes(first.size) - self.held) // max(1, first.size)
-        return min(len(self), max(len(self._order), room))
+        count = 0
+        for queue in self._order:
+            first = queue.parts[0].read if queue.parts else None
+            if first is None or first.started or first.ranged:
+                count += len(queue.parts)
+            else:
+                room = self._room(queue, first.size) // max(1, first.size)
+                count += min(len(queue.parts), max(1, room))
+        return count
 
     def clear(self) -> None:
         """Forget all parts that are not begun."""
@@ -124,11 +128,16 @@ class ReaderQueues:
             self._first.clear()
         return not self._first
 
-    def await_read(self, read: Read) -> None:
-        """A consumer waits for a read. One that is not of the first batch does not use that in its order."""
+    def await_read(self, read: Read) -> bool:
+        """A consumer waits for a read. Whether others may start because of that.
+
+        One that waits for another read than those of the first batch does not use that in its order.
+        """
         read.awaited = True
-        if self._first and read not in self._first:
-            self._first.clear()
+        if not self._first or read in self._first:
+            return False
+        self._first.clear()
+        return True
 
     def put_back(self, part: Part) -> None:
         """Put a part of a read that was begun at the end of its queue."""
@@ -195,7 +204,8 @@ class ReaderQueues:
         """A consumer has waited so long. Whether reads that only the bytes held back may begin now."""
         if self.requests >= self._limiter.value or self.startable() is not None:
             return False
-        first = next((queue.parts[0].read for queue in self._order if queue.parts), None)
+        reads = (queue.parts[0].read for queue in self._order if queue.parts)
+        first = next((read for read in reads if self._is_due(read)), None)
         return first is not None and self._budget.grow(first.size, seconds)
 
     def _is_due(self, read: Read) -> bool:
@@ -207,12 +217,15 @@ class ReaderQueues:
 
     def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
         # A read that a consumer waits for ignores the budget: its holders may be handed out only after it.
-        most = self._budget.bytes(read.size)
-        if read.started or read.awaited or self.held == 0 or self.held + read.size <= most:
+        if read.started or read.awaited or queue.held == 0:
             return True
+        return read.size <= self._room(queue, read.size)
+
+    def _room(self, queue: ReaderQueue, size: int) -> int:
+        """The bytes that reads of a queue may begin, where the next one has this size."""
+        most = self._budget.bytes(size)
         # Another iteration may hold the budget and never get its reads, so each queue has its own share.
-        alone = len(self._order) == 1
-        return not alone and (queue.held == 0 or queue.held + read.size <= most // len(self._order))
+        return max(most - self.held, most // len(self._order) - queue.held)
 
     def _move_up(self, queue: ReaderQueue) -> None:
         if queue in self._order:

@@ -31,6 +31,7 @@ _log = logging.getLogger("fastload")
 
 _MB = 1_000_000
 _LEAST_ROOM = 24 * _MB  # for batches and payloads, beside the process itself
+_AUTO_ROOM = 160 * _MB  # the same for num_workers="auto": four batches of 256 images of 224 pixels
 _LEAST_PAYLOADS = 1 * _MB
 # A forked worker copies inherited pages as it writes to them: an allowance, with room to spare.
 _COPIED = 16 * _MB
@@ -107,7 +108,8 @@ def most_workers(memory_limit: Any, context: Any) -> int:
     limit = MemoryLimit.of(memory_limit, 1, context)
     if limit is None:
         return ceiling()
-    return min(ceiling(), (limit.bytes - limit.common) // (limit.least() - limit.common))
+    each = limit.least(room=_AUTO_ROOM) - limit.common
+    return min(ceiling(), max(1, (limit.bytes - limit.common) // each))
 
 
 def _start_method(context: Any) -> str:
@@ -217,7 +219,7 @@ class WorkerMemory:
             return
         room = int(_FILL * self._room)
         grown = anonymous_bytes() - self._before
-        if grown + slots > room:  # freed memory counts until it is returned
+        if grown + self._copied + slots > room:  # freed memory counts until it is returned
             trim()
             grown = self._grown_by_count()
         elif grown < 0:
@@ -240,5 +242,5 @@ class WorkerMemory:
         what it has to itself does not.
         """
         grown = max(0, private_bytes() - self._process)
-        self._before = anonymous_bytes() - grown
+        self._before, self._copied = anonymous_bytes() - grown, 0  # the count includes what was copied
         return grown

@@ -24,8 +24,9 @@ from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResize
 from fastload.demo.photos import make_photo
 from fastload.errors import StoreError
 from fastload.fetch import threads
+from fastload.fetch.byte_budget import ByteBudget
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
-from fastload.fetch.reader_queues import ReaderQueues
+from fastload.fetch.reader_queues import Part, Read, ReaderQueues
 from fastload.fetch.settings import ReadSettings
 from fastload.fetch.source import ObjectSource
 from fastload.fetch.threads import ReadPool
@@ -78,6 +79,46 @@ def test_sample_that_a_batch_has_twice_is_read_once_and_handed_out_twice(tmp_pat
     assert [bytes(prefetcher.get(0)) for _ in range(3)] == [b"zero"] * 3
     assert counters["get.samples"] == 1 and counters["get.ahead"] == 3
     assert prefetcher.outstanding() == NOTHING and not prefetcher.is_here(0)
+    prefetcher.close()
+
+
+def test_sample_that_two_threads_request_at_once_is_read_once(tmp_path: Path) -> None:
+    """One thread requests it while another one, which has not found it, looks it up."""
+    (tmp_path / "0").write_bytes(b"zero")
+    counters, source = Counters(), files_of(tmp_path)
+    prefetcher, size = Prefetcher(source, None, prepare=None, counters=counters), source.size
+    late = [lambda: prefetcher.request([0], "other")]
+
+    def size_of(index: int) -> int:
+        while late:
+            late.pop()()
+        return size(index)
+
+    source.size = size_of  # type: ignore[method-assign]
+    prefetcher.request([0], "one")
+    assert [bytes(prefetcher.get(0)) for _ in range(2)] == [b"zero"] * 2
+    assert counters["get.samples"] == 1 and counters["get.ahead"] == 2
+    assert prefetcher.outstanding() == NOTHING
+    prefetcher.close()
+
+
+def test_byte_budget_grows_for_a_consumer_that_waits_a_little_for_each_sample(tmp_path: Path) -> None:
+    for i in range(200):
+        (tmp_path / f"{i:03d}").touch()
+    source = files_of(tmp_path)
+
+    def slow(index: int, wait: Any) -> bytes:
+        time.sleep(0.01)
+        return b""
+
+    source.size, source.read = lambda index: 300_000, slow  # type: ignore[method-assign]
+    prefetcher = Prefetcher(source, None, prepare=None, counters=Counters())
+    prefetcher.limiter.value = 128
+    prefetcher.request(range(200))
+    first = prefetcher._queues._budget.bytes(300_000)
+    for i in range(200):
+        prefetcher.get(i)
+    assert prefetcher._queues._budget.bytes(300_000) >= 2 * first
     prefetcher.close()
 
 
@@ -201,6 +242,17 @@ def test_late_read_is_requested_a_second_time(use: Callable[[ReadSettings], None
         assert time.monotonic() - start < 10
         assert server.count("15.bin") == 2 and dataset.counters["get.hedged"] >= 1
         dataset.close()
+
+
+def test_threads_are_started_for_the_share_of_an_iteration_beside_a_paused_one(tmp_path: Path) -> None:
+    (tmp_path / "0").touch()
+    limiter = Prefetcher(files_of(tmp_path), None, prepare=None, counters=Counters()).limiter
+    queues = ReaderQueues(limiter, ByteBudget(20_000))
+    for reader in ("paused", "other"):
+        queues.add([Part(Read(index, 1000), 0, 1000) for index in range(40)], reader)
+        while (queue := queues.startable()) is not None and reader == "paused":
+            queues.begin(queue, 1.0)
+    assert queues.held == 20_000 and queues.may_begin() == 1 + 10
 
 
 # --- The first batch

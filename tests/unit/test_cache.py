@@ -8,6 +8,7 @@ import pickle
 import random
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from fastload.cache import writer as writer_module
 from fastload.cache.segment import record_size
 from fastload.cache.write_queue import Item
 from fastload.errors import ArgumentError, CacheError
+from fastload.metrics.counters import Counters
 from tests.cachedata import fill, payload_of, segments
 from tests.patience import PATIENCE
 
@@ -326,6 +328,19 @@ def test_reservations_of_a_killed_process_are_given_back(open_cache: Callable[..
     cache.close()
     limited = open_cache(size_limit=10**6)
     assert limited.write(limited.key("x"), b"x" * 100)
+
+
+def test_queue_that_a_memory_limit_makes_small_is_written_before_it_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queue_module, "LINGER", PATIENCE)
+    monkeypatch.setattr(queue_module, "payload_limit", lambda: 1_000_000)
+    queue, began = queue_module.WriteQueue(), time.monotonic()
+    for i in range(6):
+        assert queue.put(Item(b"%d" % i, memoryview(bytes(100_000)), 0, None, Counters()))
+    batch = queue.take()
+    assert batch is not None and len(batch.items) == 6
+    assert time.monotonic() - began < PATIENCE / 2
 
 
 def test_full_queue_drops_and_does_not_wait(

@@ -10,9 +10,9 @@ import pytest
 
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.fetch.byte_budget import ByteBudget
+from fastload.fetch.byte_budget import ByteBudget, budgeted_bytes
 from fastload.metrics.memory import limit_payloads, payload_limit
-from fastload.workers.memory_limit import MemoryLimit
+from fastload.workers.memory_limit import MemoryLimit, WorkerMemory, most_workers
 from tests.loaderdata import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -54,22 +54,20 @@ def test_shares_of_the_workers_and_the_common_processes_are_the_limit(method: st
     assert limit.bytes - 5 < limit.common + 5 * limit.share <= limit.bytes == 2000 * MB
 
 
-def test_auto_starts_no_more_workers_than_the_limit_is_enough_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_auto_starts_no_more_workers_than_the_limit_is_enough_for(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has room for four batches of 256 images of 224 pixels."""
     monkeypatch.setattr("fastload.workers.memory_limit.ceiling", lambda: 64)
-    loader: Any = DataLoader(
-        Numbers(4), num_workers="auto", memory_limit="200MB", multiprocessing_context="fork"
-    )
-    assert 1 < loader.num_workers < 64
-    DataLoader(
-        Numbers(4), num_workers=loader.num_workers, memory_limit="200MB", multiprocessing_context="fork"
-    )
-    with pytest.raises(ArgumentError, match="too little"):
-        DataLoader(
-            Numbers(4),
-            num_workers=loader.num_workers + 1,
-            memory_limit="200MB",
-            multiprocessing_context="fork",
-        )
+    found: list[int] = []
+    for size in ("300MB", "1GB", "4GB", "99GB"):
+        limit = MemoryLimit.of(size, most_workers(size, method), method)
+        assert limit is not None
+        found.append(limit.workers)
+        if limit.workers > 1:
+            limit.check(limit.least(room=4 * 256 * 3 * 224 * 224))
+    assert found[0] == 1 < found[1] < found[2] < found[3] == 64
     with pytest.raises(ArgumentError, match="too little for 1 workers"):
         DataLoader(Numbers(4), num_workers="auto", memory_limit="2MB", multiprocessing_context="fork")
 
@@ -135,3 +133,59 @@ def test_prefetchers_of_a_process_share_its_limit_equally() -> None:
     assert others >= 4 and sum(budget.bytes(MB) for budget in budgets) <= 8 * MB
     limit_payloads(owner, 4 * MB)
     assert sum(budget.bytes(MB) for budget in budgets) <= 4 * MB
+
+
+def test_budgets_of_which_nobody_has_asked_count_no_more_than_the_limit() -> None:
+    owner, budgets = Owner(), [ByteBudget(256 * MB) for _ in range(4)]
+    limit_payloads(owner, MB)
+    assert budgeted_bytes() <= MB < sum(budget.value for budget in budgets)
+
+
+def test_budget_that_a_limit_made_small_returns_with_it() -> None:
+    owner, consumer = Owner(), Consumer(256 * MB)
+    before = consumer.budget.bytes(1000)
+    limit_payloads(owner, MB)
+    consumer.take(2000, waited=0.5)
+    del owner
+    gc.collect()
+    assert consumer.budget.bytes(1000) >= before
+
+
+class Process:
+    """The memory of a forked worker, as it measures it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heap, self.free, self.private = 100 * MB, 0, 10 * MB  # of the heap, most is shared
+        monkeypatch.setattr("fastload.workers.memory_limit.anonymous_bytes", lambda: self.heap)
+        monkeypatch.setattr("fastload.workers.memory_limit.private_bytes", lambda: self.private)
+        monkeypatch.setattr("fastload.workers.memory_limit.trim", self.trim)
+
+    def allocate(self, nbytes: int) -> None:
+        self.heap += nbytes
+        self.private += nbytes
+
+    def trim(self) -> None:
+        self.allocate(-self.free)
+        self.free = 0
+
+
+def test_memory_of_a_worker_is_its_own_memory_however_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch)
+    memory = WorkerMemory(MemoryLimit.of("150MB", 1, "fork"), 2)
+    memory.begin()
+    process.private += 30 * MB  # pages that it has inherited, and has written to
+    memory.look(0)
+    assert memory.used == process.private == 40 * MB
+    process.allocate(100 * MB)
+    process.free = 70 * MB
+    memory.look(0)
+    assert process.free == 0, "what copied pages take counts too"
+    assert memory.used == process.private == 70 * MB
+    process.allocate(10 * MB)
+    memory.look(0)
+    assert memory.used == process.private == 80 * MB
+    process.heap -= 80 * MB  # inherited pages go, which other processes still have
+    memory.look(0)
+    assert memory.used == process.private == 80 * MB
