@@ -230,8 +230,10 @@ class WorkerMemory:
         grown += self._copied
         self.used = self._process + grown + slots
         left = room - grown - slots
-        # While a payload arrives, the client holds it twice.
-        limit_payloads(self, max(_LEAST_PAYLOADS, budgeted_bytes() + (left // 2 if left > 0 else left)))
+        # While a payload arrives, the client holds it twice. At the end of an epoch the budget is not used,
+        # and what it is for seems to be left.
+        payloads = budgeted_bytes() + (left // 2 if left > 0 else left)
+        limit_payloads(self, max(_LEAST_PAYLOADS, min(payloads, (room - slots) // 2)))
         batches = room // 2 // max(1, self._largest)
         self.ahead = min(self._prefetch_factor, max(1, batches - 1))
 
