@@ -95,15 +95,20 @@ def warm(
         kind = Kind.objects if objects else find_kind(url, options)
         start = time.perf_counter()
         arguments: dict[str, Any] = {"cache": kept, "storage_options": options, "refresh": refresh}
+        as_training: dict[str, Any] = {}
+        if mode is CacheMode.dct:  # its records are for transforms that decode them
+            as_training["transform"] = fastload.CenterCrop(224)
         dataset: Any
         if kind in SHARDS:
+            if kind is Kind.tfrecord:
+                arguments |= as_training
             dataset = open_shards(kind, url, fields, features, **arguments)
         elif fields is not None or features is not None:
             raise ArgumentError(f"--fields and --features are for shards, and {url!r} holds none")
         else:
             kind = Kind.objects if objects else Kind.folder
-            if objects and mode is CacheMode.dct:  # as a training on images says it
-                arguments["transform"] = fastload.CenterCrop(224)
+            if objects:
+                arguments |= as_training
             dataset = (fastload.ObjectDataset if objects else fastload.ImageFolder)(url, **arguments)
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
