@@ -6,6 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fastload.loader.digest import Digest
+from fastload.loader.history import History
+from fastload.loader.left_out import LeftOut
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
@@ -30,6 +33,9 @@ class LoaderContext:
         meter: the epoch that runs, or the last one.
         bad: (key, error) of the last samples that could not be read or decoded.
         position: how much was handed out.
+        history: what the orders of past epochs were made from.
+        left_out: samples and steps.
+        digest: of all that was handed out.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.
     """
@@ -37,6 +43,9 @@ class LoaderContext:
     counters: Counters = field(default_factory=Counters)
     bad: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_BAD_SAMPLES_KEPT))
     position: LoaderState = field(default_factory=LoaderState)
+    history: History = field(default_factory=History)
+    left_out: LeftOut = field(default_factory=LeftOut)
+    digest: Digest = field(default_factory=Digest)
     autoscaler: Autoscaler | None = None
     decoding: Decoding | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)

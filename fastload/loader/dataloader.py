@@ -25,6 +25,7 @@ from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
 from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
+from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
@@ -43,7 +44,7 @@ T_co = TypeVar("T_co", covariant=True)
 _ON_ERROR = ("raise", "skip", "replace")
 
 
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`: it takes torch's arguments, in torch's order.
 
     Example::
@@ -241,7 +242,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         the loader a `generator`, and both runs have persistent workers or neither has. A sampler of your
         own that draws from these generators needs a seed for each epoch, or a state.
         """
-        return self.loader_context.position.state_dict(self)
+        context = self.loader_context
+        return context.position.state_dict(self) | {
+            "history": context.history.state(),
+            "left_out": context.left_out.state(),
+            "digest": context.digest.state(),
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume: the next iteration continues where `state_dict` was taken; later ones are whole epochs.
@@ -268,7 +274,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ArgumentError: this is not a state of a loader, or the loader had another dataset length, sampler,
                 batch size, seed, generator or (where that matters) number of workers.
         """
-        self.loader_context.position.load_state_dict(self, state_dict)
+        context = self.loader_context
+        context.position.load_state_dict(self, state_dict)
+        context.history.load(state_dict.get("history", {}))
+        context.left_out.load(state_dict.get("left_out", {}))
+        context.digest.load(state_dict.get("digest", {}))
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
