@@ -10,7 +10,9 @@ loader.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ from fastload.images.rng import Rng, SampleRng, TorchRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Crop", "CropBox", "Size", "is_fused"]
+__all__ = ["Crop", "CropBox", "Size", "is_fused", "noted_boxes"]
 
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
@@ -48,6 +50,26 @@ class CropBox(NamedTuple):
     flip: bool = False
     inner: tuple[int, int, int, int] | None = None
     turn: bool = False
+
+
+_notes: ContextVar[list[tuple[CropBox, bool]] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noted_boxes(notes: list[tuple[CropBox, bool]]) -> Iterator[None]:
+    """Inside, each box that a transform chooses is noted: (box, its sample has a generator of its own)."""
+    before = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(before)
+
+
+def _noted(box: CropBox, rng: Rng) -> CropBox:
+    notes = _notes.get()
+    if notes is not None:
+        notes.append((box, isinstance(rng, SampleRng)))
+    return box
 
 
 class Crop(ABC):
@@ -228,13 +250,13 @@ class Crop(ABC):
             open_source = open_image if self.channels == 3 else open_grey
             source, width, height = open_source(image, self.max_pixels, self.strict)
         if first is None or first == (width, height):
-            return source, width, height, self.box_for(width, height, rng)
+            return source, width, height, _noted(self.box_for(width, height, rng), rng)
         if abs(width * first[1] - height * first[0]) > max(width, height, *first):  # a pixel, where rounded
             raise DecodeError(
                 f"it has {width} x {height} pixels, and the first image of its sample {first[0]} x "
                 f"{first[1]}: images that are cut alike must have the same proportions"
             )
-        return source, width, height, self.scaled_box(width, height, first, rng)
+        return source, width, height, _noted(self.scaled_box(width, height, first, rng), rng)
 
     def fill_rows(
         self,

@@ -276,7 +276,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         """
         context = self.loader_context
         context.position.load_state_dict(self, state_dict)
-        context.history.load(state_dict.get("history", {}))
+        context.history.load(state_dict)
         context.left_out.load(state_dict.get("left_out", {}))
         context.digest.load(state_dict.get("digest", {}))
         self._iterator = None
@@ -316,6 +316,27 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "memory": context.memory.stats(),
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
+
+    def replay_loader(self, index: Any) -> DataLoader[T_co]:
+        """A loader like this one, of one batch, which is made in this process.
+
+        Args:
+            index: the index batch; one index where this loader has batch_size=None.
+        """
+        alone = self.batch_sampler is None
+        return DataLoader(
+            self.dataset,
+            batch_size=None if alone else 1,
+            sampler=[index] if alone else None,
+            batch_sampler=None if alone else [list(index)],
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            device=self.device,
+            batch_transform=self.batch_transform,
+            decode=self.decode,
+            on_error=self.on_error,
+            seed=self.seed,
+        )
 
     def _new_decoding(self, decode: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder

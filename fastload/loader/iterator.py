@@ -279,6 +279,7 @@ class LoaderIterator(TorchIterator):
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
+        context.history.begin(loader, self._progress)
         wanted = context.workers_wanted(self._num_workers)
         context.meter.start(wanted)
         if context.autoscaler is not None:
