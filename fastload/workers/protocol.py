@@ -8,6 +8,7 @@ descriptors, and does not notice the end of its peer.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -97,24 +98,33 @@ class Failure(NamedTuple):
 
     def reraise(self, where: str) -> NoReturn:
         """Raise the exception in its own type, with the worker's traceback in its text or as its cause."""
+        error: Any = None
         text = f"Caught {self.name} {where}.\nOriginal {self.text}"
         if self.sample:
             text += f"({self.sample})\n"
-        try:
+        kind: Any = None
+        with contextlib.suppress(Exception):
             error, kind = pickle.loads(self.pickled)
-        except Exception:
-            error = kind = None
-        if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
-            raise error from RuntimeError(text)
         try:
-            # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
-            rebuilt = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
-        except Exception:  # its constructor takes more than one text
-            if error is not None:
+            if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
                 raise error from RuntimeError(text)
-            raise RuntimeError(text) from None
-        rebuilt.__dict__.update(error.__dict__ if error is not None else {})
-        raise rebuilt
+            raise _rebuilt(error, kind, text)
+        finally:
+            del error  # its traceback holds this frame, and that the iterator, until the next collection
+
+
+def _rebuilt(error: Exception | None, kind: Any, text: str) -> Exception:
+    """The exception with this text, as torch's workers rebuild theirs; a RuntimeError where that fails."""
+    try:
+        # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
+        rebuilt: Exception = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
+    except Exception:  # its constructor takes more than one text
+        if error is None:
+            return RuntimeError(text)
+        error.__cause__ = RuntimeError(text)
+        return error
+    rebuilt.__dict__.update(error.__dict__ if error is not None else {})
+    return rebuilt
 
 
 _NOTHING = pickle.dumps((None, None))
