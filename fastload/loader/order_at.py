@@ -78,6 +78,8 @@ def _from_step(
             f"world_size={replicas}: the order comes from {order.kind}, which deals to one rank; use "
             "fastload.DistributedSampler"
         )
+    if rank and replicas is None and not dealt:
+        raise ArgumentError(f"rank={rank}: the order comes from {order.kind}, which deals to one rank")
     segments = record["segments"][:1] if replicas is not None else record["segments"]
     segment = next((one for one in reversed(segments) if one["step"] <= step), None)
     if segment is None or (replicas is not None and segment["step"]):
@@ -108,6 +110,8 @@ def _dealt(
     place, steps = segment["sampler"], step - segment["step"]
     ranks = replicas or segment["replicas"]
     own = sampler.rank if rank is None else rank
+    if own >= ranks:
+        raise ArgumentError(f"step {step} was read by {ranks} ranks, found rank {own}")
     if isinstance(sampler, MixtureSampler):
         changes = record.get("changes", [])
         return sampler.at_state(place["state"], changes, rank=own, replicas=ranks), steps
@@ -158,7 +162,10 @@ def _again(
         if name != "batch_sampler" and getattr(again, "generator", None) is not None:
             again.generator = generator
     if isinstance(again, torch.utils.data.DistributedSampler):
-        _deal(again, sampler.rank if rank is None else rank, replicas or sampler.num_replicas)
+        own, ranks = sampler.rank if rank is None else rank, replicas or sampler.num_replicas
+        if own >= ranks:
+            raise ArgumentError(f"epoch {record['epoch']} was read by {ranks} ranks, found rank {own}")
+        _deal(again, own, ranks)
     place = segment["sampler"]
     if place["state"] is not None and hasattr(again, "load_state_dict"):
         again.load_state_dict(copy.deepcopy(place["state"]))

@@ -1,4 +1,4 @@
-"""Which samples a step has, and how each is cut: asked of the samples themselves, which are made once more."""
+"""The samples of a step, and how each is cut: the samples are made once more, and say it themselves."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def batch_at(loader: Any, found: Step) -> Any:
         raise ArgumentError("that step is skipped: it has no batch")
     if found.seed is None:
         raise ArgumentError(
-            f"epoch {found.epoch} has not begun, and its randomness is drawn then: give the DataLoader a seed="
+            f"epoch {found.epoch} has not begun, and its randomness is drawn then: give the DataLoader a "
+            "seed="
         )
     again = loader.replay_loader(found.index)
     again.loader_context.position.replay(found.epoch, found.seed)
@@ -187,9 +188,5 @@ def _check(loader: Any, step: Any, epoch: Any, rank: Any, world_size: Any) -> No
         whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
         if not (whole and int(value) >= 0) and (name == "step" or value is not None):
             raise ArgumentError(f"{name} must be an int from 0 on, found {value!r}")
-    if rank is not None and world_size is None:
-        replicas = getattr(loader.sampler, "num_replicas", 1)
-        if rank >= replicas:
-            raise ArgumentError(f"rank must be below the {replicas} ranks of this loader, found {rank}")
     if world_size is not None and not 0 <= (0 if rank is None else rank) < world_size:
         raise ArgumentError(f"rank must be from 0 to {world_size - 1}, found {rank!r}")

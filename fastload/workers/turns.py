@@ -40,7 +40,8 @@ class GeneratorStates:
 
     def changed(self) -> bool:
         """Whether one of them has drawn, or was seeded, since."""
-        name, keys, *rest = np.random.get_state(legacy=True)  # type: ignore[misc]
+        state: Any = np.random.get_state()
+        name, keys, *rest = state
         return (
             not torch.equal(torch.get_rng_state(), self._torch)
             or random.getstate() != self._python
