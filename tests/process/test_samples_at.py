@@ -29,14 +29,17 @@ from fastload import (
     CenterCrop,
     DataLoader,
     DistributedSampler,
+    File,
     ImageFolder,
     Mixture,
     MixtureSampler,
     RandomResizedCrop,
+    TableDataset,
 )
 from fastload.errors import ArgumentError
 from fastload.loader.samples_at import SampleAt
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import dataset, shards, write
 
 N = 41
 CROP = RandomResizedCrop(16, flip=0.5)
@@ -61,14 +64,14 @@ def folder(photos: Path) -> Iterator[Any]:
         return made[-1]
 
     yield make
-    for dataset in made:
-        dataset.close()
+    for one in made:
+        one.close()
 
 
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    if isinstance(one, int):
+    if isinstance(one, int | str):
         return bool(one == other)
     return len(one) == len(other) and all(map(equal, one, other))
 
@@ -307,3 +310,44 @@ def test_concatenated_parts_are_made_again(folder: Any) -> None:
     loader = DataLoader(dataset, 7, shuffle=True, num_workers=2)
     for (epoch, step), batch in run(loader, epochs=1).items():
         assert equal(loader.batch_at(step, epoch), batch)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord"])
+def test_records_of_shards_are_made_again_once_they_are_indexed(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "shards", shards(kind))
+    data = dataset(kind, str(tmp_path / "shards" / f"*{kind}"), transform=CROP, cache=str(tmp_path / "cache"))
+    try:
+        loader = DataLoader(data, 16, shuffle=True, seed=3, num_workers=0)
+        first = next(iter(loader))
+        assert len(first)
+        with pytest.raises(ArgumentError, match="read as streams"):
+            loader.samples_at(0)
+        for _ in loader:
+            pass
+        loader = DataLoader(data, 16, shuffle=True, seed=3, num_workers=0)
+        for step, batch in enumerate(loader):
+            if step == 2:
+                made, told = loader.batch_at(2), loader.samples_at(2)
+                assert flat(made).keys() == flat(batch).keys()
+                assert all(equal(flat(made)[name], flat(batch)[name]) for name in flat(batch))
+                assert all(one.crop is not None and one.key for one in told)
+    finally:
+        data.close()
+
+
+def flat(batch: Any) -> dict[str, Any]:
+    return batch if isinstance(batch, dict) else dict(enumerate(batch))
+
+
+def test_rows_of_a_table_are_made_again(photos: Path) -> None:
+    keys = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.jpg"))
+    table = {"file": keys, "label": list(range(N))}
+    rows = TableDataset(table, (File("file"), "label"), url=str(photos), transform={"file": CROP})
+    try:
+        loader = DataLoader(rows, 8, shuffle=True, num_workers=2)
+        for (epoch, step), batch in run(loader, epochs=1).items():
+            assert equal(loader.batch_at(step, epoch), batch)
+            told = loader.samples_at(step, epoch)
+            assert [one.label for one in told] == batch[1].tolist() and told[0].crop is not None
+    finally:
+        rows.close()
