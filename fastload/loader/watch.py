@@ -25,9 +25,6 @@ from fastload.metrics.bottleneck import explain_bottleneck
 from fastload.metrics.epoch import rates
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Meter, MeterProvider
-    from prometheus_client import CollectorRegistry
-
     from fastload.loader.dataloader import DataLoader
 
 __all__ = ["watch"]
@@ -110,7 +107,7 @@ class watch:  # a verb for users, who write it like a function
         *,
         interval: float | None = None,
         console: Console | None = None,
-        exporter: str | CollectorRegistry | Meter | MeterProvider | None = None,
+        exporter: Any = None,  # its types belong to packages that may be missing
         name: str = "",
     ) -> None:
         if not hasattr(loader, "loader_context"):
