@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Iterator
@@ -73,10 +74,11 @@ class ExportedLoaders:
         Raises:
             ArgumentError: it is shown already, or another one under this name.
         """
-        shown = self._here()
-        if any(one.shows(loader) for one in shown):
+        if any(one.shows(loader) for one in self._here()):
             raise ArgumentError("loader is watched already: end that watch first")
-        if any(one.name == name for one in shown):
+        if self._has(name):
+            gc.collect()  # it may belong to a loader of before that nobody uses
+        if self._has(name):
             raise ArgumentError(
                 f"another loader is exported with name={name!r}: give each one a name, such as "
                 "name='train' and name='val'"
@@ -95,6 +97,9 @@ class ExportedLoaders:
         """(labels, value) of a metric, of all loaders."""
         for loader in self._here():
             yield from loader.read(metric)
+
+    def _has(self, name: str) -> bool:
+        return any(one.name == name for one in self._here())
 
     def _here(self) -> list[ExportedLoader]:
         """Those of this process: a forked worker inherits the others, and would count their work again."""

@@ -128,6 +128,17 @@ def test_two_loaders_are_told_apart_by_name_and_described_once() -> None:
         assert here(registry)["fastload_wait_batches_total", labels(loader="train")] == 4
 
 
+def test_the_name_of_a_loader_that_nobody_uses_is_free() -> None:
+    registry = CollectorRegistry()
+    loader = DataLoader(Numbers(8), 2)
+    loader.itself = loader  # type: ignore[attr-defined]  # only garbage collection finds it
+    watch(loader, exporter=registry, name="train")
+    loader = DataLoader(Numbers(8), 2)
+    watch(loader, exporter=registry, name="train")
+    list(loader)
+    assert here(registry)["fastload_wait_batches_total", labels(loader="train")] == 4
+
+
 def test_counters_never_go_down_over_epochs_new_iterators_and_a_loaded_state() -> None:
     registry = CollectorRegistry()
     loader = DataLoader(Numbers(20), 2, num_workers=1)
