@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import fastload
@@ -17,7 +17,7 @@ from fastload.metrics.metric_names import BOTTLENECK, INFO, Metric
 if TYPE_CHECKING:
     from fastload.loader.dataloader import DataLoader
 
-__all__ = ["ExportedLoader", "ExportedLoaders", "Labels"]
+__all__ = ["ExportedLoaders"]
 
 Labels = dict[str, str | int]
 
@@ -63,13 +63,13 @@ class ExportedLoader:
 
 
 class ExportedLoaders:
-    """The loaders of one registry or meter. One that is garbage collected leaves by itself."""
+    """The loaders of one registry or meter."""
 
     def __init__(self) -> None:
         self._loaders: set[ExportedLoader] = set()
 
-    def add(self, loader: DataLoader[Any], name: str) -> ExportedLoader:
-        """Show a loader.
+    def add(self, loader: DataLoader[Any], name: str) -> Callable[[], object]:
+        """Show a loader, until the result is called or the loader is garbage collected.
 
         Raises:
             ArgumentError: it is shown already, or another one under this name.
@@ -85,13 +85,10 @@ class ExportedLoaders:
             )
         added = ExportedLoader(loader, name)
         self._loaders.add(added)
-        # No lock may be taken here: garbage collection may run in a scrape, which holds those of its client.
-        weakref.finalize(loader, self._loaders.discard, added).atexit = False
-        return added
-
-    def remove(self, exported: ExportedLoader) -> None:
-        """Show a loader no longer."""
-        self._loaders.discard(exported)
+        # It takes no lock: garbage collection may run in a scrape, which holds those of its client.
+        end = weakref.finalize(loader, self._loaders.discard, added)
+        end.atexit = False
+        return end
 
     def read(self, metric: Metric) -> Iterator[tuple[Labels, float]]:
         """(labels, value) of a metric, of all loaders."""

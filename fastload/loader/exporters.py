@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import ArgumentError
-from fastload.loader.exported import ExportedLoader, ExportedLoaders
+from fastload.loader.exported import ExportedLoaders
 
 if TYPE_CHECKING:
     from fastload.loader.dataloader import DataLoader
@@ -25,21 +26,21 @@ class Export:
         self._loader = loader
         self._name = name
         self._loaders = _find(exporter)
-        self._exported: ExportedLoader | None = self._loaders.add(loader, name)
+        self._end: Callable[[], object] | None = self._loaders.add(loader, name)
         self._entered = False
 
     def start(self) -> None:
         """A block or an iteration begins, at whose end the export ends."""
         if self._entered:
             raise ArgumentError("loader is watched already: end that watch first")
-        if self._exported is None:
-            self._exported = self._loaders.add(self._loader, self._name)
+        if self._end is None:
+            self._end = self._loaders.add(self._loader, self._name)
         self._entered = True
 
     def stop(self) -> None:
-        if self._exported is not None:
-            self._loaders.remove(self._exported)
-        self._exported, self._entered = None, False
+        if self._end is not None:
+            self._end()
+        self._end, self._entered = None, False
 
 
 def _find(given: Any) -> ExportedLoaders:

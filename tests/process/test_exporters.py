@@ -274,9 +274,8 @@ def test_a_forked_worker_does_not_keep_the_port_of_the_metrics() -> None:
     with served(registry) as address, watch(loader, exporter=registry):
         list(loader)
         port = int(address.split(":")[2].split("/")[0])
-    with socket.socket() as again:  # the worker lives, and the server does not
-        again.bind(("127.0.0.1", port))
-        again.listen()
+    with pytest.raises(ConnectionRefusedError):  # the worker lives, and the server does not
+        socket.create_connection(("127.0.0.1", port), PATIENCE)
     assert len(list(loader)) == 4
 
 
