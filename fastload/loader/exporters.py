@@ -16,7 +16,7 @@ __all__ = ["Export"]
 
 
 class Export:
-    """The export of one loader, from now on: who forgets to write `with` gets metrics all the same.
+    """The export of one loader. It begins here, so that a call without `with` exports too.
 
     Args:
         loader, exporter, name: see `fastload.watch`.

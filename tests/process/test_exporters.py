@@ -30,7 +30,11 @@ from fastload.metrics.metric_names import METRICS
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("no_leaks")
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    # Python 3.12 warns of forks beside threads, such as that of a server.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 COUNTERS = {metric.source: metric for metric in METRICS if metric.kind == "counter"}
