@@ -98,7 +98,7 @@ class Rows(ABC):
         """
 
     def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
-        """Key -> indices of its samples, of those that there are; None where only a look at all keys tells."""
+        """Key -> indices of the samples that have it; None where only a look at the keys of all tells."""
         return None
 
     def key(self, index: Any) -> str | None:

@@ -181,8 +181,9 @@ class ShardDataset(FieldsDataset):
             name, _, offset = key.rpartition(RECORD_MARK)
             records = self._index.get(numbers[name]) if name in numbers and offset.isdecimal() else None
             if records is not None:
-                ordinals = np.flatnonzero(records.offsets[:, 0] == int(offset)).tolist()
-                found.update({key: [firsts[numbers[name]] + ordinal] for ordinal in ordinals})
+                ordinals = np.flatnonzero(records.offsets[:, 0] == int(offset))
+                if len(ordinals):
+                    found[key] = (firsts[numbers[name]] + ordinals).tolist()
         return found
 
     def index_of(self, shard: int) -> RecordOffsets | None:
