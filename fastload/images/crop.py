@@ -59,10 +59,12 @@ class Crop(ABC):
             (resize, then crop).
         fills_rows: whether all results have `sample_shape`, so that they can be written into a batch; where
             not, a dataset calls the transform with each encoded image.
+        draws: whether the box depends on random numbers.
     """
 
     clamp: bool
     fills_rows = True
+    draws = True
 
     def __init__(
         self,

@@ -15,3 +15,18 @@ class BlackBox:
     """
 
     loader_context: LoaderContext
+
+    def digest(self) -> bytes:
+        """32 bytes over all samples that this rank was handed out since its run began, over resumes.
+
+        Example::
+
+            print(loader.digest().hex())
+
+        Each sample counts with its identity (key and version of its object; the shard, its version and the
+        record's number; or else its index), its random numbers, its epoch and its step. The order within a
+        step does not count. So the digest does not depend on workers, caches and processes, and as four
+        64-bit numbers, little-endian, the digests of all ranks add up (modulo 2**64) to that of one rank
+        with the same global batch. `fastload.prove` compares states and logs, and finds the difference.
+        """
+        return self.loader_context.digest.value()

@@ -24,6 +24,7 @@ from fastload.errors import FastloadError
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.packing import PackedBatch
 from fastload.workers.slot_memory import anonymous_file
+from fastload.workers.witness import Witness
 
 __all__ = ["Channel", "EpochStart", "Failure", "Result", "Work", "WorkerSetup"]
 
@@ -47,6 +48,7 @@ class WorkerSetup:
     base_seed: int
     on_error: str
     seeded: bool
+    logged: bool  # a sample log wants each row of a witness
     threads: int
     batch_size: int
     memory_limit: MemoryLimit | None
@@ -152,6 +154,7 @@ class Result(NamedTuple):
     memory: int = 0  # bytes that the worker uses, where the loader has a limit
     before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
     after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
+    witness: Witness | None = None  # what the batch was made of, where samples have an index
 
 
 class Channel:
