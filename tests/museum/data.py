@@ -5,13 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastload import ImageFolder, Mixture, MixtureSampler, ObjectDataset, RandomResizedCrop, TarDataset
+from fastload import (
+    File,
+    ImageFolder,
+    Mixture,
+    MixtureSampler,
+    ObjectDataset,
+    RandomResizedCrop,
+    TableDataset,
+    TarDataset,
+)
 from fastload.datasets import seen_parts
 from fastload.distributed.mixing import Mixing, in_units
 from fastload.formats.write import TarWriter
@@ -46,6 +56,11 @@ def write_objects(folder: Path) -> str:
     return write_files(folder, {key: bytes([number]) for number, key in enumerate(object_keys())})
 
 
+def write_other_objects(folder: Path) -> str:
+    """Objects of the same keys, sizes and times."""
+    return write_files(folder, {key: bytes([100 + number]) for number, key in enumerate(object_keys())})
+
+
 def as_numbers(content: bytes) -> torch.Tensor:
     return torch.tensor(list(content))
 
@@ -71,6 +86,17 @@ def cached_by_last_name(url: str) -> ObjectDataset:
     for key in object_keys():
         first.setdefault(key.rpartition("/")[2], key)
     return objects(url, [first[key.rpartition("/")[2]] for key in object_keys()])
+
+
+def labelled(url: str, corrected: int = 1) -> TableDataset:
+    """The labels of four objects were wrong."""
+    labels = [int(number in range(4, 8)) * corrected for number in range(SAMPLES)]
+    fields = (File("file", decode=as_numbers), "label")
+    return TableDataset({"file": object_keys(), "label": labels}, fields, url=url)
+
+
+def labelled_before(url: str) -> TableDataset:
+    return labelled(url, corrected=0)
 
 
 def write_shards(folder: Path) -> str:
@@ -134,14 +160,14 @@ class Broken(Numbered):
         return super().__getitem__(index)
 
 
-class NextInstead(Broken):
-    """The dataset gives the sample behind it, and nobody hears of it."""
+class AnotherInstead(Broken):
+    """The dataset gives any other sample, and nobody hears of it."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         try:
             return super().__getitem__(index)
         except ValueError:
-            return self[index + 1]
+            return self[random.randrange(self.length)]
 
 
 # --- mixtures

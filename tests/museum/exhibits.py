@@ -165,7 +165,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "Epochs are shorter after a resume",
-        ("huggingface/accelerate#1451", "huggingface/datasets#7447"),
+        ("huggingface/datasets#7447", "huggingface/accelerate#1451"),
         "What a resumed epoch passed over was passed over in all later epochs too.",
         "a sampler that begins each later epoch where it was resumed",
         **sampled(orders.SkippedInEachEpoch, stops=MID),
@@ -191,15 +191,15 @@ EXHIBITS = [
     Exhibit(
         "Samples are seen twice at a resume",
         ("huggingface/datasets#8408", "huggingface/datasets#7901"),
-        "A resume went back to the last chunk of the source, and gave again what had been given of it.",
+        "A resume went back to the begin of a chunk, and rows that had been given of it came out again.",
         "a sampler that goes back to the begin of its chunk of 10 samples",
         **sampled(orders.Rewound, stops=MID),
         first=(0, 3),
     ),
     Exhibit(
         "Batches made ahead are lost at a checkpoint",
-        ("lhotse-speech/lhotse#785", "huggingface/datasets#8145", "meta-pytorch/data#1520"),
-        "The sampler was saved as far as it had been drawn from, ahead of what the training had seen.",
+        ("lhotse-speech/lhotse#417", "huggingface/datasets#8145"),
+        "The sampler was saved as far as workers had drawn from it, ahead of what the training had seen.",
         "a sampler that saves a position two batches ahead",
         **sampled(orders.CountsDrawn, stops=MID),
         first=(0, 3),
@@ -215,9 +215,9 @@ EXHIBITS = [
         rank=None,
     ),
     Exhibit(
-        "After a restart every process is rank 0",
+        "A process does not find its rank",
         ("k2-fsa/icefall#1616",),
-        "On one cluster the sampler did not find its rank, and all GPUs got the same batches.",
+        "On one cluster the sampler did not detect its rank, and all GPUs got the same batches.",
         "a sampler of 2 ranks that takes rank 0's part after a resume",
         **sampled(orders.RankForgotten, ranks=2, stops=(Stop(0, 1),)),
         first=(0, 1),
@@ -233,15 +233,6 @@ EXHIBITS = [
         rank=1,
     ),
     Exhibit(
-        "Each rank shuffles with a seed of its own",
-        ("NVlabs/LongLive#71", "TensorAuto/OpenTau#501"),
-        "Each rank took its part of another permutation: samples overlapped, and others were never seen.",
-        "a sampler of 2 ranks whose seed has the rank in it",
-        **sampled(orders.OwnSeed, ranks=2),
-        first=(0, 0),
-        rank=1,
-    ),
-    Exhibit(
         "One rank has more batches than the others",
         ("NVIDIA-NeMo/Megatron-Bridge#5944",),
         "Ten rows for three ranks became 4, 3 and 3; each rank cut its own end, and rank 0 had a batch more.",
@@ -251,12 +242,12 @@ EXHIBITS = [
         rank=0,
     ),
     Exhibit(
-        "All ranks but one read nothing",
+        "All ranks but the first miss small chunks",
         ("huggingface/datasets#8079",),
-        "Each rank took every n-th row of chunks of one row, in which only rank 0 finds one.",
-        "a sampler of 2 ranks that gives rank 1 nothing",
-        **sampled(orders.OnlyFirstRank, ranks=2),
-        first=(0, 0),
+        "Each rank took every n-th row of each chunk, and of a chunk of one row only rank 0 found one.",
+        "a sampler of 2 ranks, which gives nothing to rank 1 from step 2 on",
+        **sampled(orders.SmallChunks, ranks=2),
+        first=(0, 2),
         rank=1,
     ),
     Exhibit(
@@ -271,7 +262,7 @@ EXHIBITS = [
     # --- epochs and shards
     Exhibit(
         "Nobody calls set_epoch",
-        ("facebookresearch/ClassyVision#118", "lucidrains/DALLE-pytorch#230", "lancedb/lancedb#3705"),
+        ("facebookresearch/ClassyVision#118", "lucidrains/DALLE-pytorch#230"),
         "The sampler was not told the epoch, and shuffled each one alike.",
         "torch's DistributedSampler without the call",
         **pair(Plan(in_order_of(orders.TorchsOrder), before_epoch=_tell_epoch), before_epoch=None),
@@ -284,7 +275,7 @@ EXHIBITS = [
         "two ranks with a shard each, whose readers go on to the last record of all",
         **sampled(orders.PastTheEnd, orders.Shards, ranks=2),
         first=(1, 0),
-        rank=0,
+        rank=None,
     ),
     Exhibit(
         "Each epoch begins one sample later",
@@ -297,7 +288,7 @@ EXHIBITS = [
     # --- batches
     Exhibit(
         "The last batch is dropped in the middle",
-        ("huggingface/datasets#7441", "huggingface/datasets#6565"),
+        ("huggingface/datasets#7441",),
         "Each of several workers dropped the last batch of its own part.",
         "22 samples in two halves, each of which is cut to whole batches",
         **pair(
@@ -308,7 +299,7 @@ EXHIBITS = [
     ),
     Exhibit(
         "The order depends on the number of workers",
-        ("dmlc/dgl#5068", "Project-MONAI/MONAI#4569"),
+        ("dmlc/dgl#5068",),
         "Each worker had a range of the samples, and the batches of the workers came in turn.",
         "the batches of two halves, in turn",
         **pair(Plan(in_batches_of(orders.Batches)), loader=in_batches_of(orders.StripedByWorkers)),
@@ -350,11 +341,11 @@ EXHIBITS = [
     ),
     # --- samples
     Exhibit(
-        "The sample behind a bad one comes twice",
-        ("rom1504/clip-retrieval#13", "lucidrains/DALLE-pytorch#194"),
-        "The dataset gave the next sample in place of one that it could not read, and said nothing.",
-        'a dataset that does so, against on_error="replace"',
-        **pair(Plan(_broken(data.Broken, "replace"), epochs=1), loader=_broken(data.NextInstead, "raise")),
+        "A bad sample is replaced in silence",
+        ("facebookresearch/jepa#64", "XPixelGroup/BasicSR#646"),
+        "The dataset drew another index at random in place of one that it could not read.",
+        'a dataset that does so, beside one with on_error="replace"',
+        **pair(Plan(_broken(data.Broken, "replace"), epochs=1), loader=_broken(data.AnotherInstead, "raise")),
         first=(0, 4),
     ),
     Exhibit(
@@ -382,14 +373,25 @@ EXHIBITS = [
     ),
     Exhibit(
         "A cache gives an old version",
-        ("Mozilla-Data-Collective/datacollective-python#113", "ultralytics/yolov5#306"),
-        "The cache knew files by name alone, so data and labels that were written again were not read again.",
-        "tar shards of which the second is read as it was before it was labelled again",
+        ("Mozilla-Data-Collective/datacollective-python#113",),
+        "Downloads were kept by their file names, and a new version of a dataset has the same names.",
+        "tar shards of which the second is read as it was before it was written again",
         **pair(
             Plan(from_files(data.write_shards_again, data.shards), epochs=1),
             loader=from_files(data.write_shards, data.shards),
         ),
         first=(0, 0),
+    ),
+    Exhibit(
+        "Labels come from an old file",
+        ("ultralytics/yolov5#306", "ultralytics/ultralytics#25662"),
+        "Labels were kept in a file of their own, which was not read again when they had been corrected.",
+        "a TableDataset with the labels of an older table",
+        **pair(
+            Plan(from_files(data.write_objects, data.labelled), epochs=1),
+            loader=from_files(data.write_objects, data.labelled_before),
+        ),
+        first=(0, 2),
     ),
     # --- random numbers
     Exhibit(
@@ -409,10 +411,10 @@ EXHIBITS = [
         first=(1, 2),
     ),
     Exhibit(
-        "Two views of an image get the same crop",
+        "Two views get the same random numbers",
         ("kvablack/dlimp#5",),
-        "One seed was used for each of several augmentations of a frame.",
-        "a StackDataset of two views, both with the random numbers of the first",
+        "Each augmentation of a list got the same seed, so that all of them were correlated.",
+        "a StackDataset of two crops of an image, the second with the random numbers of the first",
         **pair(Plan(_two_views, epochs=1), setting=data.one_seed_for_both_views),
         first=(0, 0),
     ),

@@ -221,13 +221,6 @@ class SameDraws(Draws):
         self.part = 0
 
 
-class OwnSeed(Epochs):
-    """Each rank shuffles with a seed of its own, and takes its part of another order."""
-
-    def order(self, epoch: int) -> list[int]:
-        return permutation(self.length, "order", epoch, *[self.rank] * (self.rank > 0))
-
-
 class Even(Epochs):
     """Ten samples for three ranks and batches of two: the last ones are left out, on all ranks."""
 
@@ -250,12 +243,12 @@ class Uneven(Even):
         return self.length
 
 
-class OnlyFirstRank(Epochs):
-    """All ranks but the first look for their samples behind the end of each chunk of one."""
+class SmallChunks(Epochs):
+    """The last third of an epoch is in chunks of one sample, and a rank takes its share of each chunk."""
 
     def __iter__(self) -> Iterator[int]:
         for index in super().__iter__():
-            if self.rank == 0:
+            if self.rank == 0 or self.position <= self.length * 2 // 3:
                 yield index
 
 

@@ -22,7 +22,7 @@ def link(reference: str) -> str:
 def row(exhibit: Exhibit, sentence: str) -> str:
     """The row of an exhibit."""
     links = ", ".join(map(link, exhibit.links))
-    return f"| {exhibit.name}. {exhibit.happened} | {links} | {exhibit.fault} | {sentence} |"
+    return f"| {exhibit.name} | {exhibit.happened} {links} | {exhibit.fault} | {sentence} |"
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def test_other_number_of_ranks_is_the_same(
 OPTIONS = {
     "1 worker": {"num_workers": 1} | FORK,
     "2 persistent workers": {"num_workers": 2, "persistent_workers": True} | FORK,
-    "forkserver": {"num_workers": 1, "multiprocessing_context": "forkserver"},
+    "in_order": {"num_workers": 2, "in_order": False} | FORK,
     "prefetch_factor": {"num_workers": 2, "prefetch_factor": 5} | FORK,
     "on_error": {"on_error": "replace"},
     "threads": {"threads": 2},
@@ -230,9 +230,12 @@ def test_topology_is_not_reported(
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_spawned_workers_are_not_reported(kind: str, reference: Callable[[str], Run], tmp_path: Path) -> None:
-    options = {"num_workers": 2, "multiprocessing_context": "spawn"}
+def test_start_method_is_not_reported(
+    kind: str, method: str, reference: Callable[[str], Run], tmp_path: Path
+) -> None:
+    options = {"num_workers": 2, "multiprocessing_context": method}
 
     check_same(reference(kind), train(Plan(KINDS[kind](**options)), tmp_path))
 

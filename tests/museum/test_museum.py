@@ -5,16 +5,19 @@ Where that step is, each exhibit says from its fault, and what the trainer was h
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fastload
-from tests.museum import page
-from tests.museum.exhibits import EXHIBITS, Exhibit
-from tests.museum.training import Plan, Run, first_difference, train
+from tests.museum import data, page
+from tests.museum.exhibits import EXHIBITS, Exhibit, make_loader
+from tests.museum.orders import Epochs
+from tests.museum.training import Numbered, Plan, Run, first_difference, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -73,6 +76,52 @@ def test_states_show_where_it_differs(exhibit: Exhibit, healthy: Run, faulty: Ru
 
 def test_page_says_what_prove_says(exhibit: Exhibit, healthy: Run, faulty: Run) -> None:
     assert page.row(exhibit, str(fastload.prove(healthy.log, faulty.log))) in page.PAGE.read_text()
+
+
+# --- what it cannot see, as the page says
+
+
+class AnotherSample(Numbered):
+    """Gives other samples than it is asked for."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(self.length - 1 - index)
+
+
+class OwnGenerator(Numbered):
+    """Draws from a generator that nobody seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, random.SystemRandom().randrange(1 << 31)])
+
+
+def collate_backwards(samples: list[Any]) -> Any:
+    return torch.stack(samples[::-1])
+
+
+def of(dataset: Any, **options: Any) -> Plan:
+    return Plan(lambda leg: make_loader(leg, dataset(leg), sampler=Epochs(), **options), epochs=1)
+
+
+PLAIN = of(lambda leg: Numbered())
+UNSEEN = {
+    "another sample": (PLAIN, of(lambda leg: AnotherSample())),
+    "own generator": (PLAIN, of(lambda leg: OwnGenerator())),
+    "collate_fn": (PLAIN, of(lambda leg: Numbered(), collate_fn=collate_backwards)),
+    "batch_transform": (PLAIN, of(lambda leg: Numbered(), batch_transform=torch.zeros_like)),
+    "same size and time": (
+        of(lambda leg: data.as_listed(data.write_objects(leg.data))),
+        of(lambda leg: data.as_listed(data.write_other_objects(leg.data))),
+    ),
+}
+
+
+@pytest.mark.parametrize("plans", UNSEEN.values(), ids=UNSEEN)
+def test_what_the_page_says_is_not_seen_is_not_seen(plans: tuple[Plan, Plan], tmp_path: Path) -> None:
+    one, other = (train(plan, tmp_path / str(number)) for number, plan in enumerate(plans))
+
+    assert one.seen != other.seen
+    assert fastload.prove(one.log, other.log)
 
 
 def range_of(proof: Any) -> tuple[tuple[int, int], tuple[int, int]]:
