@@ -275,7 +275,7 @@ EXHIBITS = [
         "two ranks with a shard each, whose readers go on to the last record of all",
         **sampled(orders.PastTheEnd, orders.Shards, ranks=2),
         first=(1, 0),
-        rank=None,
+        rank=0,
     ),
     Exhibit(
         "Each epoch begins one sample later",

@@ -106,12 +106,14 @@ class Run:
         log: the directory of sample logs.
         states: the last state of each rank, as JSON gives it back.
         at_stops: the states at each stop, each with where it was saved.
+        left: states that nobody resumed from, because the next leg had another number of ranks.
         seen: (epoch, step) -> rank -> its rows.
     """
 
     log: Path
     states: list[dict[str, Any]] = field(default_factory=list)
     at_stops: list[tuple[Stop, list[dict[str, Any]]]] = field(default_factory=list)
+    left: list[dict[str, Any]] = field(default_factory=list)
     seen: dict[tuple[int, int], dict[int, list[Any]]] = field(default_factory=dict)
 
     def step(self, epoch: int, step: int) -> Counter[Any]:
@@ -144,6 +146,8 @@ def train(plan: Plan, folder: Path) -> Run:
                     states.append(_train_rank(plan, leg, begin, end, run))
         run.states = states
         run.at_stops.append((end, states))
+        if end.ranks not in (None, ranks):
+            run.left += states[1:]
         ranks = end.ranks or ranks
         begin = end
     return run
