@@ -206,8 +206,8 @@ def read_side(given: Any, name: str) -> Side:
     ranks = [log.rank for log in logs]
     if len(set(ranks)) < len(ranks):
         raise ArgumentError(f"{name} has several logs of one rank: give one log of each rank, of one run")
-    side = Side(name, digests, logs)
-    if not (side.steps if logs else digests and side.digest(None).steps):
+    side = Side(name, digests, logs) if logs or any(one.steps for one in digests) else None
+    if side is None or not side.digest(None).steps:
         raise ArgumentError(f"{name} has no step yet, so there is nothing to compare")
     if not side.digest(None).samples:
         raise ArgumentError(f"{name} has steps without samples: those of an iterable dataset have no index")
