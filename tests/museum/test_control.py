@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fastload
 from fastload import Cache, DistributedSampler
@@ -174,6 +175,23 @@ def test_workers_ranks_and_cache_changed_by_a_resume_is_the_same(
     run = train(Plan(cached, ranks=2, stops=(Stop(0, 2, ranks=4), Stop(1, 1, ranks=1))), tmp_path)
 
     check_same(reference("images"), run)
+
+
+def test_torchs_own_shuffle_resumed_with_other_workers_is_the_same(tmp_path: Path) -> None:
+    def loader(leg: Leg) -> Any:
+        workers = {"num_workers": 1} | FORK if leg.number == 1 else {}
+        generator = torch.Generator().manual_seed(3)
+        return make_loader(leg, Numbered(), shuffle=True, generator=generator, **workers)
+
+    run = train(Plan(loader, stops=(Stop(0, 2), Stop(1, 3))), tmp_path / "other")
+
+    check_same(train(Plan(loader), tmp_path / "one"), run)
+
+
+def test_run_without_a_seed_is_the_same_with_workers(tmp_path: Path) -> None:
+    one = train(Plan(of_images(seed=None)), tmp_path / "one")
+
+    check_same(one, train(Plan(of_images(seed=None, num_workers=2, **FORK)), tmp_path / "other"))
 
 
 def test_one_rank_of_two_is_compared_with_the_same_rank(tmp_path: Path) -> None:
