@@ -76,6 +76,7 @@ class Manifest:
         # Of objects that were asked for. Forked processes share them, and each is computed once for all.
         shared = mmap.mmap(-1, max(1, 8 * self._count))
         self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
+        self._changed: dict[int, int] = {}  # of objects that this process read in another version
 
     def __len__(self) -> int:
         return self._count
@@ -130,14 +131,23 @@ class Manifest:
         if len(unknown):
             for at in unknown.tolist():
                 index = int(indices[at])
-                key_start, key_stop = self._key_offsets[index : index + 2].tolist()
                 start, stop = self._version_offsets[index : index + 2].tolist()
-                digest = xxhash.xxh3_64(self._keys[key_start:key_stop])
-                digest.update(b"\0")  # no key has it
-                digest.update(self._versions[start:stop])
-                found[at] = digest.intdigest()
+                found[at] = self._identity(index, self._versions[start:stop])
             self._identities[indices] = found
+        for index, identity in self._changed.items():
+            found[indices == index] = identity
         return found
+
+    def read_anew(self, index: int, version: str) -> None:
+        """This process reads object `index` in a version that is not the listed one."""
+        self._changed[index] = self._identity(index, version.encode())
+
+    def _identity(self, index: int, version: bytes | memoryview) -> int:
+        start, stop = self._key_offsets[index : index + 2].tolist()
+        digest = xxhash.xxh3_64(self._keys[start:stop])
+        digest.update(b"\0")  # no key has it
+        digest.update(version)
+        return digest.intdigest()  # type: ignore[no-any-return]
 
     @classmethod
     def open(
