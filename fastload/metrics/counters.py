@@ -23,6 +23,7 @@ TensorBoard or Prometheus can take it unchanged. The stages and their counters:
     device   seconds (measured on the device, by events), idle.seconds (the part without a batch to work on):
              "device.seconds" and "device.idle.seconds"
     bad      samples (skipped or replaced under `on_error`), bytes (of shards that could not be read)
+    left_out samples (excluded, in batches that were handed out with substitutes), steps (skipped)
 """
 
 from __future__ import annotations
