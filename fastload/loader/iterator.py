@@ -241,9 +241,10 @@ class LoaderIterator(TorchIterator):
 
     def _count_left_out(self, substitutes: int) -> None:
         steps, self._progress.steps_left_out = self._progress.steps_left_out, 0
-        for name, count in (("left_out.samples", substitutes), ("left_out.steps", steps)):
-            if count:
-                self._context.counters.add(name, count)
+        if substitutes:
+            self._context.counters.add("left_out.samples", substitutes)
+        if steps:
+            self._context.counters.add("left_out.steps", steps)
 
     # --- what is left out
 
