@@ -127,9 +127,8 @@ class Manifest:
     def identities(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """A number for each of these objects: a digest of its key and its version, wherever the store is."""
         found = self._identities[indices]
-        unknown = np.flatnonzero(found == 0)
-        if len(unknown):
-            for at in unknown.tolist():
+        if not found.all():
+            for at in np.flatnonzero(found == 0).tolist():
                 index = int(indices[at])
                 start, stop = self._version_offsets[index : index + 2].tolist()
                 found[at] = self._identity(index, self._versions[start:stop])
