@@ -116,8 +116,8 @@ def difference(one: Contents, other: Contents) -> Difference | None:
 
 def _told(part: Any, left: Any, right: Any) -> str:
     """A part in words, with its type where the types are the difference."""
-    same_type = type(left) is type(right) and left.kind == right.kind
-    return str(part) if same_type or not isinstance(part, _Plain) else f"{part.kind} {part}"
+    by_type = isinstance(left, _Plain) and isinstance(right, _Plain) and left.kind != right.kind
+    return f"{part.kind} {part}" if by_type else str(part)
 
 
 def _add(value: Any, where: str, found: list[tuple[str, Hashable]], outer: tuple[int, ...]) -> None:
@@ -127,7 +127,7 @@ def _add(value: Any, where: str, found: list[tuple[str, Hashable]], outer: tuple
     elif isinstance(value, _PLAIN):
         found.append((where, _Plain(kind, value)))
     elif isinstance(value, float):
-        found.append((where, _Plain(kind, repr(value))))  # NaN is not equal to NaN, its text is
+        found.append((where, _Plain(kind, value if value == value else "nan")))  # NaN is not equal to NaN
     elif isinstance(value, _NAMED):
         found.append((where, _Plain(kind, f"{value.__module__}.{value.__qualname__}")))
     elif (values := _values(value, kind)) is not None:

@@ -82,10 +82,10 @@ class ReadTests:
         self._use()
         left = left_behind(before, self.patience)
         if left:
-            kind, things = next(iter(left.items()))
+            shown = [f"{kind}: {', '.join(sorted(map(str, left[kind]))[:3])}" for kind in sorted(left)]
             broken(
                 "a dataset leaves no processes, threads, descriptors and shared memory behind",
-                f"{kind}, {self.patience:.0f} s later: {', '.join(sorted(map(str, things))[:3])}",
+                f"{self.patience:.0f} s later there are more {'; '.join(shown)}",
                 "close what the dataset opens: in a method close(), which this test calls, or when the "
                 "dataset is collected (weakref.finalize)",
             )
@@ -132,7 +132,7 @@ class ReadTests:
             found,
             ("in the whole run", name),
             "let samples depend on nothing but (seed, epoch, index); or give the dataset state_dict() and "
-            "load_state_dict() with all that they depend on, as a copy that does not change afterwards",
+            "load_state_dict() with all that they depend on",
             lambda number: f"sample {start + number}",
         )
 

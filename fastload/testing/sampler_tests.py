@@ -71,7 +71,7 @@ class SamplerTests:
                     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < self.length:
                         broken(
                             "an index is an int from 0 to length - 1",
-                            f"number {number} of {_rank(rank, world)} is {index!r}, and length is {self.length}",
+                            f"number {number} of {_rank(rank, world)} is {index!r}; length is {self.length}",
                             "give ints: call tolist() of an array or tensor; correct `length` of the test",
                         )
 

@@ -153,7 +153,7 @@ class TransformTests:
         with seeded(SEED):
             kept = transform(first)
             before = contents(kept)
-            for value in (*others, first):
+            for value in (first, *others):
                 transform(value)
         check_same(
             "a result does not change when the transform is called again",

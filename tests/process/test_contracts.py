@@ -1,20 +1,16 @@
-"""fastload's own datasets, samplers, transforms and stores keep the promises that users can test theirs by."""
+"""fastload's own datasets, samplers, transforms and stores keep the promises of `fastload.testing`."""
 
 from __future__ import annotations
 
-import json
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from PIL import Image
 from sharddata import shard, write
 
 import fastload
