@@ -168,7 +168,7 @@ class StoreTests:
         for start, stop in ((0, size + 1), (size + 1, size + 2)):
             self._error(
                 f"read_range({start}, {stop}) of {size} bytes",
-                (NotFoundError, ShortReadError),
+                StoreError,
                 lambda start=start, stop=stop: store.read_range(key, start, stop, wait=_no_more),  # type: ignore[misc]
             )
 
