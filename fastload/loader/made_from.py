@@ -36,6 +36,7 @@ _ARGUMENTS = {
     "CenterCrop": ("resize", *_SHARED),
 }
 _DATASETS: dict[str, Any] = {"ImageFolder": ImageFolder, "ObjectDataset": ObjectDataset}
+_SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler, torch.utils.data.DistributedSampler)
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _LAYOUTS = ("contiguous_format", "channels_last", "preserve_format")
 
@@ -49,12 +50,14 @@ class Restored(NamedTuple):
         arguments: of `fastload.DataLoader`. Its dataset has the right length, and no samples where `missing`
             says so.
         missing: why the samples cannot be read, so that only their indices are known; or None.
-        no_batch: why a batch cannot be made of them; or None.
+        no_images: why a batch cannot be made of them; or None.
+        no_batch: why it would not be the batch that was handed out; or None.
         notes: what may be unlike the run, in sentences.
     """
 
     arguments: dict[str, Any]
     missing: str | None
+    no_images: str | None
     no_batch: str | None
     notes: list[str]
 
@@ -72,7 +75,7 @@ def describe(loader: Any) -> _Json:
         "on_error": loader.on_error,
         "generator": loader.generator is not None,
         "batch_transform": _normalize(loader.batch_transform),
-        "no_batch": why,
+        "no_images": why,
         "notes": notes,
     }
 
@@ -128,7 +131,9 @@ def _restored(
         "on_error": made["on_error"],
         "seed": state["seed"],
     }
-    return Restored(arguments, missing, made["no_batch"], notes)
+    no_images = made["no_images"]
+    own = "its batch_transform= is a function of the training" if made["batch_transform"] == {} else None
+    return Restored(arguments, missing, no_images, no_images or own, notes)
 
 
 # --- what a state has
@@ -140,10 +145,6 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     whys = [
         (type(loader).__module__ != "fastload.loader.dataloader", f"it is a {type(loader).__qualname__}"),
         (loader.collate_fn is not default_collate, "its collate_fn= is a function of the training"),
-        (
-            _normalize(loader.batch_transform) == {},
-            "its batch_transform= is a function of the training",
-        ),
         (getattr(dataset, "decode", None) is not None, "its dataset has a decode= of the training"),
         (
             getattr(dataset, "target_transform", None) is not None,
@@ -159,6 +160,8 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     cache = getattr(dataset, "cache", None)
     if cache is not None and getattr(cache, "mode", "raw") in ("shrunk", "decoded"):
         notes.append(f"the run's cache kept smaller images (mode {cache.mode!r}): pixels here are finer")
+    if getattr(dataset, "target_transform", None) is not None:
+        notes.append("labels here are the class indices, which the run's target_transform= gets")
     return next((why for holds, why in whys if holds), None), notes
 
 
@@ -207,8 +210,10 @@ def _transform(transform: Any) -> _Json | None:
 
 def _sampler(sampler: Any, loader: Any) -> _Json:
     kind = type(sampler)
-    source: Any = getattr(sampler, "data_source", None)
-    if kind in (SequentialSampler, RandomSampler) and len(source) != len(loader.dataset):
+    if kind not in _SAMPLERS:
+        return {"why": f"its sampler is a {kind.__qualname__}"}
+    source: Any = sampler.dataset if hasattr(sampler, "dataset") else sampler.data_source
+    if len(source) != len(loader.dataset):
         return {"why": f"its {kind.__qualname__} is of another dataset"}
     if kind is SequentialSampler:
         return {"kind": "SequentialSampler"}
@@ -220,10 +225,6 @@ def _sampler(sampler: Any, loader: Any) -> _Json:
             "num_samples": sampler.num_samples,
             "generator": "own" if own else "none" if sampler.generator is None else "loader's",
         }
-    if kind not in (DistributedSampler, torch.utils.data.DistributedSampler):
-        return {"why": f"its sampler is a {kind.__qualname__}"}
-    if len(sampler.dataset) != len(loader.dataset):
-        return {"why": f"its {kind.__qualname__} is of another dataset"}
     dealt = {"shuffle": sampler.shuffle, "seed": sampler.seed, "drop_last": sampler.drop_last}
     if kind is DistributedSampler:
         dealt |= {"mode": sampler.mode, "nodes": sampler.place.nodes, "exchange": sampler.exchange}
