@@ -70,7 +70,7 @@ def describe(loader: Any) -> _Json:
     why, notes = _unlike(loader)
     return {
         "dataset": _dataset(loader.dataset),
-        "sampler": _sampler(loader.sampler, loader),
+        "sampler": _sampler(loader.sampler, loader.dataset, loader.generator),
         "drop_last": loader.drop_last,
         "on_error": loader.on_error,
         "generator": loader.generator is not None,
@@ -177,7 +177,7 @@ def _dataset(dataset: Any) -> _Json:
     classes = dataset.classes if kind is ImageFolder else None
     if classes == listing.classes:
         classes = None
-    elif len(json.dumps(classes)) > _CLASSES_KEPT:
+    elif classes is not None and len(json.dumps(classes)) > _CLASSES_KEPT:
         return {"why": f"its dataset was given {len(classes)} names as classes=, too many for a state"}
     options, withheld = store.public_options()
     if store.url != dataset.url and "://" in str(dataset.url):
@@ -208,17 +208,17 @@ def _transform(transform: Any) -> _Json | None:
     return {"kind": kind, "size": [transform.height, transform.width], **values}
 
 
-def _sampler(sampler: Any, loader: Any) -> _Json:
+def _sampler(sampler: Any, dataset: Any, drawing: Any) -> _Json:
     kind = type(sampler)
     if kind not in _SAMPLERS:
         return {"why": f"its sampler is a {kind.__qualname__}"}
     source: Any = sampler.dataset if hasattr(sampler, "dataset") else sampler.data_source
-    if len(source) != len(loader.dataset):
+    if len(source) != len(dataset):
         return {"why": f"its {kind.__qualname__} is of another dataset"}
     if kind is SequentialSampler:
         return {"kind": "SequentialSampler"}
     if kind is RandomSampler:
-        own = sampler.generator is not None and sampler.generator is not loader.generator
+        own = sampler.generator is not None and sampler.generator is not drawing
         return {
             "kind": "RandomSampler",
             "replacement": sampler.replacement,
