@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastload.images.fuse import fuse
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
+    from fastload.loader.prove import prove
     from fastload.loader.watch import watch
     from fastload.shards.beton import BetonDataset
     from fastload.shards.litdata import LitDataset
@@ -64,6 +65,7 @@ _HOME = {
     "fuse": "fastload.images.fuse",
     "map": "fastload.datasets.map",
     "open_store": "fastload.store",
+    "prove": "fastload.loader.prove",
     "watch": "fastload.loader.watch",
 }
 
@@ -95,6 +97,7 @@ __all__ = [
     "fuse",
     "map",
     "open_store",
+    "prove",
     "watch",
 ]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
 from multiprocessing import util as mp_util
 
 import lmdb
@@ -23,6 +24,8 @@ FORK_DEADLINE = 1.0  # seconds that a fork waits for a transaction to end
 
 _lock = threading.Lock()
 _opened: dict[tuple[int, int], Directory] = {}
+# Directories of collected users, until somebody can close them.
+_abandoned: deque[Directory] = deque()
 # While a fork is under way: the directories, and whether no transaction of theirs is open.
 _held: list[tuple[Directory, bool]] = []
 # In a child: directories whose LMDB environment was in use at the fork. It can neither be closed, which would
@@ -44,17 +47,19 @@ def acquire(path: str, user: object) -> Directory:
             directory = Directory(path, root_fd)
             _opened[directory.identity] = directory
         directory.users.add(user)
-        return directory
+    _close_abandoned()
+    return directory
 
 
 def release(directory: Directory, user: object) -> None:
     """Let go; the last user in this process closes the directory."""
     with _lock:
-        _release(directory, user)
+        directory.users.discard(user)
+        _close_unused(directory)
+    _close_abandoned()
 
 
-def _release(directory: Directory, user: object) -> None:
-    directory.users.discard(user)
+def _close_unused(directory: Directory) -> None:
     if directory.users or _opened.get(directory.identity) is not directory:
         return
     del _opened[directory.identity]  # first: an error leaves it closed, too
@@ -65,15 +70,26 @@ def _release(directory: Directory, user: object) -> None:
 def abandon(directory: Directory | None, user: object) -> None:
     """`release` for a collected user. Collection happens in any thread at any moment, also in one that holds
     the lock here: so this never waits for the lock, which is not reentrant, and does not let a writer thread
-    join itself."""
-    if directory is None or not _lock.acquire(blocking=False):
-        return
-    try:
-        if directory.writer is None or not directory.writer.is_current_thread():
+    join itself. What cannot be closed now is closed by the next call, or by the holder of the lock."""
+    if directory is not None:
+        directory.users.discard(user)
+        _abandoned.append(directory)
+        _close_abandoned()
+
+
+def _close_abandoned() -> None:
+    while _abandoned and _lock.acquire(blocking=False):
+        try:
+            directory = _abandoned.popleft()
+            if directory.writer is not None and directory.writer.is_current_thread():
+                _abandoned.append(directory)
+                return
             with contextlib.suppress(OSError, lmdb.Error):
-                _release(directory, user)
-    finally:
-        _lock.release()
+                _close_unused(directory)
+        except IndexError:  # another thread was faster
+            return
+        finally:
+            _lock.release()
 
 
 def close_all() -> None:
@@ -108,6 +124,7 @@ def _after_fork_in_child() -> None:
             _unforgettable.append(directory)
     _held.clear()
     _opened.clear()
+    _abandoned.clear()
 
 
 os.register_at_fork(

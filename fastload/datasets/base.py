@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
@@ -158,6 +160,21 @@ class StoreDataset(Dataset[Any]):
                 errors += self._fill_rows(batch, rows, records, values, seed, epoch)
         self.counters.add("decode.samples", len(todo))
         return errors
+
+    # --- which samples these are, see `workers.witness`
+
+    def records(self, indices: Iterable[int]) -> NDArray[np.int64]:
+        """The number by which each sample draws its random numbers: the same, whatever its index is."""
+        return np.fromiter(map(self._record, indices), np.int64)
+
+    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """A number for each sample: of its key and version, wherever it is stored or cached."""
+        raise NotImplementedError
+
+    @property
+    def draws(self) -> bool:
+        """Whether a fused transform draws random numbers from (seed, epoch, record), in this epoch."""
+        return False
 
     # --- CacheFilling
 

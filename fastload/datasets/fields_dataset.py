@@ -52,6 +52,10 @@ class FieldsDataset(StoreDataset):
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         self._maker.copy_row(batch, target, source)
 
+    @property
+    def draws(self) -> bool:
+        return self._maker.draws
+
     # --- what `StoreDataset` asks for
 
     def _sample(self, value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from fastload.cache import Cache
@@ -22,6 +23,7 @@ from fastload.datasets.view import View
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 from fastload.images.encoded import EncodedBatch
+from fastload.images.rng import mix_all
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
 
@@ -169,6 +171,11 @@ class ImageFolder(ObjectDataset):
         super().copy_row(batch, target, source)
         targets = batch[1]
         targets[target] = targets[source]
+
+    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        assert self._manifest.labels is not None
+        labels = self._index_of[self._manifest.labels[records]]
+        return mix_all(super().identities(records) + labels.view(np.uint64))
 
     def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
         return Manifest.open(

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from fastload.datasets.protocols import RowErrors, RowRequests, check_dataset
@@ -285,6 +287,13 @@ class MixtureRows(ConcatRows):
             with seeds_of(lap):
                 errors += super().fill(batch, requests, digest(seed, lap), epoch)
         return errors
+
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        found = np.empty(len(indices), np.uint64)
+        for lap, requests in _by_pass(list(enumerate(indices))):
+            rows, inner = zip(*requests, strict=True)
+            found[list(rows)] = super().witnesses(list(inner), digest(seed, lap), epoch, seeded=seeded)
+        return found
 
 
 def _by_pass(todo: RowRequests) -> Iterable[tuple[int, RowRequests]]:

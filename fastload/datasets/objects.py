@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.keys import Mode
@@ -173,6 +175,13 @@ class ObjectDataset(StoreDataset):
             images.copy_row(target, source)
         else:
             images[target].copy_(images[source])
+
+    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return self._manifest.identities(records)
+
+    @property
+    def draws(self) -> bool:
+        return self._fused is not None and self._fused.draws
 
     # --- EncodedRows
 

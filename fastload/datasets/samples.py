@@ -115,6 +115,12 @@ class SampleMaker:
         return bool(fused) and all(part.fills_rows for part in fused)
 
     @property
+    def draws(self) -> bool:
+        """Whether fused transforms draw from the seed of the sample."""
+        parts = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
+        return self.fused and any(part.draws for part in parts)
+
+    @property
     def by_rows(self) -> bool:
         """Whether batches are made row by row: with fused images, or with columns that may hold None.
 

@@ -9,12 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, StreamDataset
 from fastload.datasets.seeds import SampleSeeds, digest
 from fastload.datasets.seen_rows import MadeSample, Rows, located, reraise
+from fastload.images.rng import mix_all
 
 __all__ = ["ConcatRows", "StackRows", "seeds_of"]
 
@@ -75,6 +78,14 @@ class ConcatRows(Rows):
     def key(self, index: Any) -> str | None:
         part, index = self.locate(index)
         return self.inner[part].key(index)
+
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        found = np.empty(len(indices), np.uint64)
+        for part, requests in self._dealt(list(enumerate(map(self.locate, indices)))):
+            rows, inner = zip(*requests, strict=True)
+            own = self.inner[part].witnesses(list(inner), digest(seed, part), epoch, seeded=seeded)
+            found[list(rows)] = mix_all(own + np.uint64(part))  # two parts may both have an index 3
+        return found
 
     def form(self) -> Any:
         forms = [part.form() for part in self.inner]
@@ -150,6 +161,13 @@ class StackRows(Rows):
     def key(self, index: Any) -> str | None:
         """Of the first part that has keys."""
         return next((key for part in self.inner if (key := part.key(index)) is not None), None)
+
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        found = np.zeros(len(indices), np.uint64)
+        for number, part in enumerate(self.inner):
+            found += part.witnesses(indices, digest(seed, number), epoch, seeded=seeded)
+            mix_all(found)
+        return found
 
     def form(self) -> Any:
         forms = tuple(part.form() for part in self.inner)

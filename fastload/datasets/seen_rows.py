@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import (
     Allocate,
@@ -21,6 +25,7 @@ from fastload.datasets.protocols import (
 )
 from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError
+from fastload.images.rng import mix_all, sample_seeds
 
 __all__ = [
     "AnnouncedRows",
@@ -32,8 +37,11 @@ __all__ = [
     "Rows",
     "SubsetRows",
     "located",
+    "numbers_of",
     "reraise",
 ]
+
+ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
 
 MadeSample = Callable[[], Any]  # makes one sample, or raises its error
 
@@ -108,6 +116,19 @@ class Rows(ABC):
     def encoded(self) -> EncodedRows | None:
         """The dataset whose images may leave the worker encoded in place of this one's."""
         return None
+
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        """A number for each sample: which one it is, and the random numbers that it was made with.
+
+        Where nothing more is known of a sample than its index, that is which one it is.
+
+        Args:
+            seeded: all that draws gets random numbers of (seed, epoch, index); else only fused transforms do.
+        """
+        numbers = numbers_of(indices)
+        if not seeded:
+            return mix_all(numbers.view(np.uint64) + ONE)
+        return mix_all(numbers.view(np.uint64) ^ sample_seeds(seed, epoch, numbers))
 
     # --- rows straight into the batch
 
@@ -203,6 +224,16 @@ class LeafRows(Rows):
     def key(self, index: Any) -> str | None:
         return str(self.dataset.key(index)) if hasattr(self.dataset, "key") else None
 
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        dataset = self.dataset
+        if self.own is not None or not hasattr(dataset, "identities"):
+            return super().witnesses(indices, seed, epoch, seeded=seeded)
+        records = dataset.records(indices)
+        numbers = dataset.identities(records)
+        if seeded or dataset.draws:
+            numbers = numbers ^ sample_seeds(seed, epoch, records)
+        return mix_all(numbers + ONE)
+
     def streams(self) -> StreamDataset | None:
         return self.dataset if isinstance(self.dataset, StreamDataset) else None
 
@@ -247,6 +278,9 @@ class _Through(Rows):
     def key(self, index: Any) -> str | None:
         return self._rows.key(index)
 
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        return self._rows.witnesses(indices, seed, epoch, seeded=seeded)
+
     def streams(self) -> StreamDataset | None:
         return self._rows.streams()
 
@@ -274,6 +308,9 @@ class OwnRows(_Through):
 
     def key(self, index: Any) -> str | None:
         return None  # the method may read another sample
+
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        return Rows.witnesses(self, indices, seed, epoch, seeded=seeded)
 
 
 class MapRows(_Through):
@@ -313,6 +350,10 @@ class SubsetRows(_Through):
     def key(self, index: Any) -> str | None:
         return self._rows.key(self._indices[index])
 
+    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
+        inner = [self._indices[index] for index in indices]
+        return self._rows.witnesses(inner, seed, epoch, seeded=seeded)
+
     def streams(self) -> StreamDataset | None:
         """None. Raises `ArgumentError` if the samples are not indexed yet."""
         self._check_indexed("a Subset")
@@ -351,6 +392,15 @@ def located(todo: Sequence[tuple[int, Any]], locate: Callable[[Any], Any]) -> tu
         except (IndexError, KeyError, ValueError) as error:
             errors.append((row, error))
     return errors, found
+
+
+def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
+    """Indices as numbers; of what is no number, such as a text, a digest."""
+    try:
+        return np.fromiter(map(operator.index, indices), np.int64, len(indices))
+    except (TypeError, OverflowError):
+        digests = [xxhash.xxh3_64_intdigest(repr(index).encode("utf-8", "replace")) for index in indices]
+        return np.array(digests, np.uint64).view(np.int64)
 
 
 def _as_it_is(sample: Any) -> Any:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.base import SOME, check_on_change
@@ -33,6 +35,7 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.crop import is_fused
+from fastload.images.rng import mix_all
 from fastload.store import open_store
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
@@ -250,6 +253,18 @@ class TableDataset(FieldsDataset):
             return
         for column in batch.values():
             copy_value(column, target, source)
+
+    # --- which samples these are
+
+    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Of its objects and their versions, and of its values in the table."""
+        found = np.zeros(len(records), np.uint64)
+        if self._columns is not None:
+            found += self._columns.identities(records)
+        for file in range(len(self._files)):
+            mix_all(found)
+            found += self._manifest.identities(records * len(self._files) + file)
+        return found
 
     # --- what `StoreDataset` and `FieldsDataset` ask for
 

@@ -6,17 +6,22 @@ once for all processes of a node.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+import xxhash
+from numpy.typing import NDArray
 
 from fastload.datasets.arrow_values import check_type, decoded, to_python
 from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError
+from fastload.formats.sample import dump
 from fastload.store.shared_file import SharedFile
 
 __all__ = ["TableColumns", "mapped_table", "write_table"]
@@ -38,6 +43,9 @@ class TableColumns:
         self._count: int = table.num_rows
         self._columns = {name: table[name].chunk(0) for name in table.column_names}
         self._value_of = {name: _reader(column) for name, column in self._columns.items()}
+        # Of rows that were asked for. Forked processes share them, and each is computed once for all.
+        shared = mmap.mmap(-1, max(1, 8 * self._count))
+        self._identities: NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
         self.flat = not any(_has_parts(column.type) for column in self._columns.values())
 
     @classmethod
@@ -56,6 +64,16 @@ class TableColumns:
     def row(self, row: int) -> dict[str, Any]:
         """The values of a row, as `arrow_values.to_python` makes them."""
         return {name: value_of(row) for name, value_of in self._value_of.items()}
+
+    def identities(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """A number for the values of each of these rows."""
+        found = self._identities[rows]
+        unknown = np.flatnonzero(found == 0)
+        if len(unknown):
+            for at in unknown.tolist():
+                found[at] = xxhash.xxh3_64_intdigest(dump(self.row(int(rows[at]))))
+            self._identities[rows] = found
+        return found
 
     def new_batch(self, n: int, allocate: Allocate) -> dict[str, Any]:
         """An empty batch of `n` rows: a tensor for each column of numbers, a list for each other one."""

@@ -12,7 +12,7 @@ with another number of ranks, another batch size, other weights or other sources
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -93,6 +93,7 @@ class MixtureSampler(DistributedSampler):
         self._were_set = were_set is not None  # the weights, while the mixture was read
         self._mixing = Mixing(in_units(were_set or mixture.weights_in(self.epoch)), nothing, nothing, 0)
         self._changes: list[_Change] = []  # that may not have taken effect in what was handed out
+        self._made: list[_Change] = []  # all of this run
         self._handed_out: dict[str, Any] | None = None  # the state there, while a loader says so
         self._passes: dict[int, tuple[int, np.ndarray[Any, Any]]] = {}  # source -> (number, its order)
         self._ranks: Ranks | None = None
@@ -201,6 +202,33 @@ class MixtureSampler(DistributedSampler):
         begun = self._mixing.total if self._handed_out is None else self._handed_out["drawn"]
         self._changes = [change for change in self._changes if begun <= change.at < at]
         self._changes.append(_Change(at, units))
+        self._made = [change for change in self._made if change.at < at]
+        self._made.append(_Change(at, units))
+
+    def changes_since(self, drawn: int) -> list[tuple[int, list[int]]]:
+        """(samples drawn before, weights) of each change of the weights that this run has made since."""
+        return [(change.at, change.weights) for change in self._made if change.at >= drawn]
+
+    def at_state(
+        self, state: Mapping[str, Any], changes: Iterable[Sequence[Any]], *, rank: int, replicas: int
+    ) -> MixtureSampler:
+        """A copy that stands at a state, with the changes of weights that were made after it.
+
+        Raises:
+            ArgumentError: the mixture has other sources than in that state.
+        """
+        if state["sources"].keys() != self._lengths.keys():
+            raise ArgumentError(
+                f"the mixture had the sources {list(state['sources'])} then, and has {list(self._lengths)}"
+            )
+        again = self.at(int(state["epoch"]), int(state["consumed"]), rank=rank, replicas=replicas)
+        assert isinstance(again, MixtureSampler)
+        again._were_set = bool(state["were_set"])
+        again._changes = [_Change(int(at), list(weights)) for at, weights in changes]
+        weights = [state["sources"][name]["weight"] for name in self._lengths]
+        again._mixing = again._resumed(state, weights)
+        again._handed_out, again._passes = None, {}
+        return again
 
     # --- what reached the user
 

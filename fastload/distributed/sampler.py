@@ -10,6 +10,7 @@ see `fastload.distributed.partition`.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sized
@@ -123,8 +124,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self.exchange = exchange
         by_node = partition == "node"
         self.place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
-        # This rank's column in a row of `num_replicas` samples.
-        self._column = self.place.local * self.place.nodes + self.place.node
+        self._column = _column(self.place)
         self._dealt = (self.place.nodes, exchange)  # the nodes and the exchange of the order of self.epoch
         if mode == "eval":
             self.num_samples = self._share(0)
@@ -191,6 +191,29 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._start = 0
         self._dealt = (self.place.nodes, self.exchange)
         self._position = (self.epoch, 0)
+
+    def at(
+        self, epoch: int, consumed: int, *, rank: int, replicas: int, dealt: tuple[int, float] | None = None
+    ) -> DistributedSampler:
+        """A copy that stands at another place: the samples of a rank there, and of any number of ranks.
+
+        Args:
+            epoch, consumed: the place, as in a state.
+            dealt: (nodes, exchange) of the order of that epoch; None: as this sampler deals it.
+
+        Raises:
+            ArgumentError: the nodes do not have equally many ranks.
+        """
+        again = copy.copy(self)
+        again.rank, again.num_replicas, again._found = rank, replicas, (False, False)
+        if (rank, replicas) != (self.rank, self.num_replicas):
+            nodes = self.place.nodes
+            again.place = RankPosition(0, rank, 1) if nodes == 1 else find_position(rank, replicas, nodes)
+            again._column = _column(again.place)
+        again._dealt = dealt or (again.place.nodes, again.exchange)
+        again.epoch, again._start, again._begun = epoch, consumed, False
+        again._position = (epoch, consumed)
+        return again
 
     def state_dict(self) -> dict[str, Any]:
         """Seed, epoch and the samples that all ranks together have consumed in it, as plain numbers."""
@@ -370,6 +393,11 @@ def indexed_length(dataset: Any) -> int:
     """
     counted = getattr(dataset, "indexed_length", None)
     return len(dataset) if counted is None else int(counted())
+
+
+def _column(place: RankPosition) -> int:
+    """The column of a rank in a row of one sample for each rank."""
+    return place.local * place.nodes + place.node
 
 
 def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:

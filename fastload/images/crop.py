@@ -10,7 +10,9 @@ loader.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ from fastload.images.rng import Rng, SampleRng, TorchRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Crop", "CropBox", "Size", "is_fused"]
+__all__ = ["Crop", "CropBox", "Size", "is_fused", "noted_boxes"]
 
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
@@ -50,6 +52,26 @@ class CropBox(NamedTuple):
     turn: bool = False
 
 
+_notes: ContextVar[list[tuple[CropBox, bool]] | None] = ContextVar("notes", default=None)
+
+
+@contextmanager
+def noted_boxes(notes: list[tuple[CropBox, bool]]) -> Iterator[None]:
+    """Inside, each box that a transform chooses is noted: (box, its sample has a generator of its own)."""
+    before = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(before)
+
+
+def _noted(box: CropBox, rng: Rng) -> CropBox:
+    notes = _notes.get()
+    if notes is not None:
+        notes.append((box, isinstance(rng, SampleRng)))
+    return box
+
+
 class Crop(ABC):
     """The base of both crops; a subclass chooses the box.
 
@@ -59,10 +81,12 @@ class Crop(ABC):
             (resize, then crop).
         fills_rows: whether all results have `sample_shape`, so that they can be written into a batch; where
             not, a dataset calls the transform with each encoded image.
+        draws: whether the box depends on random numbers.
     """
 
     clamp: bool
     fills_rows = True
+    draws = True
 
     def __init__(
         self,
@@ -228,13 +252,13 @@ class Crop(ABC):
             open_source = open_image if self.channels == 3 else open_grey
             source, width, height = open_source(image, self.max_pixels, self.strict)
         if first is None or first == (width, height):
-            return source, width, height, self.box_for(width, height, rng)
+            return source, width, height, _noted(self.box_for(width, height, rng), rng)
         if abs(width * first[1] - height * first[0]) > max(width, height, *first):  # a pixel, where rounded
             raise DecodeError(
                 f"it has {width} x {height} pixels, and the first image of its sample {first[0]} x "
                 f"{first[1]}: images that are cut alike must have the same proportions"
             )
-        return source, width, height, self.scaled_box(width, height, first, rng)
+        return source, width, height, _noted(self.scaled_box(width, height, first, rng), rng)
 
     def fill_rows(
         self,

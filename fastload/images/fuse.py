@@ -91,6 +91,7 @@ class Fused(Crop):
         self._steps, self._rest = planned.fused, planned.kept
         self.clamp = crop.clamp
         self.fills_rows = crop.fills_rows and self._values is not None and not self._rest
+        self.draws = crop.draws or bool(self._before or self._after)
 
     @property
     def fused(self) -> tuple[str, ...]:

@@ -12,7 +12,10 @@ import functools
 import math
 from typing import Protocol
 
-__all__ = ["Rng", "SampleRng", "TorchRng", "sample_seed"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Rng", "SampleRng", "TorchRng", "mix_all", "sample_seed", "sample_seeds"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -35,6 +38,28 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     for part in (seed, epoch, index):
         state = _mix((state + _GOLDEN + int(part)) & _MASK)
     return state
+
+
+def sample_seeds(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """`sample_seed` of many indices."""
+    begun = 0
+    for part in (seed, epoch):
+        begun = _mix((begun + _GOLDEN + int(part)) & _MASK)
+    return mix_all(indices.view(np.uint64) + np.uint64((begun + _GOLDEN) & _MASK))
+
+
+def mix_all(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's output function of each number; they are changed in place."""
+    z ^= z >> _SHIFTS[0]
+    z *= _FACTORS[0]
+    z ^= z >> _SHIFTS[1]
+    z *= _FACTORS[1]
+    z ^= z >> _SHIFTS[2]
+    return z
+
+
+_SHIFTS = np.array([30, 27, 31], np.uint64)
+_FACTORS = np.array([0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 class SampleRng:

@@ -180,6 +180,7 @@ class _ShorterSide(Crop):
 
     clamp = True
     fills_rows = False
+    draws = False
 
     def __init__(self, size: int) -> None:
         super().__init__(size, channels_last=False, max_pixels=MAX_PIXELS, strict=True)

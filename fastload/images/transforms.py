@@ -146,6 +146,7 @@ class CenterCrop(Crop):
     """
 
     clamp = False
+    draws = False
 
     def __init__(
         self,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fastload.loader.digest import Digest
+from fastload.loader.digest import Digest, find_part
 from fastload.loader.history import History
 from fastload.loader.left_out import LeftOut
+from fastload.loader.log_writer import LogWriter
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
@@ -17,6 +18,7 @@ from fastload.workers.memory_limit import MemoryUse
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
+    from fastload.workers.witness import Witness
 
 __all__ = ["LoaderContext"]
 
@@ -36,6 +38,7 @@ class LoaderContext:
         history: what the orders of past epochs were made from.
         left_out: samples and steps.
         digest: of all that was handed out.
+        log: of each sample that was handed out, with `sample_log=`.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.
     """
@@ -49,10 +52,29 @@ class LoaderContext:
     autoscaler: Autoscaler | None = None
     decoding: Decoding | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
+    log: LogWriter | None = None
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
         self.meter = Meter(self.counters)
+
+    def start_epoch(self, loader: Any) -> None:
+        """An iteration of the loader begins."""
+        rank, world_size = find_part(loader)
+        self.digest.rank, self.digest.world_size = rank, world_size
+        if self.log is not None:
+            self.log.begin(rank, world_size, self.digest.steps)
+
+    def handed_over(self, epoch: int, step: int, witness: Witness | None) -> None:
+        """The batch of a step reached the user; without a witness, its error did."""
+        if self.log is not None:
+            self.log.add(self.digest.steps, epoch, step, witness)
+        self.digest.add(epoch, step, witness)
+
+    def flush_log(self) -> None:
+        """Write the sample log up to here."""
+        if self.log is not None:
+            self.log.flush()
 
     def workers_wanted(self, most: int) -> int:
         """How many of `most` workers make batches: all, unless num_workers="auto" has found fewer."""

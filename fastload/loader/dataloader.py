@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -29,6 +30,7 @@ from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.made_from import describe
+from fastload.loader.log_writer import LogWriter
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.platform import need_linux
 from fastload.workers.autoscale import Autoscaler, why_fixed
@@ -113,6 +115,11 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             may be read ahead is read alone. With num_workers=0: of the bytes that are read ahead, and of the
             process that reads them. "auto" starts no more workers than it is enough for.
 
+        sample_log: a directory. Each rank appends what it is handed out, step by step and row by row, to a
+            file there ("rank-00000.samples", about 12 bytes a sample), over all runs; `fastload.prove`
+            compares two such logs. Where the file cannot be written, one warning says so, and the training
+            goes on.
+
     If a subclass of fastload's datasets overrides `__getitem__` or `__getitems__`, the loader always calls
     that method instead of writing rows into the batch, and still reads its objects ahead.
 
@@ -152,6 +159,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         seed: int | None = None,
         threads: int = 0,
         memory_limit: int | str | None = None,
+        sample_log: str | os.PathLike[str] | None = None,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
         _check_threads(dataset, threads)
@@ -185,6 +193,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         )
         MemoryLimit.of(memory_limit, self.num_workers, self.multiprocessing_context)  # refuses early
         self.memory_limit = memory_limit
+        self.sample_log = sample_log
         self.device = resolve_device(device)
         self.batch_transform = batch_transform
         self.decode = decode
@@ -192,6 +201,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         self.seed = seed
         self.threads = threads
         self.loader_context = context
+        if sample_log is not None:
+            context.log = LogWriter(sample_log, context.counters)
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
         if not threads:
@@ -244,6 +255,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         own that draws from these generators needs a seed for each epoch, or a state.
         """
         context = self.loader_context
+        context.flush_log()
         return context.position.state_dict(self) | {
             "history": context.history.state(),
             "left_out": context.left_out.state(),
@@ -278,9 +290,11 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         """
         context = self.loader_context
         context.position.load_state_dict(self, state_dict)
-        context.history.load(state_dict.get("history", {}))
+        context.history.load(state_dict)
         context.left_out.load(state_dict.get("left_out", {}))
         context.digest.load(state_dict.get("digest", {}))
+        if context.log is not None:
+            context.log.run_resumes()
         self._iterator = None
 
     def stats(self) -> dict[str, Any]:
@@ -318,6 +332,27 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "memory": context.memory.stats(),
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
+
+    def replay_loader(self, index: Any) -> DataLoader[T_co]:
+        """A loader like this one, of one batch, which is made in this process.
+
+        Args:
+            index: the index batch; one index where this loader has batch_size=None.
+        """
+        alone = self.batch_sampler is None
+        return DataLoader(
+            self.dataset,
+            batch_size=None if alone else 1,
+            sampler=[index] if alone else None,
+            batch_sampler=None if alone else [list(index)],
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            device=self.device,
+            batch_transform=self.batch_transform,
+            decode=self.decode,
+            on_error=self.on_error,
+            seed=self.seed,
+        )
 
     def _new_decoding(self, decode: Any) -> Decoding:
         from fastload.gpu.decoding import Decoding, check_decode  # not for loaders that need no decoder

@@ -1,18 +1,136 @@
-"""What the orders of past epochs were made from."""
+"""What the order of each epoch of a run was made from, so that it can be made again.
+
+The position says this of the running epoch, see `fastload.loader.position`. Here it is kept when that epoch
+is over: some hundred bytes an epoch. An epoch that was resumed with other ranks or another batch size has a
+segment for each of them.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["History"]
+from fastload.distributed.mixture_sampler import MixtureSampler
+from fastload.distributed.sampler import DistributedSampler
+from fastload.loader.position import Order, Progress
+
+__all__ = ["EpochRecord", "History"]
+
+EpochRecord = dict[str, Any]
+"""One epoch, as JSON.
+
+"epoch": the loader's count. "base_seed": of the samples' randomness, where the loader has no seed of its own;
+None: not known. "streamed": it was read as streams. "origin", "generators": as in a position. "segments": the
+steps from "step" on had "batch_size", "replicas" and a sampler that stood at "sampler". "changes": of the
+weights of a mixture.
+"""
+
+_STATES_KEPT = 2  # of epochs whose order comes from a generator's or a sampler's state: kilobytes each
 
 
 class History:
-    """The epochs of one loader's run, over its resumes."""
+    """The epochs of one loader's run, over its resumes. Plain data, as the position is."""
+
+    def __init__(self) -> None:
+        self._epochs: list[EpochRecord] = []
+        self._running: tuple[Progress, Order] | None = None
+
+    def begin(self, loader: Any, progress: Progress) -> None:
+        """An epoch begins, or goes on after a resume."""
+        self._settle()
+        order = Order(loader)
+        segment = {
+            "step": progress.batches,
+            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+            "replicas": order.replicas,
+            "sampler": _place_of(order, progress.place["sampler"]),
+        }
+        record = next((one for one in self._epochs if one["epoch"] == progress.epoch), None)
+        self._epochs = [one for one in self._epochs if one["epoch"] < progress.epoch]
+        if record is None or not progress.batches:
+            record = {"epoch": progress.epoch, "streamed": progress.unordered, "segments": []}
+        earlier = [one for one in record["segments"] if one["step"] < progress.batches]
+        last = earlier[-1] if earlier else None
+        alike = ("batch_size", "replicas")
+        if last is None or any(last[name] != segment[name] for name in alike):
+            earlier.append(segment)
+        record["segments"] = earlier
+        record["base_seed"] = progress.base_seed
+        self._epochs.append(record)
+        self._running = (progress, order)
+
+    def find(self, epoch: int) -> EpochRecord | None:
+        """What is known of an epoch that has begun; None where nothing is."""
+        self._settle()
+        return next((copy.deepcopy(one) for one in self._epochs if one["epoch"] == epoch), None)
+
+    def last(self) -> EpochRecord | None:
+        """Of the epoch that began last."""
+        self._settle()
+        return copy.deepcopy(self._epochs[-1]) if self._epochs else None
 
     def state(self) -> dict[str, Any]:
-        """As JSON."""
-        return {}
+        """As JSON, but for the states of samplers of the user's own."""
+        self._settle()
+        return {"epochs": copy.deepcopy(self._epochs)}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave; {}: the state is of a version without it."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take up the history in a loader's state; one of an older version tells of its own epoch only."""
+        self._running = None
+        if "history" in state:
+            self._epochs = copy.deepcopy(state["history"]["epochs"])
+            return
+        self._epochs = []
+        if state["begun"] and "streams" not in state:
+            segment = {
+                "step": state["batches"],
+                "batch_size": state["batch_size"],
+                "replicas": state["num_replicas"],
+                "sampler": _compact(state["sampler"]),
+            }
+            names = ("epoch", "base_seed", "origin", "generators")
+            record = {name: state[name] for name in names} | {"streamed": False, "segments": [segment]}
+            self._epochs = [copy.deepcopy(record)]
+
+    def _settle(self) -> None:
+        """Note what the running epoch's order was made from, once its first index is drawn."""
+        if self._running is None:
+            return
+        (progress, order), record = self._running, self._epochs[-1]
+        if record["streamed"]:
+            return
+        record["origin"] = progress.place["origin"]
+        record["generators"] = progress.place["generators"] or {}
+        if order.mixture is not None:
+            changes = dict(map(tuple, record.get("changes", [])))
+            first = record["segments"][0]["sampler"]["state"]["drawn"]
+            changes |= dict(order.mixture.changes_since(first))
+            record["changes"] = sorted(changes.items())
+        for older in self._epochs[:-_STATES_KEPT]:
+            _forget_states(older)
+
+
+def _forget_states(record: EpochRecord) -> None:
+    """Keep no kilobytes of an epoch that lies far back: its order is not known any more."""
+    origin = record.get("origin") or {}
+    if record.get("generators") or origin.get("torch"):
+        record |= {"origin": None, "generators": {}, "forgotten": True}
+    for segment in record["segments"]:
+        if segment["sampler"].get("state") is not None:
+            segment["sampler"] |= {"state": None}
+            record["forgotten"] = True
+
+
+def _place_of(order: Order, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(order.stateful, DistributedSampler) and not isinstance(order.stateful, MixtureSampler):
+        return _compact(sampler)
+    return {"epoch": sampler["epoch"], "state": sampler["state"]}
+
+
+def _compact(sampler: Mapping[str, Any]) -> dict[str, Any]:
+    """The position of a `DistributedSampler`: what does not change in a run is left out."""
+    state = sampler["state"]
+    if not isinstance(state, Mapping) or not {"consumed", "nodes"} <= state.keys():
+        return {"epoch": sampler["epoch"], "state": state}
+    return {name: state[name] for name in ("epoch", "consumed", "nodes", "exchange")}

@@ -192,6 +192,7 @@ class LoaderIterator(TorchIterator):
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)
             if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more
+                arrival.witness = None  # a step without samples
                 self._count(lane, arrival)
             raise
         self._give_more(lane, arrival.worker_id)
@@ -223,7 +224,8 @@ class LoaderIterator(TorchIterator):
             self._executor.finish(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
-        self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
+        step = self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
+        self._context.handed_over(self._progress.epoch, step, arrival.witness)
         self._progress.next_worker = self._reorder.next_lane()
 
     # --- what ends before the epoch does
@@ -279,8 +281,10 @@ class LoaderIterator(TorchIterator):
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
+        context.history.begin(loader, self._progress)
         wanted = context.workers_wanted(self._num_workers)
         context.meter.start(wanted)
+        context.start_epoch(loader)
         if context.autoscaler is not None:
             context.autoscaler.start_epoch(context.counters["wait.batches"])
         for arrival in self._reorder.clear():
@@ -358,6 +362,7 @@ class LoaderIterator(TorchIterator):
             base_seed=int(self._base_seed),
             on_error=loader.on_error,
             seeded=loader.seed is not None,
+            logged=loader.sample_log is not None,
             threads=loader.threads,
             batch_size=loader.batch_size or 1,
             memory_limit=MemoryLimit.of(
@@ -371,6 +376,7 @@ class LoaderIterator(TorchIterator):
             self._discard(arrival)
         self._progress.finish()
         self._context.meter.stop()
+        self._context.flush_log()
         if self._context.autoscaler is not None:
             self._context.autoscaler.end_epoch()
         if not self._persistent_workers:

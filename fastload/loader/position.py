@@ -312,29 +312,31 @@ class Progress:
         if self.workers[worker_id]["fresh"] and state is not None:
             self.workers[worker_id].update(fresh=False, state=state)
 
-    def handed_out(self, ticket: int, worker_id: int, state: Any) -> None:
-        """A batch reached the user, or the exception that it raised did.
+    def handed_out(self, ticket: int, worker_id: int, state: Any) -> int:
+        """A batch reached the user, or the exception that it raised did. Returns its step of the epoch.
 
         Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
         """
         if self.streams is not None:
             self.streams.handed_out(worker_id, state)
             self.place["batches"] += 1
-            return
+            return self.batches - 1
         worker = self.workers[worker_id]
         worker.update(batches=worker["batches"] + 1, fresh=False, state=state)
         if self.unordered:
             self.place["batches"] += 1
-            return
+            return self.batches - 1
         place, first = self.place, self.batches
         ahead: list[int] = place["ahead"]
-        ahead.append(self._due.pop(ticket))
+        step = self._due.pop(ticket)
+        ahead.append(step)
         noted = self._order.followed or self._order.foreign
         while first in ahead and (not noted or first in self._after):
             ahead.remove(first)
             place |= self._after.pop(first, {})
             first = place["batches"] = first + 1
         self._order.handed_out(place["sampler"])
+        return step
 
     def ended(self, worker_id: int, state: Any) -> None:
         """An iterable dataset, or a worker's part of it, or the stream `worker_id`, is at its end."""

@@ -48,6 +48,18 @@ class LoaderState:
         self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up
         self._again: dict[str, Any] | None = None  # the position in the epoch that is resumed
 
+    def place(self) -> tuple[int, bool]:
+        """(the epoch that runs, True), or (the next one, False)."""
+        if self._loaded is not None:
+            return int(self._loaded["epoch"]), bool(self._loaded["begun"])
+        if self._progress is not None and not self._progress.finished:
+            return self._progress.epoch, True
+        return self.epoch, False
+
+    def replay(self, epoch: int, base_seed: int) -> None:
+        """Let the next iteration have the samples' randomness of that epoch."""
+        self.epoch, self._one_seed = epoch, base_seed
+
     # --- called when an iteration starts
 
     @contextlib.contextmanager

@@ -11,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.shard_index import Offsets, parse_wids
@@ -90,7 +93,7 @@ class ShardList:
 
     def __fingerprint__(self) -> dict[str, Any]:
         """The shards, whether they were listed again or not: see `datasets.fingerprint`."""
-        return {name: value for name, value in vars(self).items() if name != "_refresh"}
+        return {name: value for name, value in vars(self).items() if name not in ("_refresh", "_row_numbers")}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -107,6 +110,14 @@ class ShardList:
         for shard in range(len(self)):
             digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
+
+    def identities(self, shards: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """See `Manifest.identities`."""
+        return self._manifest.identities(self._row_numbers[shards])
+
+    @functools.cached_property
+    def _row_numbers(self) -> NDArray[np.int64]:
+        return np.array(self._rows, np.int64)
 
     def weights(self) -> list[int]:
         """Weights of whole shards: their samples if wids' index has all counts, else their bytes."""

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fastload.cache import Cache, Digest, as_cache
 from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
@@ -21,6 +24,7 @@ from fastload.datasets.shape import Shape
 from fastload.datasets.warm import Warmed, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
+from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
@@ -238,6 +242,17 @@ class ShardDataset(FieldsDataset):
                 pending.drop(index)
             else:
                 super().cancel([index])
+
+    # --- which samples these are
+
+    def records(self, indices: Iterable[int]) -> NDArray[np.int64]:
+        # Not `_record`: a record of a stream is not pending any more once it was used.
+        return self._index.record_ids(np.fromiter(map(operator.index, indices), np.int64))
+
+    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Of its shard, the shard's version, and the number of the record in it."""
+        shards, ordinals = records >> 32, records & 0xFFFFFFFF
+        return mix_all(self._shards.identities(shards) + ordinals.view(np.uint64))
 
     # --- CacheFilling
 

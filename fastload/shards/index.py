@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -155,6 +156,20 @@ class ShardIndex:
         shard = bisect.bisect_right(self._stops, index)
         first = self._stops[shard - 1] if shard else 0
         return RecordId(shard, index - first).pack()
+
+    def record_ids(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`record_id` of many numbers. What is a packed id already, as those of streams, stays one."""
+        if self._stops is None or not len(self):
+            return numbers
+        stops = self._stops_array
+        numbers = np.where(numbers < 0, numbers + stops[-1], numbers)
+        shards = np.searchsorted(stops, numbers, side="right")
+        ordinals = numbers - np.where(shards > 0, stops[shards - 1], 0)
+        return np.where(numbers < stops[-1], shards << 32 | ordinals, numbers)
+
+    @functools.cached_property
+    def _stops_array(self) -> NDArray[np.int64]:
+        return np.array(self._stops, np.int64)
 
     def locate(self, record: int) -> tuple[int, int]:
         """(offset, size) of the record with that id, whose shard must be indexed."""

@@ -26,6 +26,7 @@ from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
+from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.reader import Shard
 from fastload.shards.record_source import record_name
@@ -153,6 +154,11 @@ class TokenDataset(StoreDataset):
     def copy_row(self, batch: Any, target: int, source: int) -> None:
         batch[target].copy_(batch[source])
 
+    # --- which samples these are
+
+    def identities(self, records: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        return self._corpus.identities(records)
+
     # --- what `StoreDataset` asks for
 
     def _source(self) -> _TokenSource:
@@ -227,6 +233,16 @@ class _Corpus:
                 pieces.append(_Piece(shard, start, start + taken * self._itemsize))
             first, missing, shard = first + taken, missing - taken, shard + 1
         return pieces
+
+    def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """A number for each sample: of the objects that it begins and ends in, and where it begins."""
+        first = samples * self._block
+        begin = np.searchsorted(self._firsts, first, side="right") - 1
+        end = np.searchsorted(self._firsts, first + self.length - 1, side="right") - 1
+        start = first - self._firsts[begin]
+        found = mix_all(self.shards.identities(begin) + start.view(np.uint64))
+        found ^= np.where(end > begin, self.shards.identities(end), 0).astype(np.uint64)
+        return mix_all(found + np.uint64(self.length))
 
     def name(self, sample: int) -> str:
         """A sample in error messages: where it begins."""

@@ -74,6 +74,9 @@ class Manifest:
         self.total_bytes = int(self.sizes.sum())
         self.unversioned = int(np.count_nonzero(self._version_offsets[1:] == self._version_offsets[:-1]))
         self._count = int(count)
+        # Of objects that were asked for. Forked processes share them, and each is computed once for all.
+        shared = mmap.mmap(-1, max(1, 8 * self._count))
+        self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
 
     def __len__(self) -> int:
         return self._count
@@ -104,6 +107,22 @@ class Manifest:
         """The label of object `index`; only for a manifest with labels."""
         assert self.labels is not None, "this manifest was made without labels"
         return int(self.labels[index])
+
+    def identities(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        """A number for each of these objects: a digest of its key and its version, wherever the store is."""
+        found = self._identities[indices]
+        unknown = np.flatnonzero(found == 0)
+        if len(unknown):
+            for at in unknown.tolist():
+                index = int(indices[at])
+                key_start, key_stop = self._key_offsets[index : index + 2].tolist()
+                start, stop = self._version_offsets[index : index + 2].tolist()
+                digest = xxhash.xxh3_64(self._keys[key_start:key_stop])
+                digest.update(b"\0")  # no key has it
+                digest.update(self._versions[start:stop])
+                found[at] = digest.intdigest()
+            self._identities[indices] = found
+        return found
 
     @classmethod
     def open(

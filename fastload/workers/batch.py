@@ -26,6 +26,7 @@ from fastload.workers.readahead import ReadAhead
 from fastload.workers.rows import EncodedRowBatches, RowBatches
 from fastload.workers.sample_reader import SampleReader
 from fastload.workers.sample_threads import SampleThreads
+from fastload.workers.witness import Witness, Witnesses
 
 __all__ = ["BatchCounters", "BatchMaker"]
 
@@ -62,9 +63,11 @@ class BatchMaker:
         allocate: memory for batches.
         threads: that make the samples of announced index batches; 0: the thread that makes the batch.
         shares: the thread that makes batches runs other code too, which must not see what threads draw.
+        logged: each row of a witness is wanted, not their sums alone.
 
     Attributes:
         counters: those of this process for `dataset`.
+        witness: of the batch that was made last.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class BatchMaker:
         allocate: Allocate,
         threads: int = 0,
         shares: bool = False,
+        logged: bool = False,
     ) -> None:
         rows = see(dataset)
         seeds = SampleSeeds() if seeded else None
@@ -99,6 +103,8 @@ class BatchMaker:
         encoded = rows.encoded()
         if encoded is not None:
             self._encoded = EncodedRowBatches(rows, encoded, self._collation, seeds, allocate)
+        self._witnesses = Witnesses(rows, seeded=seeded, logged=logged)
+        self.witness: Witness | None = None
         self._threads = SampleThreads(threads, seeds, shares=shares) if threaded else None
         self._samples = SampleReader(
             dataset,
@@ -188,17 +194,19 @@ class BatchMaker:
             raise
 
     def _make_batch(self, index: Any, encoded: bool) -> Any:
-        indices, used = self._collation.indices(index), self._ahead.used()
+        indices, used_ahead = self._collation.indices(index), self._ahead.used()
+        self.witness = None
         form = self._encoded if encoded else self._rows
         assert form is not None or not encoded
         batch = None if form is None else form.new_batch(len(indices))
         if form is None or batch is None:
-            samples = self._samples.read(index, indices, *self._epoch)
+            samples, settled = self._samples.read(index, indices, *self._epoch)
         else:
             self._samples.cancel(index)
             fill = partial(form.fill, batch, seed=self._epoch[0], epoch=self._epoch[1])
-            self._errors.settle(indices, fill, partial(form.copy_row, batch))
-        self._ahead.finish(index, len(indices), self._ahead.used() - used)
+            settled = self._errors.settle(indices, fill, partial(form.copy_row, batch))
+        self.witness = self._witnesses.of(settled, *self._epoch)
+        self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
             if form is None or batch is None:
                 made = self._collation(samples, partial(self._errors.name_row, indices))

@@ -23,6 +23,7 @@ from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.pool import WorkerPool
 from fastload.workers.protocol import Failure, Result, WorkerSetup
 from fastload.workers.slot_memory import Pin
+from fastload.workers.witness import Witness
 
 __all__ = ["PRELOADED", "Arrival", "BadSamples", "Executor", "ProcessExecutor"]
 
@@ -43,6 +44,7 @@ class Arrival:
     exhausted: bool = False  # an iterable dataset or a stream has no more; this is not a batch
     before: Any = None  # the state of a dataset that has one, with the worker's first arrival of an epoch
     after: Any = None  # the state after this batch; the stream's, where the epoch is read as streams
+    witness: Witness | None = None  # what the batch was made of; None for an error, or without an index
 
     def reraise(self) -> None:
         """Raise the error in whose place this came, if it is one."""
@@ -161,7 +163,14 @@ class ProcessExecutor:
         if result.packed is not None:
             load = functools.partial(self.pool.unpack, worker_id, result.packed)
         return Arrival(
-            result.seq, worker_id, load, result.failure, result.exhausted, result.before, result.after
+            result.seq,
+            worker_id,
+            load,
+            result.failure,
+            result.exhausted,
+            result.before,
+            result.after,
+            result.witness,
         )
 
     def end_work(self) -> None:

@@ -103,6 +103,7 @@ class InlineExecutor:
                 with _kept_globals() if self._keeps_globals else contextlib.nullcontext():
                     batch = self._source.make_batch(index, encoded=work.encoded)
                 arrival.load = lambda: batch
+                arrival.witness = self._source.witness
             except StreamOver:
                 arrival.exhausted = True
             except Exception as error:

@@ -53,8 +53,11 @@ class ErrorPolicy:
 
     def settle(
         self, indices: list[Any], fill: Callable[[RowRequests], RowErrors], copy: Callable[[int, int], None]
-    ) -> None:
+    ) -> list[Any]:
         """Fill every row of a batch, with a substitute where its sample is bad.
+
+        Returns:
+            the sample that stands in each row.
 
         Args:
             indices: the sample of each row.
@@ -64,11 +67,12 @@ class ErrorPolicy:
         Raises:
             Exception: that of a bad sample that `on_error` does not cover, with a note of the sample.
         """
-        requests = list(enumerate(indices))
-        for attempt in range(1 + _REPLACEMENTS):
+        requests, used = list(enumerate(indices)), indices
+        attempt = 0
+        while True:
             errors = fill(requests)
             if not errors:
-                return
+                return used
             asked = dict(requests)
             for row, error in errors:
                 self._note(asked[row], error)
@@ -79,11 +83,16 @@ class ErrorPolicy:
                 raise errors[0][1]
             for _, error in errors:
                 _drop_traceback(error)
+            used = list(used)
             if skips:
                 for row in failed:
                     copy(row, good[row % len(good)])
-                return
+                    used[row] = used[good[row % len(good)]]
+                return used
             requests = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
+            for row, index in requests:
+                used[row] = index
+            attempt += 1
 
     def _note(self, index: Any, error: Exception) -> None:
         """Count a bad sample, or raise its error."""

@@ -8,6 +8,7 @@ descriptors, and does not notice the end of its peer.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -24,6 +25,7 @@ from fastload.errors import FastloadError
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.packing import PackedBatch
 from fastload.workers.slot_memory import anonymous_file
+from fastload.workers.witness import Witness
 
 __all__ = ["Channel", "EpochStart", "Failure", "Result", "Work", "WorkerSetup"]
 
@@ -47,6 +49,7 @@ class WorkerSetup:
     base_seed: int
     on_error: str
     seeded: bool
+    logged: bool  # a sample log wants each row of a witness
     threads: int
     batch_size: int
     memory_limit: MemoryLimit | None
@@ -97,24 +100,33 @@ class Failure(NamedTuple):
 
     def reraise(self, where: str) -> NoReturn:
         """Raise the exception in its own type, with the worker's traceback in its text or as its cause."""
+        error: Any = None
         text = f"Caught {self.name} {where}.\nOriginal {self.text}"
         if self.sample:
             text += f"({self.sample})\n"
-        try:
+        kind: Any = None
+        with contextlib.suppress(Exception):
             error, kind = pickle.loads(self.pickled)
-        except Exception:
-            error = kind = None
-        if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
-            raise error from RuntimeError(text)
         try:
-            # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
-            rebuilt = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
-        except Exception:  # its constructor takes more than one text
-            if error is not None:
+            if isinstance(error, FastloadError) or (error is not None and not _is_one_text(error)):
                 raise error from RuntimeError(text)
-            raise RuntimeError(text) from None
-        rebuilt.__dict__.update(error.__dict__ if error is not None else {})
-        raise rebuilt
+            raise _rebuilt(error, kind, text)
+        finally:
+            del error  # its traceback holds this frame, and that the iterator, until the next collection
+
+
+def _rebuilt(error: Exception | None, kind: Any, text: str) -> Exception:
+    """The exception with this text, as torch's workers rebuild theirs; a RuntimeError where that fails."""
+    try:
+        # A subclass of KeyError shows its argument's repr, which would hide the line breaks.
+        rebuilt: Exception = kind(_Verbatim(text) if issubclass(kind, KeyError) else text)
+    except Exception:  # its constructor takes more than one text
+        if error is None:
+            return RuntimeError(text)
+        error.__cause__ = RuntimeError(text)
+        return error
+    rebuilt.__dict__.update(error.__dict__ if error is not None else {})
+    return rebuilt
 
 
 _NOTHING = pickle.dumps((None, None))
@@ -152,6 +164,7 @@ class Result(NamedTuple):
     memory: int = 0  # bytes that the worker uses, where the loader has a limit
     before: Any = None  # the state of a stateful dataset, with the worker's first result of an epoch
     after: Any = None  # the state after this batch; of its stream, where the epoch is streamed
+    witness: Witness | None = None  # what the batch was made of, where samples have an index
 
 
 class Channel:

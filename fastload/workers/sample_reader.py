@@ -71,8 +71,8 @@ class SampleReader:
         if self._threads is not None:
             self._threads.cancel(tasks)
 
-    def read(self, index: Any, indices: list[Any], seed: int, epoch: int) -> Any:
-        """The samples of an index batch.
+    def read(self, index: Any, indices: list[Any], seed: int, epoch: int) -> tuple[Any, list[Any]]:
+        """(samples of an index batch, index of each), where substitutes stand for bad ones.
 
         Args:
             index: the index batch itself, which a `__getitems__` receives.
@@ -85,7 +85,7 @@ class SampleReader:
                 with self._counters.timed("decode"):
                     samples = self._many(index, tasks)
                 self._counters.add("decode.samples", len(indices))
-                return samples
+                return samples, indices
             except Exception as error:
                 self._errors.raise_uncovered(error)  # else one by one, to find the bad ones
                 tasks = []
@@ -102,9 +102,9 @@ class SampleReader:
         def copy(target: int, source: int) -> None:
             parts[target] = parts[source]
 
-        self._errors.settle(indices, partial(fill, parts), copy)
+        settled = self._errors.settle(indices, partial(fill, parts), copy)
         self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
-        return [sample for part in parts for sample in part] if self._bulk else parts
+        return [sample for part in parts for sample in part] if self._bulk else parts, settled
 
     def _by_rows(self) -> bool:
         """Whether fastload fills rows, from which the samples are made. `__getitems__` gets its own call."""

@@ -13,6 +13,7 @@ from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.dataset_state import dataset_state, resume_fetcher
 from fastload.workers.protocol import EpochStart, WorkerSetup
 from fastload.workers.stream_reader import StreamOver, StreamReader, TakeNext
+from fastload.workers.witness import Witness
 
 __all__ = ["BatchSource", "IndexedSource", "IterableSource", "open_source"]
 
@@ -48,6 +49,11 @@ class BatchSource:
         """
         raise NotImplementedError
 
+    @property
+    def witness(self) -> Witness | None:
+        """Of the batch that was made last; None where the samples have no index."""
+        return None
+
     def state(self) -> dict[str, Any] | None:
         """The state of a stateful dataset; None for others."""
         raise NotImplementedError
@@ -80,6 +86,7 @@ class IndexedSource(BatchSource):
             allocate=allocate,
             threads=setup.threads,
             shares=setup.num_workers == 0,
+            logged=setup.logged,
         )
         self._streams = StreamReader(
             setup.dataset,
@@ -105,6 +112,10 @@ class IndexedSource(BatchSource):
 
     def make_batch(self, index: Any, *, encoded: bool) -> Any:
         return self._maker.make_batch(index, encoded=encoded)
+
+    @property
+    def witness(self) -> Witness | None:
+        return self._maker.witness
 
     def state(self) -> dict[str, Any] | None:
         return dataset_state(self._dataset, self._maker)

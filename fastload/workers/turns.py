@@ -38,6 +38,17 @@ class GeneratorStates:
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
 
+    def changed(self) -> bool:
+        """Whether one of them has drawn, or was seeded, since."""
+        state: Any = np.random.get_state()
+        name, keys, *rest = state
+        return (
+            not torch.equal(torch.get_rng_state(), self._torch)
+            or random.getstate() != self._python
+            or [name, *rest] != [self._numpy[0], *self._numpy[2:]]
+            or not np.array_equal(keys, self._numpy[1])
+        )
+
     def restore(self) -> None:
         """Put the generators back into these states."""
         torch.set_rng_state(self._torch)

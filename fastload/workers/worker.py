@@ -205,7 +205,7 @@ class _Worker:
         """Make a batch and send it, packed into slots; or send its error."""
         packed, fds, exhausted = None, list[int](), False
         failure = self._broken or self._epoch_failure or self._refused.pop(work.seq, None)
-        before = after = None
+        before = after = witness = None
         source, streamed = self.source, isinstance(work.index, TakeNext)
         if failure is None and source is not None:
             try:
@@ -217,6 +217,7 @@ class _Worker:
                 with self._counters.timed("collate"):
                     packed, fds = self._slots.pack(batch)
                 del batch
+                witness = source.witness
                 self._memory.look(self._slots.nbytes)
             except StreamOver:
                 self._slots.abandon()
@@ -232,7 +233,7 @@ class _Worker:
         counters, bad = ({}, []) if source is None else source.drain()
         self._counters.merge(counters)
         sums, used = self._counters.drain(), self._memory.used
-        result = Result(work.seq, packed, failure, exhausted, sums, bad, used, before, after)
+        result = Result(work.seq, packed, failure, exhausted, sums, bad, used, before, after, witness)
         self._channel.send(result, fds)
         self._channel.flush(wait=True)
 

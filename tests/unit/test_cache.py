@@ -166,6 +166,17 @@ def test_collected_cache_closes(tmp_path: Path) -> None:
     assert not registry_module._opened
 
 
+def test_cache_collected_while_another_opens_closes(tmp_path: Path) -> None:
+    """A collection may run in the thread that is just opening a directory."""
+    cache = Cache(tmp_path / "c")
+    fill(cache, 1)
+    with registry_module._lock:
+        del cache
+    assert registry_module._opened
+    Cache(tmp_path / "d").open_or_raise()
+    assert not registry_module._opened
+
+
 def test_pickles_as_its_address(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
     cache = open_cache(tmp_path / "cache", "shrunk", size_limit="1GB", short_side=100, quality=70)
     fill(cache, 100)

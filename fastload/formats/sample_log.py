@@ -1,0 +1,143 @@
+"""A sample log: what one rank was handed out, step by step, in a file that only grows.
+
+    "fastsmpl" | version | rank |   frame | frame | ...
+    frame    kind | size of the body | checksum | body
+    "R"      a run begins or resumes: JSON {"run_step", "time", "world_size"}
+    "S"      a step: run step, epoch, step | rows | bytes of an index | indices | witnesses (uint64)
+
+The run step counts the steps since the run began, over its resumes. A run that resumes makes some steps
+again: what stands before its "R" with that run step or a later one is void. A process that was killed may
+leave a torn last frame, which is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from fastload.errors import DecodeError
+
+__all__ = ["MAGIC", "LoggedStep", "RunBegins", "end_of_frames", "frames", "header", "rank_of", "step_at"]
+
+MAGIC = b"fastsmpl"
+_VERSION = 1
+_HEADER = struct.Struct("<8sII")
+_FRAME = struct.Struct("<c3xII")
+_STEP = struct.Struct("<QIIII")
+_CHECKED = 0xFFFFFFFF  # of the checksum
+
+
+class RunBegins(NamedTuple):
+    """From here on, the steps of a run that begins, or resumes.
+
+    Attributes:
+        run_step: of its next step.
+        time: seconds since 1970.
+        world_size: the number of ranks.
+    """
+
+    run_step: int
+    time: float
+    world_size: int
+
+    def dump(self) -> bytes:
+        """As a frame."""
+        return _framed(b"R", json.dumps(self._asdict()).encode())
+
+
+class LoggedStep(NamedTuple):
+    """A step; without rows where its error was raised.
+
+    Attributes:
+        run_step: see above.
+        epoch, step: see above.
+        indices: of the samples in the dataset.
+        witnesses: see `fastload.workers.witness`.
+    """
+
+    run_step: int
+    epoch: int
+    step: int
+    indices: NDArray[np.int64]
+    witnesses: NDArray[np.uint64]
+
+    def dump(self) -> bytes:
+        """As a frame."""
+        indices = self.indices
+        small = bool(len(indices)) and indices.min() >= -(2**31) and indices.max() < 2**31
+        width = 4 if small else 8
+        head = _STEP.pack(self.run_step, self.epoch, self.step, len(indices), width)
+        body = head + indices.astype(f"<i{width}").tobytes() + self.witnesses.astype("<u8").tobytes()
+        return _framed(b"S", body)
+
+    @classmethod
+    def load(cls, body: memoryview) -> LoggedStep:
+        """What `dump` made the body of."""
+        run_step, epoch, step, count, width = _STEP.unpack_from(body)
+        start = _STEP.size
+        indices = np.frombuffer(body, f"<i{width}", count, start).astype(np.int64)
+        witnesses = np.frombuffer(body, "<u8", count, start + count * width).astype(np.uint64)
+        return cls(run_step, epoch, step, indices, witnesses)
+
+
+def header(rank: int) -> bytes:
+    """The first bytes of a log."""
+    return _HEADER.pack(MAGIC, _VERSION, rank)
+
+
+def rank_of(data: Any) -> int:
+    """The rank whose log this is.
+
+    Raises:
+        DecodeError: it is no log, or one of another version.
+    """
+    if len(data) < _HEADER.size or data[: len(MAGIC)] != MAGIC:
+        raise DecodeError("this is no sample log of fastload")
+    _, version, rank = _HEADER.unpack_from(data)
+    if version != _VERSION:
+        raise DecodeError(f"the sample log has version {version}, this fastload reads version {_VERSION}")
+    return int(rank)
+
+
+def frames(data: Any) -> Iterator[tuple[int, RunBegins | LoggedStep]]:
+    """(where it is, what it says) of each frame, up to one that is torn or damaged."""
+    view, at = memoryview(data), _HEADER.size
+    while at + _FRAME.size <= len(view):
+        kind, size, checksum = _FRAME.unpack_from(view, at)
+        body = view[at + _FRAME.size : at + _FRAME.size + size]
+        if len(body) < size or _checksum(kind, body) != checksum:
+            return
+        yield at, LoggedStep.load(body) if kind == b"S" else RunBegins(**json.loads(bytes(body)))
+        at += _FRAME.size + size
+
+
+def step_at(data: Any, at: int) -> LoggedStep:
+    """The step in the frame there."""
+    return LoggedStep.load(memoryview(data)[at + _FRAME.size :])
+
+
+def end_of_frames(data: Any) -> int:
+    """Where the next frame goes: behind the last one that is whole."""
+    at = _HEADER.size
+    while at + _FRAME.size <= len(data):
+        kind, size, checksum = _FRAME.unpack_from(data, at)
+        end = at + _FRAME.size + size
+        last = end + _FRAME.size > len(data)
+        if end > len(data) or (last and _checksum(kind, data[at + _FRAME.size : end]) != checksum):
+            break
+        at = end
+    return at
+
+
+def _framed(kind: bytes, body: bytes) -> bytes:
+    return _FRAME.pack(kind, len(body), _checksum(kind, body)) + body
+
+
+def _checksum(kind: bytes, body: Any) -> int:
+    return xxhash.xxh3_64_intdigest(body, seed=kind[0]) & _CHECKED

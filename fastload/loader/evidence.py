@@ -1,0 +1,259 @@
+"""What a run says of its data: the states and sample logs that `prove` compares."""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import pickle
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.sample_log import MAGIC, RunBegins, frames, rank_of, step_at
+from fastload.loader.digest import Digest, merged
+from fastload.workers.witness import LANES, Witness, sums_of
+
+__all__ = ["Place", "Row", "Side", "Step", "read_side"]
+
+Place = tuple[int, int]  # (epoch, step)
+
+_MASK = (1 << 64) - 1
+_LOGS = "rank-*.samples"
+_DEPTH = 8  # of a checkpoint in which a state is looked for
+
+
+class Row(NamedTuple):
+    """A row of a logged step."""
+
+    rank: int
+    row: int
+    sample: int  # its index
+    witness: int
+
+
+@dataclass
+class Step:
+    """A step of all ranks together."""
+
+    samples: int = 0
+    sums: tuple[int, ...] = (0,) * LANES
+
+    def add(self, witnesses: NDArray[np.uint64]) -> None:
+        self.samples += len(witnesses)
+        if len(witnesses):
+            both = zip(self.sums, sums_of(witnesses), strict=True)
+            self.sums = tuple([(a + b) & _MASK for a, b in both])
+
+
+class _Run(NamedTuple):
+    """The steps that a log has between two frames "R"."""
+
+    begins: RunBegins
+    steps: array[int]  # of each: run step, epoch, step, where its frame is
+
+
+class _Log:
+    """The log of one rank."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.rank = rank_of(self._data)
+        self.runs: list[_Run] = []
+        for at, frame in frames(self._data):
+            if isinstance(frame, RunBegins):
+                self.runs.append(_Run(frame, array("q")))
+            elif self.runs:
+                self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, at))
+
+    def kept(self, others: list[RunBegins]) -> NDArray[np.int64]:
+        """The steps that no later run has made again: (n, 4), as in `_Run`.
+
+        Args:
+            others: runs of other ranks. This rank has no part in those that have too few ranks for it.
+        """
+        void = [one for one in others if one.world_size <= self.rank]
+        tables = []
+        for number, run in enumerate(self.runs):
+            later = [one.begins.run_step for one in self.runs[number + 1 :]]
+            later += [one.run_step for one in void if one.time > run.begins.time]
+            table = np.array(run.steps, np.int64).reshape(-1, 4)
+            tables.append(table[table[:, 0] < min(later)] if later else table)
+        return np.concatenate([np.empty((0, 4), np.int64), *tables])
+
+    def witnesses(self, at: int) -> NDArray[np.uint64]:
+        return step_at(self._data, at).witnesses
+
+    def rows(self, at: int) -> Iterator[Row]:
+        step = step_at(self._data, at)
+        pairs = zip(step.indices.tolist(), step.witnesses.tolist(), strict=True)
+        for row, (index, witness) in enumerate(pairs):
+            yield Row(self.rank, row, index, witness)
+
+
+class Side:
+    """One of the two runs that are compared.
+
+    Args:
+        name: of the argument, for errors and answers.
+        digests: of the ranks' states; or none, and `logs` are given.
+        logs: of the ranks.
+
+    Attributes:
+        ranks: those that are there.
+        world_size: how many there should be.
+    """
+
+    def __init__(self, name: str, digests: list[Digest], logs: list[_Log]) -> None:
+        self.name = name
+        self.logged = bool(logs)
+        begun = [run.begins for log in logs for run in log.runs]
+        self._logs = [(log, log.kept(begun)) for log in logs]
+        parts = [(one.rank, one.world_size) for one in digests]
+        for log in logs:
+            parts += [(log.rank, run.begins.world_size) for run in log.runs if len(run.steps)]
+        self.ranks = sorted({rank for rank, _ in parts})
+        self.world_size = max((size for _, size in parts), default=0)
+        self._digest = None if logs else merged(digests)
+
+    @functools.cached_property
+    def steps(self) -> dict[Place, Step]:
+        """Place -> the step there, of a side with logs, as far as all ranks go."""
+        found: dict[Place, Step] = {}
+        end = min(_last(table) for _, table in self._logs)
+        for log, table in self._logs:
+            for _, epoch, step, at in table.tolist():
+                if (epoch, step) <= end:
+                    found.setdefault((epoch, step), Step()).add(log.witnesses(at))
+        return found
+
+    def rows(self, place: Place) -> list[Row]:
+        """The rows of a step, rank by rank."""
+        found: list[Row] = []
+        for log, table in self._logs:
+            for at in table[(table[:, 1] == place[0]) & (table[:, 2] == place[1]), 3].tolist():
+                found += log.rows(at)
+        return sorted(found)
+
+    def digest(self, steps: int | None) -> Digest:
+        """Of a state; or of the first `steps` steps of a log, as a state would have it."""
+        if self._digest is not None:
+            return self._digest
+        digest = Digest(world_size=self.world_size)
+        for (epoch, step), one in sorted(self.steps.items())[:steps]:
+            digest.add(epoch, step, Witness(one.samples, one.sums, None))
+        return digest
+
+
+def _last(table: NDArray[np.int64]) -> Place:
+    return max(((epoch, step) for _, epoch, step, _ in table.tolist()), default=(-1, -1))
+
+
+def read_side(given: Any, name: str) -> Side:
+    """A side of the comparison: see `prove`.
+
+    Raises:
+        ArgumentError: it is none, or two of its parts are of the same rank.
+    """
+    parts: list[Digest | _Log] = []
+    for one in given if isinstance(given, list | tuple) else [given]:
+        parts += _read(one, name)
+    digests = [part for part in parts if isinstance(part, Digest)]
+    logs = [part for part in parts if isinstance(part, _Log)]
+    if digests and logs:
+        raise ArgumentError(f"{name} mixes states and sample logs: give one kind of them for all its ranks")
+    ranks = [part.rank for part in parts]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ArgumentError(f"{name} has rank {twice[0]} more than once: give one state or log of each rank")
+    side = Side(name, digests, logs)
+    if not (side.steps if logs else digests and digests[0].steps):
+        raise ArgumentError(f"{name} has no step yet, so there is nothing to compare")
+    return side
+
+
+def _read(given: Any, name: str) -> list[Digest | _Log]:
+    if isinstance(given, Mapping):
+        return [_digest_in(given, f"{name}: the dict")]
+    if not isinstance(given, str | os.PathLike):
+        raise ArgumentError(
+            f"{name} must be a state dict, a path or a list of these, found {type(given).__name__}"
+        )
+    path = Path(given)
+    text = f"{name}: {str(path)!r}"
+    try:
+        if path.is_dir():
+            logs = sorted(path.glob(_LOGS))
+            if not logs:
+                raise ArgumentError(f"{text} has no sample log ({_LOGS})")
+            return [_Log(log) for log in logs]
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                return [_Log(path)]
+    except OSError as error:
+        raise ArgumentError(f"{text} cannot be read: {error.strerror or error}") from None
+    except DecodeError as error:
+        raise ArgumentError(f"{text}: {error.message}") from None
+    return [_digest_in(_load(path, text), text)]
+
+
+def _load(path: Path, text: str) -> Any:
+    """What is in a file of JSON, or of `torch.save`."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        pass
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(
+            f"{text} is no sample log, no JSON, and torch.load(weights_only=True) does not read it: {why}"
+        ) from None
+
+
+def _digest_in(given: Any, text: str) -> Digest:
+    """The digest of the one state in a checkpoint."""
+    found = list(_states(given, "", _DEPTH))
+    if not found:
+        raise ArgumentError(f"{text} has no state of a fastload.DataLoader")
+    if len(found) > 1:
+        places = ", ".join(place or "(all of it)" for place, _ in found)
+        raise ArgumentError(f"{text} has several states of loaders ({places}): give one of them")
+    digest = found[0][1].get("digest")
+    if not digest:
+        raise ArgumentError(f"{text} has no digest: an older version of fastload saved it")
+    try:
+        read = Digest.of(digest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{text} has a digest that this version cannot read: {error!r}") from None
+    if not read.whole:
+        raise ArgumentError(
+            f"{text} is of a run that resumed from a state without a digest, and its beginning is not known"
+        )
+    return read
+
+
+def _states(given: Any, place: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, state) of each state of a loader in nested dicts and lists."""
+    if isinstance(given, Mapping):
+        if given.keys() >= {"version", "samplers", "begun", "epoch"}:
+            yield place, given
+            return
+        inner = given.items()
+    elif isinstance(given, list | tuple):
+        inner = enumerate(given)  # type: ignore[assignment]
+    else:
+        return
+    if depth:
+        for name, one in inner:
+            yield from _states(one, f"{place}[{name!r}]", depth - 1)

@@ -1,0 +1,231 @@
+"""`prove`: whether two runs were handed out the same data, and if not, where they part.
+
+sides     states, logs, or directories of logs, one per rank ──▶ `evidence.Side`
+logs      step by step, then row by row in the first step that differs
+states    epoch by epoch, then by the partial sums of the epoch that ran
+mixed     the log is added up to the step of the state, and is then a state
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fastload.errors import ArgumentError
+from fastload.loader.digest import Digest, EpochSums
+from fastload.loader.evidence import Place, Row, Side, read_side
+
+__all__ = ["Proof", "prove"]
+
+
+class Proof(NamedTuple):
+    """What `prove` found. Its truth value is `same`, and its text is `why`.
+
+    Attributes:
+        same: no step that both sides have differs. One side may go on for longer.
+        epoch, step: the first ones that differ; None: not known, or none.
+        rank, row: of the first row that differs in that step; `row` is its place in the batch of `b`.
+        why: the whole answer in one sentence.
+    """
+
+    same: bool
+    why: str
+    epoch: int | None = None
+    step: int | None = None
+    rank: int | None = None
+    row: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def prove(a: Any, b: Any) -> Proof:
+    """Compare what two runs were handed out: from the states of their loaders, or from their sample logs.
+
+    Example::
+
+        import fastload
+
+        proof = fastload.prove("/logs/run-1", "/logs/run-2")
+        print(proof)  # "the data differs from step 41 of epoch 0 on: ..."
+
+    Each side is a state dict, the path of one (a file of `torch.save` or JSON, where it may lie inside a
+    bigger checkpoint), the path of a rank's log or of a directory of logs, or a list of these, one per rank.
+    The two sides may have other numbers of ranks and workers, and other caches. Logs give the first row that
+    differs. States give the range of steps that it is in. Where the global batches have other sizes, whole
+    epochs are compared.
+
+    If one side ends earlier, what both have is compared.
+
+    Raises:
+        ArgumentError: a side is neither a state nor a log, has no digest or no step, or lacks ranks; or
+            nothing of the two can be compared.
+    """
+    left, right = read_side(a, "a"), read_side(b, "b")
+    _check_ranks(left, right)
+    if left.logged and right.logged:
+        return _compare_logs(left, right)
+    ends = [side.digest(None).steps for side in (left, right) if not side.logged]
+    return _compare_states(left, right, min(ends))
+
+
+def _check_ranks(a: Side, b: Side) -> None:
+    """All ranks of both sides have to be there, or the same ranks of equally many."""
+    if (a.ranks, a.world_size) == (b.ranks, b.world_size):
+        return
+    for side in (a, b):
+        missing = sorted(set(range(side.world_size)) - set(side.ranks))
+        if missing:
+            raise ArgumentError(
+                f"{side.name} lacks ranks {missing} of {side.world_size}: give a list with one state or log "
+                "of each rank, or the directory of all logs"
+            )
+
+
+# --- logs
+
+
+def _compare_logs(a: Side, b: Side) -> Proof:
+    batch_a, batch_b = (max(step.samples for step in side.steps.values()) for side in (a, b))
+    if batch_a != batch_b:
+        return _compare_epochs(a, b, a.digest(None), b.digest(None))
+    last = min(max(a.steps), max(b.steps))
+    places = sorted(place for place in a.steps.keys() | b.steps.keys() if place <= last)
+    for epoch, step in places:
+        one, other = a.steps.get((epoch, step)), b.steps.get((epoch, step))
+        if one is None or other is None:
+            lacks, has = (a, b) if one is None else (b, a)
+            why = f"{lacks.name} has no step {step} of epoch {epoch}, which {has.name} has"
+            return Proof(False, why, epoch, step)
+        if one.sums != other.sums:
+            return _name_row(a, b, (epoch, step))
+    return _same(len(places), a, b, len(a.steps), len(b.steps))
+
+
+def _name_row(a: Side, b: Side, place: Place) -> Proof:
+    """The first row that stands in this step on one side only."""
+    rows_a, rows_b = a.rows(place), b.rows(place)
+    new, gone = _without(rows_b, rows_a), _without(rows_a, rows_b)
+    epoch, step = place
+    begins = f"the data differs from step {step} of epoch {epoch} on"
+    if not new:
+        row = gone[0]
+        why = f"{begins}: {b.name} lacks sample {row.sample}, in row {row.row} of rank {row.rank} of {a.name}"
+        return Proof(False, why, epoch, step, row.rank, row.row)
+    row = new[0]
+    if any(one.sample == row.sample for one in gone):
+        what = f"sample {row.sample} has another version, label or random numbers than in {a.name}"
+    elif gone:
+        at_home = (one for one in gone if (one.rank, one.row) == (row.rank, row.row))
+        what = f"sample {row.sample} stands where {a.name} has sample {next(at_home, gone[0]).sample}"
+    else:
+        what = f"sample {row.sample} is not in that step of {a.name}"
+    why = f"{begins}: in row {row.row} of rank {row.rank} of {b.name}, {what}"
+    return Proof(False, why, epoch, step, row.rank, row.row)
+
+
+def _without(rows: list[Row], others: list[Row]) -> list[Row]:
+    """The rows that have no equal among the others."""
+    left = Counter(row.witness for row in others)
+    found = []
+    for row in rows:
+        left[row.witness] -= 1
+        if left[row.witness] < 0:
+            found.append(row)
+    return found
+
+
+def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
+    if end_a == end_b:
+        return Proof(True, f"the same data in all {steps:,} steps")
+    longer = a if end_a > end_b else b
+    return Proof(True, f"the same data as far as both go, {steps:,} steps; {longer.name} goes on after that")
+
+
+# --- states
+
+
+def _compare_states(a: Side, b: Side, steps: int) -> Proof:
+    one, other = a.digest(steps), b.digest(steps)
+    if one.batch != other.batch:
+        return _compare_epochs(a, b, a.digest(None), b.digest(None))
+    if (one.steps, one.sums) == (other.steps, other.sums):
+        return _same(one.steps, a, b, a.digest(None).steps, b.digest(None).steps)
+    ends_a, ends_b = _before(one), _before(other)
+    begun, passed = 0, 0
+    for epoch in sorted(ends_a.keys() & ends_b.keys()):
+        if ends_a[epoch] != ends_b[epoch]:
+            return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
+        begun, passed = epoch, ends_a[epoch].steps
+    return _compare_last(a, b, one, other, begun, passed)
+
+
+def _before(digest: Digest) -> dict[int, EpochSums]:
+    """Epoch -> the sums over all epochs before it."""
+    whole, found = EpochSums(0), {}
+    for one in digest.epochs:
+        found[one.epoch] = replace(whole)
+        whole.add(one)
+    return found
+
+
+def _differs_in_epochs(first: int, last: int, why: str) -> Proof:
+    if first == last:
+        return Proof(False, f"the data differs in epoch {first} ({why})", first)
+    return Proof(False, f"the data differs in one of the epochs {first} to {last} ({why})")
+
+
+def _compare_last(a: Side, b: Side, one: Digest, other: Digest, epoch: int, passed: int) -> Proof:
+    """The epoch that is the last one in common, by its partial sums."""
+    last_a, last_b = one.epochs[-1].epoch, other.epochs[-1].epoch
+    if last_a == last_b == epoch:
+        marks_a, marks_b = one.partial_sums(), other.partial_sums()
+        agreed = 0
+        for step in sorted(marks_a.keys() & marks_b.keys()):
+            if marks_a[step] != marks_b[step]:
+                return _differs_in_steps(epoch, agreed, step - 1)
+            agreed = step
+        if one.next_step == other.next_step:
+            raise AssertionError("the sums differ, and no partial sum does")
+        return _same(passed + agreed, a, b, one.steps, other.steps)
+    sums_a, sums_b = (next(e for e in digest.epochs if e.epoch == epoch) for digest in (one, other))
+    if sums_a.steps == sums_b.steps and sums_a != sums_b:
+        return _differs_in_epochs(epoch, epoch, "a state keeps one sum of a past epoch")
+    passed += sums_a.steps if sums_a == sums_b else 0
+    if not passed:
+        raise ArgumentError(
+            f"a and b cannot be compared: one of them ends within epoch {epoch}, of which the other has the "
+            "sum of all steps only. Give the sample logs, or states of the same step"
+        )
+    return _same(passed, a, b, one.steps, other.steps)
+
+
+def _differs_in_steps(epoch: int, first: int, last: int) -> Proof:
+    if first == last:
+        return Proof(False, f"the data differs from step {first} of epoch {epoch} on", epoch, first)
+    why = f"the data differs from one of the steps {first} to {last} of epoch {epoch} on"
+    return Proof(False, f"{why}: the sample logs have the step and the row", epoch)
+
+
+# --- runs whose global batches have other sizes
+
+
+def _compare_epochs(a: Side, b: Side, one: Digest, other: Digest) -> Proof:
+    sizes = f"the global batches have {one.batch:,} and {other.batch:,} samples, so whole epochs are compared"
+    sums_a, sums_b = ({each.epoch: each for each in digest.epochs} for digest in (one, other))
+    compared = 0
+    for epoch in sorted(sums_a.keys() & sums_b.keys()):
+        x, y = sums_a[epoch], sums_b[epoch]
+        over = epoch < one.epochs[-1].epoch and epoch < other.epochs[-1].epoch
+        if not over and x.samples != y.samples:
+            break
+        if (x.samples, x.unordered) != (y.samples, y.unordered):
+            return _differs_in_epochs(epoch, epoch, sizes)
+        compared += 1
+    if not compared:
+        raise ArgumentError(f"{sizes}, and there is no whole epoch that both have")
+    return Proof(True, f"the same data in {compared} epochs ({sizes})")

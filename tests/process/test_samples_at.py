@@ -1,0 +1,353 @@
+"""`samples_at` and `batch_at`: the samples of any step, past or to come, of any rank, after any resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+import fastload
+from fastload import (
+    ByEpoch,
+    CenterCrop,
+    DataLoader,
+    DistributedSampler,
+    File,
+    ImageFolder,
+    Mixture,
+    MixtureSampler,
+    RandomResizedCrop,
+    TableDataset,
+)
+from fastload.errors import ArgumentError
+from fastload.loader.samples_at import SampleAt
+from tests.photos import pillow_jpeg, scene
+from tests.sharddata import dataset, shards, write
+
+N = 41
+CROP = RandomResizedCrop(16, flip=0.5)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("photos")
+    for number in range(N):
+        path = root / f"class{number % 3}" / f"{number:03}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(pillow_jpeg(scene(40 + number % 5, 30, number)))
+    return root
+
+
+@pytest.fixture
+def folder(photos: Path) -> Iterator[Any]:
+    made: list[ImageFolder] = []
+
+    def make(transform: Any = CROP, **options: Any) -> ImageFolder:
+        made.append(ImageFolder(str(photos), transform, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, int | str):
+        return bool(one == other)
+    return len(one) == len(other) and all(map(equal, one, other))
+
+
+def copied(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor | int):
+        return batch.clone() if isinstance(batch, torch.Tensor) else batch
+    return [copied(part) for part in batch]
+
+
+def run(loader: Any, epochs: int = 2, stop: int | None = None) -> dict[tuple[int, int], Any]:
+    """(epoch, step) -> batch; `stop`: the steps of the last epoch, which is then left."""
+    seen = {}
+    first = loader.loader_context.position.place()[0]
+    for epoch in range(first, first + epochs):
+        start = loader.state_dict()["batches"]
+        for step, batch in enumerate(loader, start):
+            seen[epoch, step] = copied(batch)
+            if stop is not None and epoch == first + epochs - 1 and step == stop - 1:
+                break
+    return seen
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Draws from the process-wide generators."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + random.random(), float(np.random.rand()), float(torch.rand(()))])
+
+
+ORDERS: dict[str, Any] = {
+    "shuffled": lambda n: {"shuffle": True},
+    "in order": lambda n: {},
+    "by a generator": lambda n: {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+    "by a sampler's generator": lambda n: {
+        "sampler": RandomSampler(range(n), generator=torch.Generator().manual_seed(1))
+    },
+    "weighted": lambda n: {"sampler": WeightedRandomSampler([1.0] * n, n)},
+    "of a subset": lambda n: {"sampler": SubsetRandomSampler(range(3, n))},
+    "one by one": lambda n: {"sampler": SequentialSampler(range(n)), "batch_size": None},
+    "distributed": lambda n: {"sampler": DistributedSampler(range(n), 2, 1, seed=3)},
+    "distributed by torch": lambda n: {"sampler": TorchDistributedSampler(range(n), 2, 1)},
+    "batches of one's own": lambda n: {"batch_sampler": [[i, i + 1] for i in range(0, n - 1, 2)]},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_batch_of_a_run_is_made_again(folder: Any, order: str, num_workers: int) -> None:
+    arguments = {"batch_size": 8} | ORDERS[order](N)
+    if "batch_sampler" in arguments:
+        del arguments["batch_size"]
+    dataset = folder()
+    loader = DataLoader(dataset, num_workers=num_workers, **arguments)
+    seen = run(loader, epochs=2, stop=2)
+    again = DataLoader(dataset, **arguments)
+    again.load_state_dict(loader.state_dict())
+    for asked in (loader, again):
+        for (epoch, step), batch in random.Random(0).sample(sorted(seen.items(), key=lambda one: one[0]), 5):
+            assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
+            rows = asked.samples_at(step, epoch)
+            labels = batch[1].tolist() if isinstance(batch[1], torch.Tensor) else [batch[1]]
+            assert [row.label for row in rows] == labels
+
+
+def test_asking_does_not_move_the_iteration(folder: Any) -> None:
+    dataset = folder(ByEpoch({0: CROP, 1: CenterCrop(16)}))
+    arguments: dict[str, Any] = {"sampler": DistributedSampler(range(N), 1, 0, seed=2), "seed": 5}
+    alone = run(DataLoader(dataset, 8, **arguments))
+    arguments["sampler"] = DistributedSampler(range(N), 1, 0, seed=2)
+    loader = DataLoader(dataset, 8, **arguments)
+    torch.manual_seed(0)
+    expected = torch.get_rng_state()
+    for epoch in range(2):
+        for step, batch in enumerate(loader):
+            for other in (0, step, step + 1, 5):
+                loader.samples_at(min(other, 5), 1 - epoch)
+            assert equal(loader.batch_at(5, 1), alone[1, 5])
+            assert equal(batch, alone[epoch, step])
+    assert torch.equal(torch.get_rng_state(), expected) or loader.generator is None
+
+
+def test_the_coming_steps_are_known(folder: Any) -> None:
+    sampler = DistributedSampler(range(N), 1, 0, seed=2)
+    loader = DataLoader(folder(), 8, sampler=sampler, seed=5)
+    told = {(epoch, step): loader.samples_at(step, epoch) for epoch in range(3) for step in range(6)}
+    made = {place: loader.batch_at(place[1], place[0]) for place in told}
+    for place, batch in run(loader, epochs=3).items():
+        assert equal(made[place], batch) and [one.label for one in told[place]] == batch[1].tolist()
+        assert told[place] == loader.samples_at(place[1], place[0])
+
+
+def test_crop_and_flip_are_those_of_the_batch(folder: Any, photos: Path) -> None:
+    dataset = folder(RandomResizedCrop(16, flip=0.5))
+    loader = DataLoader(dataset, 8, shuffle=True)
+    (images, labels), *_ = run(loader, epochs=1).values()
+    for row in loader.samples_at(0, 0):
+        assert isinstance(row, SampleAt) and row.key is not None and row.crop is not None
+        left, top, right, bottom = row.crop
+        from PIL import Image
+
+        cut = Image.open(photos / row.key).crop((int(left), int(top), int(right), int(bottom)))
+        pixels = np.asarray(cut.resize((16, 16), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+        pixels = pixels[..., ::-1] if row.flip else pixels
+        assert abs(pixels.astype(int) - images[row.row].numpy().astype(int)).mean() < 6
+        assert dataset.samples[row.index] == (row.key, row.label) == (row.key, int(labels[row.row]))
+
+
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(n, marks=pytest.mark.stress) for n in range(2, 27))])
+def test_random_steps_are_made_again_after_changes_of_ranks_workers_and_cache(
+    folder: Any, tmp_path: Path, number: int
+) -> None:
+    """A run over several numbers of ranks; its batches are asked of the state of each rank at the end."""
+    rng, modes = random.Random(number), [None, "raw", "dct"]
+    seen: dict[tuple[int, int, int], Any] = {}
+    states: list[Any] = [None]
+    for _ in range(4):
+        ranks, stop = rng.choice([1, 2, 3]), rng.randrange(1, 4)
+        state, states = states[0], []
+        for rank in range(ranks):
+            loader = _loader(folder, tmp_path, rank, ranks, rng.choice([0, 0, 2]), rng.choice(modes))
+            if state is not None:
+                loader.load_state_dict(state)
+            begun = loader.state_dict()["batches"]
+            for (epoch, step), batch in run(loader, epochs=2, stop=begun + stop).items():
+                seen[epoch, step, rank] = batch
+            states.append(loader.state_dict())
+        asked = {rank: _loader(folder, tmp_path, rank, ranks, 0, rng.choice(modes)) for rank in range(ranks)}
+        for rank, loader in asked.items():
+            loader.load_state_dict(states[rank])
+        for (epoch, step, rank), batch in rng.sample(sorted(seen.items(), key=lambda one: one[0]), 10):
+            made = asked[rank % ranks].batch_at(step, epoch, rank=rank)
+            assert equal(made, batch), (number, epoch, step, rank)
+
+
+def _loader(folder: Any, cache: Path, rank: int, ranks: int, workers: int, mode: Any) -> Any:
+    kept = None if mode is None else fastload.Cache(cache / mode, mode)
+    sampler = DistributedSampler(range(N), ranks, rank, seed=7)
+    return DataLoader(folder(cache=kept), 4, sampler=sampler, num_workers=workers, seed=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_another_world_is_what_its_ranks_see(folder: Any, world_size: int) -> None:
+    asked = DataLoader(folder(), 4, sampler=DistributedSampler(range(N), 3, 0, seed=7), seed=1)
+    for rank in range(world_size):
+        loader = DataLoader(
+            folder(), 4, sampler=DistributedSampler(range(N), world_size, rank, seed=7), seed=1
+        )
+        for (epoch, step), batch in run(loader).items():
+            made = asked.batch_at(step, epoch, rank=rank, world_size=world_size)
+            assert equal(made, batch), (epoch, step, rank)
+
+
+def test_a_mixture_is_known_past_changes_of_its_weights(folder: Any) -> None:
+    def make(rank: int = 0, ranks: int = 1) -> Any:
+        sources = {"a": folder(), "b": Subset(folder(), range(7)), "c": folder()}
+        mixture = Mixture(sources, {"a": 0.5, "b": 0.3, "c": 0.2}, num_samples=60)
+        sampler = MixtureSampler(mixture, ranks, rank, seed=3)
+        return DataLoader(mixture, 5, sampler=sampler, seed=2)
+
+    loader = make()
+    seen = {}
+    for epoch in range(2):
+        for step, batch in enumerate(loader):
+            seen[epoch, step] = copied(batch)
+            if step == 4 + epoch:
+                loader.dataset.weights = {"a": 0.1, "b": 0.1 * (1 + epoch), "c": 0.5}
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    for asked in (loader, again):
+        for (epoch, step), batch in seen.items():
+            assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
+
+
+def test_own_datasets_with_a_seed_are_made_again_and_without_are_refused() -> None:
+    sampler = DistributedSampler(range(20), 1, 0)
+    loader = DataLoader(Noisy(), 4, sampler=sampler, seed=3, num_workers=2)
+    for (epoch, step), batch in run(loader).items():
+        assert equal(loader.batch_at(step, epoch), batch)
+    loader = DataLoader(Noisy(), 4, shuffle=True)
+    run(loader, epochs=1)
+    with pytest.raises(ArgumentError, match="draw random numbers"):
+        loader.batch_at(0, 0)
+    assert [row.index for row in loader.samples_at(0, 0)] and loader.samples_at(0, 0)[0].crop is None
+
+
+def test_a_bad_sample_is_named_in_its_row(folder: Any, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "bad.jpg").write_bytes(b"no image")
+    (tmp_path / "x" / "good.jpg").write_bytes(next(photos.rglob("*.jpg")).read_bytes())
+    loader = DataLoader(ImageFolder(str(tmp_path), CROP), 2)
+    bad, good = loader.samples_at(0)
+    assert bad.key == "x/bad.jpg" and "DecodeError" in bad.error and bad.crop is None
+    assert good.key == "x/good.jpg" and not good.error
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def test_what_cannot_be_known_is_said(folder: Any) -> None:
+    loader = DataLoader(folder(), 8, shuffle=True)
+    sampled = DataLoader(folder(), 8, sampler=DistributedSampler(range(N), 2, 0), seed=1)
+    for asked, arguments, words in [
+        (loader, {"step": 0}, "draws its order then"),
+        (loader, {"step": -1}, "step must be an int"),
+        (loader, {"step": True}, "step must be an int"),
+        (sampled, {"step": 99}, "no step 99"),
+        (sampled, {"step": 0, "rank": 2}, "2 ranks, found rank 2"),
+        (sampled, {"step": 0, "rank": 4, "world_size": 4}, "from 0 to 3"),
+        (loader, {"step": 0, "epoch": "last"}, "epoch must be an int"),
+        (DataLoader(Endless(), 2), {"step": 0}, "iterable dataset"),
+        (DataLoader(folder(), 8), {"step": 0, "world_size": 2}, "DistributedSampler"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            asked.samples_at(**arguments)
+    with pytest.raises(ArgumentError, match="seed="):
+        DataLoader(folder(), 8).batch_at(0)
+    assert DataLoader(folder(), 8).samples_at(0)[0].crop is None
+
+
+def test_a_state_stays_small_over_many_epochs() -> None:
+    sampler = DistributedSampler(range(8), 1, 0)
+    loader = DataLoader(TensorDataset(torch.arange(8)), 4, sampler=sampler)
+    run(loader, epochs=90)
+    assert len(repr(loader.state_dict())) < 30_000
+    assert loader.samples_at(1, 3)[0].index in range(8)
+
+
+def test_concatenated_parts_are_made_again(folder: Any) -> None:
+    dataset: Any = ConcatDataset([folder(), Subset(folder(CenterCrop(16)), range(5, 20))])
+    loader = DataLoader(dataset, 7, shuffle=True, num_workers=2)
+    for (epoch, step), batch in run(loader, epochs=1).items():
+        assert equal(loader.batch_at(step, epoch), batch)
+
+
+@pytest.mark.parametrize("kind", ["tar", "tfrecord"])
+def test_records_of_shards_are_made_again_once_they_are_indexed(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "shards", shards(kind))
+    data = dataset(kind, str(tmp_path / "shards" / f"*{kind}"), transform=CROP, cache=str(tmp_path / "cache"))
+    try:
+        loader = DataLoader(data, 16, shuffle=True, seed=3, num_workers=0)
+        first = next(iter(loader))
+        assert len(first)
+        with pytest.raises(ArgumentError, match="read as streams"):
+            loader.samples_at(0)
+        for _ in loader:
+            pass
+        loader = DataLoader(data, 16, shuffle=True, seed=3, num_workers=0)
+        for step, batch in enumerate(loader):
+            if step == 2:
+                made, told = loader.batch_at(2), loader.samples_at(2)
+                assert flat(made).keys() == flat(batch).keys()
+                assert all(equal(flat(made)[name], flat(batch)[name]) for name in flat(batch))
+                assert all(one.crop is not None and one.key for one in told)
+    finally:
+        data.close()
+
+
+def flat(batch: Any) -> dict[str, Any]:
+    return batch if isinstance(batch, dict) else dict(enumerate(batch))
+
+
+def test_rows_of_a_table_are_made_again(photos: Path) -> None:
+    keys = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.jpg"))
+    table = {"file": keys, "label": list(range(N))}
+    rows = TableDataset(table, (File("file"), "label"), url=str(photos), transform={"file": CROP})
+    try:
+        loader = DataLoader(rows, 8, shuffle=True, num_workers=2)
+        for (epoch, step), batch in run(loader, epochs=1).items():
+            assert equal(loader.batch_at(step, epoch), batch)
+            told = loader.samples_at(step, epoch)
+            assert [one.label for one in told] == batch[1].tolist() and told[0].crop is not None
+    finally:
+        rows.close()
