@@ -29,8 +29,8 @@ from fastload.gpu.cuda import resolve_device
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.iterator import LoaderIterator
-from fastload.loader.made_from import describe
 from fastload.loader.log_writer import LogWriter
+from fastload.loader.made_from import describe
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.platform import need_linux
 from fastload.workers.autoscale import Autoscaler, why_fixed
