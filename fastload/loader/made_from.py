@@ -98,12 +98,6 @@ def restore(
             "the state does not say what its loader was made from, as an older fastload saved it: "
             "pass --loader FILE.py:FUNCTION, a function that makes the loader"
         )
-    why = made.get("why") or made["sampler"].get("why")
-    if why is not None:
-        raise ArgumentError(
-            f"the state does not say how its order is made ({why}): pass --loader FILE.py:FUNCTION, a "
-            "function that makes the loader"
-        )
     try:
         return _restored(state, made, url, storage_options or {})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -118,6 +112,12 @@ def restore(
 def _restored(
     state: Mapping[str, Any], made: Mapping[str, Any], url: str | None, options: Mapping[str, Any]
 ) -> Restored:
+    why = made.get("why") or made["sampler"].get("why")
+    if why is not None:
+        raise ArgumentError(
+            f"the state does not say how its order is made ({why}): pass --loader FILE.py:FUNCTION, a "
+            "function that makes the loader"
+        )
     notes = list(made["notes"])
     dataset, missing = _open_dataset(made["dataset"], state["length"], url, options, notes)
     generator = torch.Generator() if made["generator"] else None
