@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, demo, doctor, index, plan, warm
+from fastload.cli import bench, cache, demo, doctor, index, plan, prove, warm
 from fastload.cli.convert import command as convert
 from fastload.cli.output import JSON_FLAG, error_document, write_document
 from fastload.cli.replay import command as replay
@@ -85,6 +85,7 @@ _COMMANDS: list[tuple[Callable[..., None], str]] = [
     (convert.convert, "fastload convert s3://bucket/train s3://bucket/shards --to tar"),
     (index.index, "fastload index s3://bucket/shards"),
     (replay.replay, "fastload replay checkpoint.pt --step 1240 --html step.html"),
+    (prove.prove, "fastload prove /logs/run-1 /logs/run-2"),
     (doctor.doctor, "fastload doctor"),
 ]
 _CACHE_COMMANDS: list[tuple[Callable[..., None], str]] = [

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
+from fastload.errors import ArgumentError
 from fastload.loader.context import LoaderContext
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
 
@@ -18,6 +21,7 @@ class BlackBox:
     """
 
     loader_context: LoaderContext
+    dataset: Any
 
     def samples_at(
         self, step: int, epoch: int | None = None, *, rank: int | None = None, world_size: int | None = None
@@ -79,5 +83,15 @@ class BlackBox:
         step does not count. So the digest does not depend on workers, caches and processes, and as four
         64-bit numbers, little-endian, the digests of all ranks add up (modulo 2**64) to that of one rank
         with the same global batch. `fastload.prove` compares states and logs, and finds the difference.
+
+        A run that goes on with other ranks: what the state of a rank counts is counted by the rank of the
+        same number. With fewer ranks, the parts of those that are gone are missing from the sum.
+
+        Raises:
+            ArgumentError: the dataset is iterable, so that its samples have no index.
         """
+        if isinstance(self.dataset, IterableDataset):
+            raise ArgumentError(
+                f"digest() needs samples that have an index, and {type(self.dataset).__name__} is iterable"
+            )
         return self.loader_context.digest.value()

@@ -28,6 +28,7 @@ from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
+from fastload.loader.digest import find_part
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.log_writer import LogWriter
 from fastload.loader.made_from import describe
@@ -162,6 +163,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         sample_log: str | os.PathLike[str] | None = None,
     ) -> None:
         _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        _check_log(dataset, sample_log)
         _check_threads(dataset, threads)
         _check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
@@ -292,7 +294,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         context.position.load_state_dict(self, state_dict)
         context.history.load(state_dict)
         context.left_out.load(state_dict.get("left_out", {}))
-        context.digest.load(state_dict.get("digest", {}))
+        context.digest.load(state_dict.get("digest", {}), *find_part(self))
         if context.log is not None:
             context.log.run_resumes()
         self._iterator = None
@@ -425,6 +427,17 @@ def _check_threads(dataset: Any, threads: Any) -> None:
         raise ArgumentError(
             f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
             "leave out threads, or make the dataset map-style"
+        )
+
+
+def _check_log(dataset: Any, sample_log: Any) -> None:
+    if sample_log is None:
+        return
+    if not isinstance(sample_log, str | os.PathLike):
+        raise ArgumentError(f"sample_log must be the path of a directory or None, found {sample_log!r}")
+    if isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            f"sample_log names samples by their index, and {type(dataset).__name__} is iterable: leave it out"
         )
 
 

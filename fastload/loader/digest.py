@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from fastload.distributed import find_rank
 from fastload.images.rng import sample_seed
 from fastload.workers.witness import LANES, Witness
 
-__all__ = ["Digest", "EpochSums", "find_part"]
+__all__ = ["Digest", "EpochSums", "find_part", "merged"]
 
 _MASK = (1 << 64) - 1
 _SALT = 0x5A17  # so that the numbers of steps are not those of samples
@@ -70,6 +70,7 @@ class Digest:
         next_step: of the last epoch.
         batch: the most samples that a step had.
         whole: False after a resume from a state that had no digest.
+        earlier: where the run had other ranks before: the parts that this rank was resumed from.
     """
 
     rank: int = 0
@@ -83,10 +84,13 @@ class Digest:
     next_step: int = 0
     batch: int = 0
     whole: bool = True
+    earlier: list[dict[str, Any]] = field(default_factory=list)
 
     def value(self) -> bytes:
         """The digest, 32 bytes."""
-        return struct.pack(f"<{LANES}Q", *self.sums)
+        mine = [Digest.of(one) for one in self.earlier if one["rank"] == self.rank]
+        lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
+        return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
 
     def add(self, epoch: int, step: int, witness: Witness | None) -> None:
         """A step was handed out; without a witness where its error was raised."""
@@ -134,11 +138,34 @@ class Digest:
                 for one in self.epochs
             ],
             "trail": base64.b64encode(packed).decode(),
+            "earlier": self.earlier,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave; {}: the state is of a version without it."""
-        vars(self).update(vars(Digest.of(state) if state else Digest(whole=False)))
+    def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        """Go on from what `state` gave; {}: the state is of a version without it.
+
+        The part of another rank, or of another number of ranks, is kept as it is, and this rank's begins.
+        """
+        loaded = Digest.of(state) if state else Digest(whole=False)
+        if (loaded.rank, loaded.world_size) != (rank, world_size):
+            loaded = loaded._handed_to(rank, world_size)
+        vars(self).update(vars(loaded))
+
+    def _handed_to(self, rank: int, world_size: int) -> Digest:
+        if not self.steps:
+            return replace(self, rank=rank, world_size=world_size)
+        own = {name: one for name, one in self.state().items() if name != "earlier"}
+        return Digest(
+            rank=rank,
+            world_size=world_size,
+            steps=self.steps,
+            epochs=[EpochSums(one.epoch, one.steps) for one in self.epochs],
+            every=self.every,
+            trail=[0] * len(self.trail),
+            next_step=self.next_step,
+            whole=self.whole,
+            earlier=[*self.earlier, own],
+        )
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Digest:
@@ -151,6 +178,7 @@ class Digest:
                 for epoch, steps, samples, ordered, unordered in state["epochs"]
             ],
             trail=np.frombuffer(base64.b64decode(state["trail"]), "<u4").tolist(),
+            earlier=list(state.get("earlier", ())),
         )
 
     def partial_sums(self) -> dict[int, int]:
@@ -170,25 +198,43 @@ def find_part(loader: Any) -> tuple[int, int]:
     return find_rank()
 
 
-def merged(digests: Sequence[Digest]) -> Digest:
-    """The digest of all ranks together, from those of some ranks at the same step."""
-    whole = Digest(steps=max(one.steps for one in digests))
+def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
+    """The digest of all ranks together.
+
+    Args:
+        groups: the parts of the ranks that ran together, at one step; one group more for each other number of
+            ranks that the run had before.
+    """
+    groups = [list(group) for group in groups]
+    parts = [one for group in groups for one in group]
     epochs: dict[int, EpochSums] = {}
-    for one in digests:
-        whole.samples += one.samples
-        whole.batch += one.batch
-        whole.sums = tuple((a + b) & _MASK for a, b in zip(whole.sums, one.sums, strict=True))
+    for one in parts:
         for sums in one.epochs:
-            steps = max(sums.steps, epochs.setdefault(sums.epoch, EpochSums(sums.epoch)).steps)
-            epochs[sums.epoch].add(sums)
-            epochs[sums.epoch].steps = steps
-    whole.epochs = [epochs[epoch] for epoch in sorted(epochs)]
-    whole.every = max(one.every for one in digests)
-    whole.next_step = max(one.next_step for one in digests)
-    whole.trail = _added_trails(digests, whole.every)
-    return whole
+            known = epochs.setdefault(sums.epoch, EpochSums(sums.epoch))
+            steps = max(sums.steps, known.steps)
+            known.add(sums)
+            known.steps = steps
+    every = max(one.every for one in parts)
+    return Digest(
+        steps=max(one.steps for one in parts),
+        samples=sum(one.samples for one in parts),
+        sums=tuple([sum(lane) & _MASK for lane in zip(*[one.sums for one in parts], strict=True)]),
+        epochs=[epochs[epoch] for epoch in sorted(epochs)],
+        every=every,
+        trail=_added_trails(parts, max(epochs), every),
+        next_step=max(one.next_step for one in parts if one.epochs[-1].epoch == max(epochs)),
+        batch=max(sum(one.batch for one in group) for group in groups),
+    )
 
 
-def _added_trails(digests: Sequence[Digest], every: int) -> list[int]:
-    trails = [one.trail[every // one.every - 1 :: every // one.every] for one in digests]
-    return [sum(marks) & _TRAIL_MASK for marks in zip(*trails, strict=False)]
+def _added_trails(parts: list[Digest], epoch: int, every: int) -> list[int]:
+    """The partial sums of an epoch. A part that ended within it has its whole sum from there on."""
+    trails = []
+    for one in parts:
+        marks = one.trail[every // one.every - 1 :: every // one.every]
+        trails.append((marks, one.epochs[-1].ordered if one.epochs[-1].epoch == epoch else 0))
+    length = max(len(marks) for marks, _ in trails)
+    return [
+        sum(marks[at] if at < len(marks) else end for marks, end in trails) & _TRAIL_MASK
+        for at in range(length)
+    ]

@@ -6,10 +6,9 @@ import functools
 import json
 import mmap
 import os
-import pickle
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,28 +108,30 @@ class Side:
         logs: of the ranks.
 
     Attributes:
-        ranks: those that are there.
-        world_size: how many there should be.
+        parts: (how often the number of ranks had changed, number of ranks) -> the ranks that are known.
     """
 
     def __init__(self, name: str, digests: list[Digest], logs: list[_Log]) -> None:
         self.name = name
         self.logged = bool(logs)
-        begun = [run.begins for log in logs for run in log.runs]
-        self._logs = [(log, log.kept(begun)) for log in logs]
-        parts = [(one.rank, one.world_size) for one in digests]
-        for log in logs:
-            parts += [(log.rank, run.begins.world_size) for run in log.runs if len(run.steps)]
-        self.ranks = sorted({rank for rank, _ in parts})
-        self.world_size = max((size for _, size in parts), default=0)
-        self._digest = None if logs else merged(digests)
+        self.parts: dict[tuple[int, int], list[int]]
+        self._digest = None
+        if logs:
+            runs = [run.begins for log in logs for run in log.runs]
+            self._world_size = max(runs, key=lambda one: one.time).world_size if runs else 1
+            self._tables = [(log, log.kept(runs)) for log in logs]
+            self.parts = {(0, max([1, *(one.world_size for one in runs)])): sorted(log.rank for log in logs)}
+        elif digests:
+            groups = _groups(name, digests)
+            self.parts = {place: sorted(ranks) for place, ranks in groups.items()}
+            self._digest = merged(list(ranks.values()) for ranks in groups.values())
 
     @functools.cached_property
     def steps(self) -> dict[Place, Step]:
         """Place -> the step there, of a side with logs, as far as all ranks go."""
         found: dict[Place, Step] = {}
-        end = min(_last(table) for _, table in self._logs)
-        for log, table in self._logs:
+        end = min(_last(table) for log, table in self._tables if log.rank < self._world_size)
+        for log, table in self._tables:
             for _, epoch, step, at in table.tolist():
                 if (epoch, step) <= end:
                     found.setdefault((epoch, step), Step()).add(log.witnesses(at))
@@ -139,7 +140,7 @@ class Side:
     def rows(self, place: Place) -> list[Row]:
         """The rows of a step, rank by rank."""
         found: list[Row] = []
-        for log, table in self._logs:
+        for log, table in self._tables:
             for at in table[(table[:, 1] == place[0]) & (table[:, 2] == place[1]), 3].tolist():
                 found += log.rows(at)
         return sorted(found)
@@ -148,10 +149,38 @@ class Side:
         """Of a state; or of the first `steps` steps of a log, as a state would have it."""
         if self._digest is not None:
             return self._digest
-        digest = Digest(world_size=self.world_size)
+        digest = Digest()
         for (epoch, step), one in sorted(self.steps.items())[:steps]:
             digest.add(epoch, step, Witness(one.samples, one.sums, None))
         return digest
+
+    def check_whole(self) -> None:
+        """Raise ArgumentError unless all ranks are there."""
+        for (_, world_size), ranks in self.parts.items():
+            missing = sorted(set(range(world_size)) - set(ranks))
+            if missing:
+                raise ArgumentError(
+                    f"{self.name} lacks ranks {missing} of {world_size}: give a list with the state or log "
+                    "of each rank, or the directory of all logs. Of a run that went on with other ranks, add "
+                    "the states that none of them loaded"
+                )
+
+
+def _groups(name: str, digests: list[Digest]) -> dict[tuple[int, int], dict[int, Digest]]:
+    """See `Side.parts`."""
+    groups: dict[tuple[int, int], dict[int, Digest]] = {}
+    for digest in digests:
+        parts = [*map(Digest.of, digest.earlier), replace(digest, earlier=[])]
+        for level, one in enumerate(parts):
+            known = groups.setdefault((level, one.world_size), {}).setdefault(one.rank, one)
+            if known != one:
+                raise ArgumentError(
+                    f"{name} has two states of rank {one.rank}: give one state of each rank, of one run"
+                )
+    last = max(groups)
+    if len({one.steps for one in groups[last].values()}) > 1:
+        raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
+    return groups
 
 
 def _last(table: NDArray[np.int64]) -> Place:
@@ -171,19 +200,20 @@ def read_side(given: Any, name: str) -> Side:
     logs = [part for part in parts if isinstance(part, _Log)]
     if digests and logs:
         raise ArgumentError(f"{name} mixes states and sample logs: give one kind of them for all its ranks")
-    ranks = [part.rank for part in parts]
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-    if twice:
-        raise ArgumentError(f"{name} has rank {twice[0]} more than once: give one state or log of each rank")
-    side = Side(name, digests, logs)
-    if not (side.steps if logs else digests and digests[0].steps):
+    ranks = [log.rank for log in logs]
+    if len(set(ranks)) < len(ranks):
+        raise ArgumentError(f"{name} has several logs of one rank: give one log of each rank, of one run")
+    side = Side(name, digests, logs) if logs or any(one.steps for one in digests) else None
+    if side is None or not side.digest(None).steps:
         raise ArgumentError(f"{name} has no step yet, so there is nothing to compare")
+    if not side.digest(None).samples:
+        raise ArgumentError(f"{name} has steps without samples: those of an iterable dataset have no index")
     return side
 
 
-def _read(given: Any, name: str) -> list[Digest | _Log]:
+def _read(given: Any, name: str) -> Sequence[Digest | _Log]:
     if isinstance(given, Mapping):
-        return [_digest_in(given, f"{name}: the dict")]
+        return _digests_in(given, f"{name}: the dict")
     if not isinstance(given, str | os.PathLike):
         raise ArgumentError(
             f"{name} must be a state dict, a path or a list of these, found {type(given).__name__}"
@@ -203,7 +233,7 @@ def _read(given: Any, name: str) -> list[Digest | _Log]:
         raise ArgumentError(f"{text} cannot be read: {error.strerror or error}") from None
     except DecodeError as error:
         raise ArgumentError(f"{text}: {error.message}") from None
-    return [_digest_in(_load(path, text), text)]
+    return _digests_in(_load(path, text), text)
 
 
 def _load(path: Path, text: str) -> Any:
@@ -214,22 +244,27 @@ def _load(path: Path, text: str) -> Any:
         pass
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except Exception as error:  # of any type: the file may be anything
+        why = str(error).partition("\n")[0] or type(error).__name__
         raise ArgumentError(
             f"{text} is no sample log, no JSON, and torch.load(weights_only=True) does not read it: {why}"
         ) from None
 
 
-def _digest_in(given: Any, text: str) -> Digest:
-    """The digest of the one state in a checkpoint."""
+def _digests_in(given: Any, text: str) -> list[Digest]:
+    """The digest of the one state in a checkpoint, or those of all ranks where it has the states of them."""
     found = list(_states(given, "", _DEPTH))
     if not found:
         raise ArgumentError(f"{text} has no state of a fastload.DataLoader")
-    if len(found) > 1:
-        places = ", ".join(place or "(all of it)" for place, _ in found)
-        raise ArgumentError(f"{text} has several states of loaders ({places}): give one of them")
-    digest = found[0][1].get("digest")
+    digests = [_digest_of(state, f"{text}{place}") for place, state in found]
+    if len(found) > 1 and sorted(one.rank for one in digests) != list(range(digests[0].world_size)):
+        places = ", ".join(place for place, _ in found)
+        raise ArgumentError(f"{text} has the states of several loaders, at {places}: give one of them")
+    return digests
+
+
+def _digest_of(state: Mapping[str, Any], text: str) -> Digest:
+    digest = state.get("digest")
     if not digest:
         raise ArgumentError(f"{text} has no digest: an older version of fastload saved it")
     try:

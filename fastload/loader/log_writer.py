@@ -41,6 +41,7 @@ class LogWriter:
         self.directory = Path(directory)
         self._counters = counters
         self._file = -1
+        self._owner = 0  # the process that opened it
         self._size = 0  # as this writer left the file
         self._failed = False
         self._buffer: list[bytes] = []
@@ -101,6 +102,7 @@ class LogWriter:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._owner = os.getpid()
             self._size = os.fstat(self._file).st_size
             if self._size == 0:
                 self._buffer.insert(0, header(rank))
@@ -127,5 +129,7 @@ class LogWriter:
         )
 
     def __del__(self) -> None:
-        if self._file >= 0:
+        """A loop that ended with `break` has the rest of its steps here."""
+        if self._file >= 0 and self._owner == os.getpid():  # a fork has the buffer too
+            self.flush()
             os.close(self._file)

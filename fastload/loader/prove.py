@@ -66,24 +66,13 @@ def prove(a: Any, b: Any) -> Proof:
             nothing of the two can be compared.
     """
     left, right = read_side(a, "a"), read_side(b, "b")
-    _check_ranks(left, right)
+    if left.parts != right.parts:
+        left.check_whole()
+        right.check_whole()
     if left.logged and right.logged:
         return _compare_logs(left, right)
     ends = [side.digest(None).steps for side in (left, right) if not side.logged]
     return _compare_states(left, right, min(ends))
-
-
-def _check_ranks(a: Side, b: Side) -> None:
-    """All ranks of both sides have to be there, or the same ranks of equally many."""
-    if (a.ranks, a.world_size) == (b.ranks, b.world_size):
-        return
-    for side in (a, b):
-        missing = sorted(set(range(side.world_size)) - set(side.ranks))
-        if missing:
-            raise ArgumentError(
-                f"{side.name} lacks ranks {missing} of {side.world_size}: give a list with one state or log "
-                "of each rank, or the directory of all logs"
-            )
 
 
 # --- logs
@@ -125,6 +114,9 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
     else:
         what = f"sample {row.sample} is not in that step of {a.name}"
     why = f"{begins}: in row {row.row} of rank {row.rank} of {b.name}, {what}"
+    elsewhere = next((at for at, one in a.steps.items() if one.sums == b.steps[place].sums), None)
+    if elsewhere is not None:
+        why += f". {b.name}'s step is step {elsewhere[1]} of epoch {elsewhere[0]} of {a.name}"
     return Proof(False, why, epoch, step, row.rank, row.row)
 
 

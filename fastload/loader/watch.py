@@ -1,8 +1,9 @@
-"""`fastload.watch(loader)`: a live view on the terminal of a loader that is in use.
+"""`fastload.watch(loader)`: a live view on the terminal of a loader that is in use, or its export as metrics.
 
     for batch in fastload.watch(loader): ...            with fastload.watch(loader): for batch in loader: ...
 
 There is no thread: the loader calls the view with every batch, and now and then while it waits for one.
+Metrics are read by the threads of the client that exports them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fastload.errors import ArgumentError
+from fastload.loader.exporters import Export
 from fastload.metrics.bottleneck import explain_bottleneck
 from fastload.metrics.epoch import rates
 
@@ -69,23 +71,81 @@ class watch:  # a verb for users, who write it like a function
             for images, labels in loader:
                 ...
 
+    With `exporter=` there is no view: the counters, the rates and the bottleneck become metrics of Prometheus
+    or OpenTelemetry, which the page "Counters and rates" lists. They are read when they are scraped or
+    collected. The export begins at once, and ends with the `with` block or the iteration; without either, it
+    ends when the loader is garbage collected. The metrics are of this rank, as `stats()` is: start the export
+    after `torch.distributed.init_process_group`.
+
+    Example (not run: it serves a port)::
+
+        from prometheus_client import start_http_server
+
+        start_http_server(9400)
+        with watch(loader, exporter="prometheus"):
+            for images, labels in loader:
+                ...
+
     Args:
         loader: a `fastload.DataLoader`.
         interval: seconds between two updates; by default 0.5 on a terminal and 10 elsewhere.
         console: the output of the view; by default stderr.
+        exporter: "prometheus" (the registry `prometheus_client.REGISTRY`) or "opentelemetry" (the global
+            MeterProvider); or a `CollectorRegistry`, a `MeterProvider` or a `Meter` of yours. It needs
+            `torch-fastload[metrics]`. No port is opened: your program serves the registry, or has a reader.
+        name: of the loader, the label `loader` of its metrics, where a process exports several.
 
     Raises:
-        ArgumentError: the loader is not a fastload.DataLoader, or is watched already; or interval is not
-            positive.
+        ArgumentError: the loader is not a fastload.DataLoader, or is watched already; interval is not
+            positive; exporter has an invalid value, or its package is not installed; another loader is
+            exported under this name; or an argument belongs to the view and another one to the export.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, interval: float | None = None, console: Console | None = None
+        self,
+        loader: DataLoader[Any],
+        *,
+        interval: float | None = None,
+        console: Console | None = None,
+        exporter: Any = None,  # its types belong to packages that may be missing
+        name: str = "",
     ) -> None:
         if not hasattr(loader, "loader_context"):
             raise ArgumentError(f"loader must be a fastload.DataLoader, found {type(loader).__name__}")
         if interval is not None and not interval > 0:
             raise ArgumentError(f"interval must be a number of seconds above 0, found {interval!r}")
+        if not isinstance(name, str):
+            raise ArgumentError(f"name must be a str, found {name!r}")
+        if exporter is None and name:
+            raise ArgumentError(f"name={name!r} is a label of metrics: give exporter= too")
+        if exporter is not None and not (interval is None and console is None):
+            raise ArgumentError(
+                "interval and console are for the view, which exporter= replaces: leave them out"
+            )
+        self._loader = loader
+        self._shown = _View(loader, interval, console) if exporter is None else Export(loader, exporter, name)
+
+    def __enter__(self) -> watch:
+        self._shown.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._shown.stop()
+
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            yield from self._loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _View:
+    """The table or the lines of one loader."""
+
+    def __init__(self, loader: DataLoader[Any], interval: float | None, console: Console | None) -> None:
         self._loader = loader
         self._console = _Console(file=sys.stderr) if console is None else console
         self._in_place = self._console.is_terminal and not self._console.is_jupyter
@@ -93,7 +153,7 @@ class watch:  # a verb for users, who write it like a function
         self._live: Live | None = None
         self._seen: tuple[float, Mapping[str, float]] = (0.0, {})
 
-    def __enter__(self) -> watch:
+    def start(self) -> None:
         meter = self._loader.loader_context.meter
         if meter.tick is not None:
             raise ArgumentError("loader is watched already: end that watch first")
@@ -103,23 +163,13 @@ class watch:  # a verb for users, who write it like a function
             with contextlib.suppress(OSError, ValueError):
                 self._live.start()
         meter.tick = self._tick
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
         self._loader.loader_context.meter.tick = None
         live, self._live = self._live, None
         if live is not None:
             with contextlib.suppress(OSError, ValueError):
                 live.stop()
-
-    def __iter__(self) -> Iterator[Any]:
-        with self:
-            yield from self._loader
-
-    def __len__(self) -> int:
-        return len(self._loader)
 
     def _tick(self) -> None:
         now, (then, before) = time.monotonic(), self._seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["explain_bottleneck", "find_bottleneck"]
+__all__ = ["BOTTLENECKS", "explain_bottleneck", "find_bottleneck"]
 
 # A consumer that waits for less than this part of its time is the bottleneck itself.
 _FREE = 0.03
@@ -19,6 +19,8 @@ _STAGES = {
     "decode": "decoding and transforming samples",
     "collate": "collating batches",
 }
+# What `find_bottleneck` may answer, beside "".
+BOTTLENECKS = ("consumer", *_STAGES, "sampler", "copy", "decoder")
 
 
 def find_bottleneck(counters: Mapping[str, float]) -> str:

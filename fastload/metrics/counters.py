@@ -1,28 +1,7 @@
 """Per-stage counters, mergeable over processes.
 
 A counter set is a flat dict of floats, `"stage.counter" -> value`: merging is addition, sending is cheap, and
-TensorBoard or Prometheus can take it unchanged. The stages and their counters:
-
-    sampler  seconds (the trainer's process drew index batches)
-    get      samples, bytes, seconds (this thread waited for the store), requests, retries, hedged, refreshed,
-             ahead (samples used that had been prefetched), alone (samples not prefetched, because a dataset
-             of the user wraps one of fastload's)
-    cache    hits, misses, bytes, seconds, writes, write_bytes, dropped, corrupt, failures, chose_raw,
-             chose_dct (processes in which mode "auto" chose that one)
-    decode   samples, seconds (decode and transform, without the get and cache seconds spent inside)
-    collate  samples, batches, seconds (with the batch's copy into its slot)
-    idle     seconds (a worker had no batch to make, although the epoch had more)
-    slot     seconds (the part of idle.seconds in which its finished batches waited for the consumer)
-    wait     batches, seconds (the consumer waited for a batch), first_seconds (for the first of an epoch)
-    consumer seconds (from one batch to the call for the next)
-    decoder  batches, samples (that the workers left encoded), seconds (of the trainer's process with the
-             decoder), fallbacks (batches that the kernel decoded after the decoder failed), rebuilt (decoder
-             pipelines replaced after a failure)
-    copy     batches, bytes, seconds (on the copy stream, by its events), wait_seconds (the trainer's process
-             waited for copies to end), unregistered (slots whose memory CUDA refused to register)
-    device   seconds (measured on the device, by events), idle.seconds (the part without a batch to work on):
-             "device.seconds" and "device.idle.seconds"
-    bad      samples (skipped or replaced under `on_error`), bytes (of shards that could not be read)
+TensorBoard can take it unchanged. `fastload/metrics/metric_names.py` lists the counters of all stages.
 """
 
 from __future__ import annotations

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from fastload.metrics.cores import Cores
 from fastload.metrics.counters import Counters
 
 __all__ = ["Meter", "rates"]
 
+_IDLE_INTERVAL = 0.5  # seconds
+
+
+@dataclass
+class _Epoch:
+    """The beginning of an epoch, and the idle cores since then.
+
+    Attributes:
+        before: the counters then.
+        began: the time.
+        busy: what the cores had worked.
+        idle: when the idle cores were measured last, and their number.
+        idle_at_end: their number when the epoch was over.
+    """
+
+    before: dict[str, float]
+    began: float
+    busy: float
+    idle: tuple[float, float] = (-math.inf, 0.0)
+    idle_at_end: float | None = None
+
 
 class Meter:
     """Measures the current epoch, or the last one: its time, and its part of a loader's counters.
 
     The iterator reports when the epoch begins and ends, and when a batch is asked for and handed over. The
-    time between `stop` and the next `start` (a validation, a checkpoint) belongs to no epoch.
+    time between `stop` and the next `start` (a validation, a checkpoint) belongs to no epoch. Any thread may
+    ask for the counters and rates meanwhile.
 
     Attributes:
         tick: called with every batch, and about twice a second while the consumer waits for one.
@@ -27,17 +51,17 @@ class Meter:
         self._cores: Cores | None = None
         self.tick: Callable[[], None] | None = None
         self.workers = 0
-        self._before: dict[str, float] = {}
-        self._began = self._handed = self._busy = self._idle_cores = 0.0
+        self._epoch = _Epoch({}, 0.0, 0.0)
+        self._handed = 0.0
         self._first = True
 
     def start(self, workers: int) -> None:
         """An epoch begins, with this number of workers."""
         self._cores = self._cores or Cores()
         self.workers = workers
-        self._before = self._counters.as_dict()
-        self._began = self._handed = time.perf_counter()
-        self._busy, self._idle_cores = self._cores.busy_seconds(), -1.0
+        now = self._handed = time.perf_counter()
+        # In one step: another thread sees the old epoch or the new one, and no part of each.
+        self._epoch = _Epoch(self._counters.as_dict(), now, self._cores.busy_seconds())
         self._first = True
 
     def asked(self) -> None:
@@ -51,18 +75,18 @@ class Meter:
         self._counters.add("wait.batches")
         if self._first:
             self._first = False
-            waited = self._counters["wait.seconds"] - self._before.get("wait.seconds", 0)
+            waited = self._counters["wait.seconds"] - self._epoch.before.get("wait.seconds", 0)
             self._counters.add("wait.first_seconds", waited)
         if self.tick is not None:
             self.tick()
 
     def stop(self) -> None:
         """The epoch is over."""
-        self._idle_cores = self._measure_idle_cores()
+        self._epoch.idle_at_end = self._measure_idle_cores(self._epoch)
 
     def counters(self) -> dict[str, float]:
         """This epoch's part of the loader's counters."""
-        return {name: value - self._before.get(name, 0) for name, value in self._counters.as_dict().items()}
+        return self._since(self._epoch)
 
     def gauges(self) -> dict[str, float]:
         """The rates of this epoch, from its beginning to its latest batch (see `rates`), and:
@@ -71,16 +95,29 @@ class Meter:
         node.cores       cores that this process may use, by its affinity and control group
         node.idle_cores  the idle ones of these, as a mean over the epoch
         """
-        idle = self._idle_cores if self._idle_cores >= 0 else self._measure_idle_cores()
+        epoch = self._epoch
         cores = self._cores.usable if self._cores is not None else 0.0
-        node = {"workers": self.workers, "node.cores": cores, "node.idle_cores": idle}
-        return rates(self.counters(), self._handed - self._began) | node
+        node = {"workers": self.workers, "node.cores": cores, "node.idle_cores": self._idle(epoch)}
+        return rates(self._since(epoch), self._handed - epoch.began) | node
 
-    def _measure_idle_cores(self) -> float:
+    def _since(self, epoch: _Epoch) -> dict[str, float]:
+        return {name: value - epoch.before.get(name, 0) for name, value in self._counters.as_dict().items()}
+
+    def _idle(self, epoch: _Epoch) -> float:
+        """The mean over the epoch, measured at most twice a second: with many cores it takes milliseconds."""
+        if epoch.idle_at_end is not None:
+            return epoch.idle_at_end
+        now, (measured, idle) = time.perf_counter(), epoch.idle
+        if now - measured >= _IDLE_INTERVAL:
+            idle = self._measure_idle_cores(epoch)
+            epoch.idle = now, idle
+        return idle
+
+    def _measure_idle_cores(self, epoch: _Epoch) -> float:
         if self._cores is None:
             return 0.0
-        elapsed = time.perf_counter() - self._began
-        busy = (self._cores.busy_seconds() - self._busy) / max(elapsed, 1e-3)
+        elapsed = time.perf_counter() - epoch.began
+        busy = (self._cores.busy_seconds() - epoch.busy) / max(elapsed, 1e-3)
         return max(0.0, self._cores.usable - busy)
 
 

@@ -8,9 +8,12 @@ import os
 import random
 import select
 import signal
+import socket
+import stat
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +54,7 @@ def worker_main(setup: WorkerSetup, worker_id: int, channel: Channel, trainer: i
     use_one_arena()
     _keep_freed_memory()
     _leave_with(trainer)
+    _close_listening_sockets()
     handle_dead_workers_signals()
     torch.set_num_threads(1)
     worker = _Worker(setup, channel)
@@ -82,6 +86,34 @@ def _leave_with(trainer: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="fastload-trainer-watch", daemon=True).start()
+
+
+def _close_listening_sockets() -> None:
+    """Close what the trainer's servers listen on, such as the port of its metrics: a fork inherits it.
+
+    Otherwise the port would stay taken when a server ends before the workers do, and its clients would wait
+    for ever. The descriptors stay open, on an empty file, as the objects that own them may close them later.
+    """
+    try:
+        descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+    except OSError:  # some sandboxes have none
+        return
+    for fd in descriptors:
+        with suppress(OSError):  # that of the listing itself is closed by now
+            if stat.S_ISSOCK(os.fstat(fd).st_mode) and _listens(fd):
+                empty = os.open(os.devnull, os.O_RDWR)
+                os.dup2(empty, fd, inheritable=False)
+                os.close(empty)
+
+
+def _listens(fd: int) -> bool:
+    """Whether it is the socket of a TCP server. Those with a path are no ports."""
+    one = socket.socket(fileno=fd)
+    try:
+        inet = one.family in (socket.AF_INET, socket.AF_INET6)
+        return inet and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    finally:
+        one.detach()
 
 
 def _keep_freed_memory() -> None:

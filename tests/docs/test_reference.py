@@ -22,6 +22,7 @@ from fastload.cli.app import app
 from fastload.demo.photos import make_dataset
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter, rates
+from fastload.metrics.metric_names import COUNTERS, METRICS
 from fastload.store import options as store_options
 from tests.docs.pages import RUN, SHOWN, blocks
 
@@ -249,6 +250,27 @@ def test_rates_are_documented() -> None:
     counters = dict.fromkeys(bumped(), 1.0)
     found = {*rates(counters, 1.0), *Meter(Counters()).gauges()}
     assert documented(section("stats.md", "Rates")) == found
+
+
+def test_metrics_are_those_of_the_code() -> None:
+    rows = re.findall(
+        r"^\| `(.+?)` \| `(.+?)` \| `(.+?)` \| `(.+?)` \|$", section("stats.md", "Metrics"), re.M
+    )
+    assert rows == [(one.source, one.prometheus, one.opentelemetry, one.unit) for one in METRICS]
+
+
+def test_every_counter_and_rate_is_a_metric() -> None:
+    assert set(COUNTERS) == bumped(), "list a new counter in fastload/metrics/metric_names.py, with its unit"
+    found = {*rates(dict.fromkeys(COUNTERS, 1.0), 1.0), *Meter(Counters()).gauges()}
+    assert {one.source for one in METRICS} == {*COUNTERS, *found, "bottleneck", "info"}
+    for names in ([one.prometheus for one in METRICS], [one.opentelemetry for one in METRICS]):
+        assert len(set(names)) == len(names)
+
+
+def test_queries_name_metrics_that_exist() -> None:
+    page = (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
+    assert set(re.findall(r"\bfastload_\w+", page)) <= {one.prometheus for one in METRICS}
+    assert set(re.findall(r'"(fastload\.wait\.\w+)"', page)) <= {one.opentelemetry for one in METRICS}
 
 
 def keys(document: dict[str, Any]) -> set[str]:

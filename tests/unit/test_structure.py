@@ -57,6 +57,7 @@ SAME_SUBJECT = {
     "index.py",
     "cache.py",
     "warm.py",
+    "prove.py",
     "tokens.py",
     "__init__.py",
     "__main__.py",

@@ -1,0 +1,178 @@
+"""The sample log: what a loader hands out stands in it, whatever happens to the process, the disk or the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastload import DataLoader, DistributedSampler
+from fastload.errors import ArgumentError
+from fastload.formats.sample_log import LoggedStep, RunBegins, frames, rank_of
+from fastload.loader.log_writer import log_name
+from tests.loaderdata import Numbers
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def loader_of(log: Path, count: int = 20, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(count), 4, sample_log=log, **options)
+
+
+def said(log: Path, rank: int = 0) -> list[Any]:
+    return [frame for _, frame in frames((log / log_name(rank)).read_bytes())]
+
+
+def steps(log: Path, rank: int = 0) -> list[tuple[int, int, int, list[int]]]:
+    """(run step, epoch, step, indices)."""
+    return [
+        (*frame[:3], frame.indices.tolist()) for frame in said(log, rank) if isinstance(frame, LoggedStep)
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_log_has_every_row_of_every_step(tmp_path: Path, workers: int) -> None:
+    loader = loader_of(tmp_path / "log", num_workers=workers)
+    for _ in range(2):
+        seen = [batch.tolist() for batch in loader]
+    assert steps(tmp_path / "log") == [
+        (5 * epoch + step, epoch, step, seen[step]) for epoch in range(2) for step in range(5)
+    ]
+    assert isinstance(said(tmp_path / "log")[0], RunBegins)
+    assert loader.stats()["counters"]["log.bytes"] == (tmp_path / "log" / log_name(0)).stat().st_size
+
+
+def test_log_of_a_rank_has_its_rank_and_part(tmp_path: Path) -> None:
+    for rank in range(2):
+        for _ in loader_of(tmp_path, sampler=DistributedSampler(Numbers(20), 2, rank, shuffle=False)):
+            pass
+        assert rank_of((tmp_path / log_name(rank)).read_bytes()) == rank
+        assert said(tmp_path, rank)[0].world_size == 2
+        assert sorted(sum((one[3] for one in steps(tmp_path, rank)), [])) == list(range(rank, 20, 2))
+
+
+def test_resume_says_where_the_run_goes_on(tmp_path: Path) -> None:
+    loader = loader_of(tmp_path)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()  # writes what is buffered
+    assert len(steps(tmp_path)) == 2
+    next(batches), next(batches)
+    again = loader_of(tmp_path)
+    again.load_state_dict(state)
+    del loader, batches
+    assert len(list(again)) == 3
+    assert [one.run_step for one in said(tmp_path) if isinstance(one, RunBegins)] == [0, 2]
+    assert [one[0] for one in steps(tmp_path)] == [0, 1, 2, 3, 2, 3, 4]
+
+
+def test_break_keeps_the_steps_before_it(tmp_path: Path) -> None:
+    loader = loader_of(tmp_path)
+    for _ in loader:
+        break
+    del loader
+    assert len(steps(tmp_path)) == 1
+
+
+def test_raised_step_has_no_rows(tmp_path: Path) -> None:
+    def fails(index: int) -> int:
+        if index == 5:
+            raise ValueError("bad")
+        return index
+
+    loader = DataLoader(Numbers(12, fails), 4, sample_log=tmp_path)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(ValueError, match="bad"):
+        next(batches)
+    assert list(next(batches)) == [8, 9, 10, 11]
+    loader.state_dict()
+    assert [one[3] for one in steps(tmp_path)] == [[0, 1, 2, 3], [], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_torn_tail_is_not_read_and_the_log_goes_on_after_it(tmp_path: Path, cut: int) -> None:
+    list(loader_of(tmp_path))
+    path = tmp_path / log_name(0)
+    os.truncate(path, path.stat().st_size - cut)
+    assert len(steps(tmp_path)) == 4
+    list(loader_of(tmp_path))
+    assert len(steps(tmp_path)) == 9
+
+
+def test_damaged_frame_ends_the_log(tmp_path: Path) -> None:
+    list(loader_of(tmp_path))
+    path = tmp_path / log_name(0)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert len(steps(tmp_path)) < 4
+
+
+@pytest.mark.parametrize(
+    "content", [b"someone's file", b"fastsmpl\x09\0\0\0\0\0\0\0", b"fastsmpl\1\0\0\0\7\0\0\0"]
+)
+def test_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / log_name(0)).write_bytes(content)
+    with pytest.raises(ArgumentError, match="cannot be continued"):
+        list(loader_of(tmp_path))
+    assert (tmp_path / log_name(0)).read_bytes() == content
+
+
+def test_full_disk_ends_the_log_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fastload.loader.log_writer.os.write", full)
+    with pytest.warns(UserWarning, match="ends here") as warned:
+        for _ in range(2):
+            assert len(list(loader)) == 5
+            loader.state_dict()
+    assert len(warned) == 1
+    assert loader.stats()["counters"]["log.errors"] == 1
+    assert loader.digest() != bytes(32)
+
+
+def test_unwritable_place_ends_the_log_and_not_the_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    loader = loader_of(tmp_path / "file" / "log")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert len(list(loader)) == 5
+    assert loader.stats()["counters"]["log.errors"] == 1
+
+
+def test_second_loader_on_one_log_ends_the_first_ones(tmp_path: Path) -> None:
+    first, second = loader_of(tmp_path), loader_of(tmp_path)
+    list(first), list(second)
+    with pytest.warns(UserWarning, match="another loader writes"):
+        list(first)
+    assert len(steps(tmp_path)) == 10
+
+
+def test_loader_with_a_log_pickles(tmp_path: Path) -> None:
+    loader = loader_of(tmp_path)
+    list(loader)
+    again = pickle.loads(pickle.dumps(loader))
+    assert len(list(again)) == 5
+
+
+def test_argument_that_is_no_path_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="path of a directory"):
+        DataLoader(Numbers(4), sample_log=True)
+
+
+@pytest.mark.parametrize("indices", [[], [0, 5], [-(2**31), 2**31 - 1], [2**31, -1], [7 << 32 | 3]])
+def test_step_reads_back_as_it_was_written(indices: list[int]) -> None:
+    witnesses = np.arange(len(indices), dtype=np.uint64) + np.uint64(2**64 - 3)
+    step = LoggedStep(2**40, 3, 2**31, np.array(indices, np.int64), witnesses)
+    (read,) = [frame for _, frame in frames(bytes(16) + step.dump())]
+    assert read[:3] == step[:3]
+    assert read.indices.tolist() == indices
+    assert read.witnesses.tolist() == witnesses.tolist()
