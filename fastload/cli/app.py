@@ -14,6 +14,7 @@ import fastload
 from fastload.cli import bench, cache, demo, doctor, index, plan, prove, warm
 from fastload.cli.convert import command as convert
 from fastload.cli.output import JSON_FLAG, error_document, write_document
+from fastload.cli.replay import command as replay
 from fastload.errors import address
 
 __all__ = ["app"]
@@ -83,6 +84,7 @@ _COMMANDS: list[tuple[Callable[..., None], str]] = [
     (plan.plan, "fastload plan s3://bucket/train --cache-size 500GB --gpus 8 --gpu-rate 2500"),
     (convert.convert, "fastload convert s3://bucket/train s3://bucket/shards --to tar"),
     (index.index, "fastload index s3://bucket/shards"),
+    (replay.replay, "fastload replay checkpoint.pt --step 1240 --html step.html"),
     (prove.prove, "fastload prove /logs/run-1 /logs/run-2"),
     (doctor.doctor, "fastload doctor"),
 ]

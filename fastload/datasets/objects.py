@@ -29,6 +29,7 @@ from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
 from fastload.store import open_store
+from fastload.store.base import Store
 from fastload.store.keyed_listing import Keys, as_keys
 from fastload.store.manifest import Manifest
 
@@ -105,6 +106,7 @@ class ObjectDataset(StoreDataset):
                 "give a directory outside it"
             )
         given = None if keys is None else as_keys(keys)
+        self.keys_given = given is not None
         self._manifest = self._list(given, None if kept_in is None else kept_in.manifests, refresh)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
         self._settle_mode(self._manifest.total_bytes)
@@ -126,6 +128,10 @@ class ObjectDataset(StoreDataset):
     def __repr__(self) -> str:
         cache = "" if self.cache is None else f", cache={self.cache!r}"
         return f"{type(self).__name__}({self._store.url!r}, {len(self):,} samples{cache})"
+
+    def store(self) -> Store:
+        """The opened `url`."""
+        return self._store
 
     def listing(self) -> Manifest:
         """The objects as they were listed: key, size and version of each sample."""

@@ -31,6 +31,7 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.digest import find_part
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.log_writer import LogWriter
+from fastload.loader.made_from import describe
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.platform import need_linux
 from fastload.workers.autoscale import Autoscaler, why_fixed
@@ -261,6 +262,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "history": context.history.state(),
             "left_out": context.left_out.state(),
             "digest": context.digest.state(),
+            "made_from": describe(self),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -94,6 +94,18 @@ class Store(ABC):
         """The place, without whether it ever answered: see `datasets.fingerprint`."""
         return self.identity
 
+    @property
+    def address(self) -> str:
+        """The URL as it opens the store from any directory; without user information and query."""
+        return self.url
+
+    def public_options(self) -> tuple[dict[str, Any], list[str]]:
+        """Options for `open_store` that open it again, none of them a secret, and the names of the others.
+
+        An endpoint that the environment named is among them.
+        """
+        return {}, []
+
     def _state(self) -> dict[str, Any]:
         """The state that a copy in another process takes over."""
         return {"reading": self.reading, "reached": self.reached}

@@ -25,7 +25,7 @@ from fastload.store.base import (
     check_version,
 )
 from fastload.store.fsspec_identity import identity_of
-from fastload.store.options import secret_values
+from fastload.store.options import public_options, secret_values
 from fastload.store.process import ProcessLocal
 from fastload.store.translate import StoreLocation, public_url
 
@@ -75,6 +75,9 @@ class FsspecStore(Store):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._protocol, self._options), self._state()
+
+    def public_options(self) -> tuple[dict[str, Any], list[str]]:
+        return public_options(self._options)
 
     @property
     def native(self) -> bool:

@@ -45,6 +45,10 @@ class LocalStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalStore, (self.url, self._root), self._state()
 
+    @property
+    def address(self) -> str:
+        return self._root
+
     def holds(self, path: str) -> bool:
         root, inner = os.path.realpath(self._root), os.path.realpath(path)
         return os.path.commonpath([root, inner]) == root

@@ -12,6 +12,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -269,6 +270,16 @@ class Manifest:
                 "checksum or modification time), so their changes cannot be detected: nothing is cached"
             )
         return f"{store.unidentified}: nothing is cached" if store.unidentified else ""
+
+    @cached_property
+    def digests(self) -> tuple[str, str]:
+        """Short texts: (the keys in their order, with labels and classes; the versions of the objects)."""
+        keys, versions = xxhash.xxh3_128(self._keys), xxhash.xxh3_128(self._versions)
+        keys.update(json.dumps(self.classes).encode())
+        for part in (self._key_offsets, self.labels):
+            keys.update(b"" if part is None else np.ascontiguousarray(part).data)
+        versions.update(self._version_offsets.data)
+        return keys.hexdigest()[:16], versions.hexdigest()[:16]
 
     def save(self, path: Path) -> None:
         """Write the manifest to `path`, whole or not at all.

@@ -124,6 +124,14 @@ class NativeStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return NativeStore, (self._url, self._options), self._state()
 
+    def public_options(self) -> tuple[dict[str, Any], list[str]]:
+        kind, connection = self._address.kind, self._connection
+        found = {"region": connection.config["region"]} if kind == "s3" else {}
+        named = {"endpoint", "endpoint_url", "base_url", "client_kwargs"} & self._options.keys()
+        if connection.endpoint and kind != "http" and not named:
+            found["endpoint_url"] = connection.endpoint
+        return known_options.public_options(found | self._options)
+
     def _described(self, connection: known_options.Connection) -> StoreLocation:
         shown = public_url(self._url)
         return StoreLocation(

@@ -18,7 +18,17 @@ from urllib.parse import unquote, urlsplit
 from fastload.errors import ArgumentError
 from fastload.store.translate import public_url
 
-__all__ = ["Connection", "azure", "gcs", "http", "refuse_user", "s3", "s3fs", "secret_values"]
+__all__ = [
+    "Connection",
+    "azure",
+    "gcs",
+    "http",
+    "public_options",
+    "refuse_user",
+    "s3",
+    "s3fs",
+    "secret_values",
+]
 
 _S3_OWN = (
     *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),
@@ -47,6 +57,14 @@ _AZURE_NATIVE = (
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
+# What may be written down. A list of these, for a list of secrets would lack those of tomorrow's clients.
+_PUBLIC = (
+    *("anon", "client", "profile", "region", "default_region", "requester_pays", "request_payer", "use_ssl"),
+    *("skip_signature", "virtual_hosted_style_request", "s3_express", "account_name", "use_azure_cli"),
+    *("use_emulator",),
+)
+_PUBLIC_URLS = ("endpoint_url", "endpoint", "base_url", "authority_host")
+_PUBLIC_NESTED = ("endpoint_url", "region_name", "verify")
 
 
 class Connection(NamedTuple):
@@ -212,6 +230,24 @@ def http(options: Mapping[str, Any], base: str) -> Connection:
         secrets = (*secrets, basic)
     host = parts.netloc.rpartition("@")[2]
     return Connection({}, client_options, endpoint=f"{parts.scheme}://{host}", secrets=secrets)
+
+
+def public_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(the options that are no secrets, the names of the others)."""
+    shown: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in _PUBLIC and isinstance(value, bool | str):
+            shown[name] = value
+        elif name in _PUBLIC_URLS and isinstance(value, str):
+            shown[name] = public_url(value)
+        elif name == "client_kwargs" and isinstance(value, Mapping) and set(value) <= set(_PUBLIC_NESTED):
+            plain = {inner: one for inner, one in value.items() if isinstance(one, bool | str)}
+            shown[name] = {inner: _public_value(one) for inner, one in plain.items()}
+    return shown, sorted(name for name, value in options.items() if value is not None and name not in shown)
+
+
+def _public_value(value: bool | str) -> bool | str:
+    return public_url(value) if isinstance(value, str) and "://" in value else value
 
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -66,6 +66,10 @@ class S3fsStore(Store):
     def __reduce__(self) -> tuple[Any, ...]:
         return S3fsStore, (self._url, self._options), self._state()
 
+    def public_options(self) -> tuple[dict[str, Any], list[str]]:
+        endpoint = {"endpoint_url": self._location.endpoint} if self._location.endpoint else {}
+        return known_options.public_options(endpoint | self._options)
+
     def _list(self) -> Iterator[Page]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix}
         # An answer at once or not at all: the pages themselves may take their time.

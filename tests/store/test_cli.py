@@ -27,6 +27,7 @@ COMMANDS = [
     ["plan"],
     ["convert"],
     ["index"],
+    ["replay"],
     ["cache"],
     ["cache", "info"],
     ["cache", "check"],

@@ -1,0 +1,310 @@
+"""`fastload replay STATE --step N`: what a step of a run was made of, from its checkpoint alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
+from fastload.errors import ArgumentError
+
+__all__ = ["replay"]
+
+_COLUMNS = ("row", "index", "key", "label", "crop", "flip", "replaces", "error")
+
+
+class _Part(NamedTuple):
+    """The step on one rank; `number` is None where the run has one rank."""
+
+    number: int | None
+    samples: list[Any]
+
+
+class _Made(NamedTuple):
+    """The loader, and what is unlike the run's: see `fastload.loader.made_from.Restored`."""
+
+    loader: Any
+    missing: str | None = None
+    no_images: str | None = None
+    no_batch: str | None = None
+    notes: Sequence[str] = ()
+
+
+def replay(
+    state: Annotated[
+        Path,
+        typer.Argument(
+            metavar="STATE", help="A loader's state, by torch.save or as JSON; or a checkpoint that has it."
+        ),
+    ],
+    step: Annotated[int, typer.Option(metavar="N", help="A batch of the epoch, from 0.")],
+    epoch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="E", help="An iteration of the loader, from 0.", show_default="the epoch of the state"
+        ),
+    ] = None,
+    rank: Annotated[
+        str | None, typer.Option(metavar="R", help="The rank, or 'all'; needed where the run had several.")
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="W", help="Deal the whole epoch to this number of ranks.", show_default="as in the run"
+        ),
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option(metavar="PLACE", help="Which loader, if the checkpoint has several.")
+    ] = None,
+    loader: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Your function that makes the loader. The file is run, then this, without arguments.",
+            show_default="made from the state",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where the data is now.", show_default="where it was"),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the images to a page of HTML.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the images to one PNG.")] = None,
+    tensors: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the batch to a file for torch.load.")
+    ] = None,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the rows, images and tensors of any step of a run, from a checkpoint."""
+    with answering(as_json) as output:
+        from fastload.loader.saved_state import read_state
+
+        saved = read_state(state, at)
+        options = storage_options(storage_option, endpoint_url, anon)
+        made = _own(loader, data, options) if loader is not None else _restored(saved, data, options)
+        made.loader.load_state_dict(saved)
+        epoch = saved["epoch"] if epoch is None else epoch
+        numbers = _ranks(rank, world_size, _world_of(saved, epoch, step))
+        try:
+            parts = [
+                _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
+                for number in numbers
+            ]
+            title = f"epoch {epoch}, step {step}" + ("" if rank is None else f", rank {rank}")
+            notes = [*made.notes, *([made.missing] if made.missing else [])]
+            _print(output, title, notes, parts)
+            files = _Files(made, parts, step, epoch, world_size)
+            if html is not None or png is not None:
+                files.write_sheets(html, png, title, notes)
+            if tensors is not None:
+                files.write_tensors(tensors)
+        finally:
+            getattr(made.loader.dataset, "close", lambda: None)()
+        paths = {"html": html, "png": png, "tensors": tensors}
+        output.document(
+            {
+                "state": str(state),
+                "epoch": epoch,
+                "step": step,
+                "samples": [_as_json(part, sample) for part in parts for sample in part.samples],
+                "missing": made.missing,
+                "notes": notes,
+                **{name: None if path is None else str(path) for name, path in paths.items()},
+            }
+        )
+
+
+def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
+    from fastload.cli.replay.own_loader import run_loader
+
+    if data is not None or options:
+        raise ArgumentError("--loader makes its own dataset: leave out --data and the options of the store")
+    return _Made(run_loader(place))
+
+
+def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, Any]) -> _Made:
+    import fastload
+    from fastload.loader.made_from import restore
+
+    found = restore(saved, url=data, storage_options=options)
+    return _Made(fastload.DataLoader(**found.arguments), *found[1:])
+
+
+def _world_of(saved: Mapping[str, Any], epoch: int, step: int) -> int | None:
+    """How many ranks read that step; None where the order is not dealt to ranks."""
+    epochs = saved.get("history", {}).get("epochs", [])
+    segments = [one for record in epochs if record["epoch"] == epoch for one in record["segments"]]
+    world = next((one["replicas"] for one in reversed(segments) if one["step"] <= step), None)
+    found = saved.get("num_replicas") if world is None else world
+    return None if found is None else int(found)
+
+
+def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int | None]:
+    """The ranks that are shown; [None]: the only one."""
+    world = found if given is None else given
+    if rank is None:
+        if world is not None and world > 1:
+            raise ArgumentError(f"{world} ranks read that step: give --rank 0 to {world - 1}, or --rank all")
+        return [None]
+    if rank != "all" and not rank.isdecimal():
+        raise ArgumentError(f"--rank must be a number from 0 on, or 'all', found {rank!r}")
+    if world is None:
+        if rank in ("0", "all"):
+            return [None]
+        raise ArgumentError(
+            f"--rank {rank}: the samples of that step were not dealt to ranks: leave out --rank, or give "
+            "--world-size too if the sampler deals them"
+        )
+    if rank == "all":
+        return list(range(world))
+    if int(rank) >= world:
+        raise ArgumentError(f"--rank must be below the {world} ranks of that step, found {rank}")
+    return [int(rank)]
+
+
+# --- the table
+
+
+def _print(output: Output, title: str, notes: Sequence[str], parts: Sequence[_Part]) -> None:
+    output.console.print(title, markup=False, style="bold")
+    for note in notes:
+        output.console.print(note, markup=False, soft_wrap=True)
+    for part in parts:
+        if len(parts) > 1:
+            output.console.print(f"rank {part.number}", markup=False)
+        if not part.samples:
+            output.console.print("this step is skipped: it has no batch", markup=False)
+        for line in _lines(part.samples):
+            output.console.print(line, markup=False, soft_wrap=True)
+
+
+def _lines(samples: Sequence[Any]) -> list[str]:
+    """Columns that are as wide as their longest cell; those without contents are left out."""
+    cells = [{name: _text(getattr(sample, name)) for name in _COLUMNS} for sample in samples]
+    names = [name for name in _COLUMNS if any(row[name] for row in cells)]
+    widths = {name: max(len(name), *(len(row[name]) for row in cells)) for name in names}
+    rows = [{name: name for name in names}, *cells] if cells else []
+    return ["  ".join(row[name].ljust(widths[name]) for name in names).rstrip() for row in rows]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
+
+
+def _as_json(part: _Part, sample: Any) -> dict[str, Any]:
+    plain = {name: getattr(sample, name) for name in _COLUMNS}
+    for name in ("index", "replaces"):  # of a sampler of the user's own it may be anything
+        if not isinstance(plain[name], int | str | None):
+            plain[name] = repr(plain[name])
+    return {"rank": part.number or 0, **plain, "crop": None if sample.crop is None else list(sample.crop)}
+
+
+# --- the files
+
+
+class _Files:
+    """The files of a step. The batch of a rank is made when it is written: all may not fit into memory."""
+
+    def __init__(
+        self, made: _Made, parts: Sequence[_Part], step: int, epoch: int, world_size: int | None
+    ) -> None:
+        self._made = made
+        self._parts = [part for part in parts if part.samples]
+        self._step, self._epoch, self._world_size = step, epoch, world_size
+
+    def _batch(self, part: _Part) -> Any:
+        return self._made.loader.batch_at(
+            self._step, self._epoch, rank=part.number, world_size=self._world_size
+        )
+
+    def write_sheets(self, html: Path | None, png: Path | None, title: str, notes: Sequence[str]) -> None:
+        """The images before `batch_transform`: after a Normalize they are no pictures any more."""
+        from fastload.cli.replay.pictures import pictures_of
+        from fastload.cli.replay.sheet import Cell, html_sheet, png_sheet
+
+        self._check("--html and --png", self._made.no_images)
+        loader = self._made.loader
+        transform, loader.batch_transform = loader.batch_transform, None
+        cells, any_scaled = list[Cell](), False
+        for part in self._parts:
+            pictures, scaled = pictures_of(self._batch(part), len(part.samples))
+            any_scaled = any_scaled or scaled
+            before = f"rank {part.number}, " if len(self._parts) > 1 else ""
+            for picture, sample in zip(pictures, part.samples, strict=True):
+                cells.append(Cell(picture, before + _title(sample), _below(sample)))
+        loader.batch_transform = transform
+        if any_scaled:
+            notes = [*notes, "Each image is shown scaled from its smallest to its largest value."]
+        if html is not None:
+            _write("--html", html, html_sheet(title, notes, cells).encode("utf-8", "backslashreplace"))
+        if png is not None:
+            _write("--png", png, png_sheet(title, notes, cells))
+
+    def write_tensors(self, path: Path) -> None:
+        import torch
+
+        from fastload.cli.replay.plain_values import plain
+
+        self._check("--tensors", self._made.no_batch)
+        file = io.BytesIO()
+        torch.save(
+            {
+                "epoch": self._epoch,
+                "step": self._step,
+                "ranks": [part.number or 0 for part in self._parts],
+                "batches": [plain(self._batch(part)) for part in self._parts],
+            },
+            file,
+        )
+        _write("--tensors", path, file.getvalue())
+
+    def _check(self, options: str, why: str | None) -> None:
+        made = self._made
+        if made.missing is not None:
+            raise ArgumentError(f"{options}: {made.missing}")
+        if why is not None:
+            raise ArgumentError(
+                f"{options}: the state does not say how the batch was made ({why}): pass --loader "
+                "FILE.py:FUNCTION, a function that makes the loader"
+            )
+        if not self._parts:
+            raise ArgumentError(f"{options}: that step was skipped, and has no batch")
+
+
+def _title(sample: Any) -> str:
+    label = "" if sample.label is None else f", label {sample.label}"
+    return f"row {sample.row}{label}" + (", replaced" if sample.replaces is not None else "")
+
+
+def _below(sample: Any) -> tuple[str, ...]:
+    key = f"index {sample.index}" if sample.key is None else str(sample.key)
+    crop = (
+        () if sample.crop is None else (f"crop {_text(sample.crop)}" + (", flipped" if sample.flip else ""),)
+    )
+    return (key, *crop, *((sample.error,) if sample.error else ()))
+
+
+def _write(option: str, path: Path, content: bytes) -> None:
+    from fastload.store.files import whole_file
+
+    try:
+        with whole_file(path, mode=0o644) as file:
+            file.write(content)
+    except OSError as error:
+        raise ArgumentError(f"{option} {str(path)!r} cannot be written: {error.strerror or error}") from None

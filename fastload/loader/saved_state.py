@@ -1,0 +1,114 @@
+"""The state of a loader in a file: alone, or somewhere in the checkpoint of a training.
+
+    torch.save(loader.state_dict(), path)     json.dump(loader.state_dict(), file)
+    torch.save({"model": ..., "loops": {"train_loader": loader.state_dict()}}, path)
+
+Nothing in the file is run: it is JSON, or what torch.load reads with weights_only=True.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastload.errors import ArgumentError
+
+__all__ = ["find_states", "is_state", "read_state"]
+
+# Entries of every version's states, and of no other loader's.
+_ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
+_CLASS = re.compile(r"GLOBAL (\S+)")
+_SHOWN = 8  # places in a message
+
+
+def is_state(value: Any) -> bool:
+    """Whether this is what `state_dict()` of a loader returned."""
+    return isinstance(value, Mapping) and value.keys() >= _ENTRIES
+
+
+def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str, Any]:
+    """The state of the loader in a file.
+
+    Args:
+        at: which one, if the file has several: its place as `find_states` writes it.
+
+    Raises:
+        ArgumentError: the file cannot be read, or would run code; it has no state of a loader, or none at
+            that place, or several and `at` is None. The message lists the places.
+    """
+    shown = repr(os.fspath(path))
+    states = find_states(_content(Path(path)))
+    if not states:
+        raise ArgumentError(
+            f"{shown} has no state of a fastload.DataLoader: save what loader.state_dict() returns, alone or "
+            "in a checkpoint"
+        )
+    places = ", ".join(repr(place) for place, _ in states[:_SHOWN])
+    places += ", ..." if len(states) > _SHOWN else ""
+    chosen = states if at is None else [(place, state) for place, state in states if place == at]
+    if not chosen:
+        raise ArgumentError(f"{shown} has no state of a loader at {at!r}, but at {places}")
+    if len(chosen) > 1:
+        raise ArgumentError(
+            f"{shown} has the states of {len(states)} loaders, at {places}: choose one, as in --at "
+            f"{chosen[0][0]}; in Python pass the state itself"
+        )
+    return dict(chosen[0][1])
+
+
+def find_states(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """(place, state) of all loaders in a checkpoint, in its order.
+
+    A place is the keys and positions on the way there, such as "loops.train_loader" or "ranks.0"; "" is the
+    checkpoint itself.
+    """
+    return list(_find(content, ()))
+
+
+def _find(content: Any, way: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if is_state(content):
+        yield ".".join(way), content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _find(value, (*way, str(key)))
+    elif isinstance(content, list | tuple):
+        for position, value in enumerate(content):
+            yield from _find(value, (*way, str(position)))
+
+
+def _content(path: Path) -> Any:
+    """What a file holds, by its first bytes: JSON, or a file of torch.save."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+        if head.lstrip()[:1] in (b"{", b"["):
+            return json.loads(path.read_bytes())
+        # Of a large checkpoint, only the pages of what is looked at are read. Old files cannot be mapped.
+        mapped = head.startswith(b"PK")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except OSError as error:
+        raise ArgumentError(f"the state {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except pickle.UnpicklingError as error:
+        found = _CLASS.search(str(error))
+        if found is not None:
+            raise ArgumentError(
+                f"{str(path)!r} has an object of {found[1]}, and to read it could run code: save the "
+                "loader's state in a file of its own, by torch.save(loader.state_dict(), ...) or as JSON"
+            ) from None
+        raise _unreadable(path) from None
+    except (ValueError, RuntimeError, EOFError, KeyError, IndexError):
+        raise _unreadable(path) from None
+
+
+def _unreadable(path: Path) -> ArgumentError:
+    return ArgumentError(
+        f"{str(path)!r} is neither JSON nor a whole file of torch.save: give the file in which "
+        "loader.state_dict() was saved"
+    )

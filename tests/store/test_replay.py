@@ -1,0 +1,333 @@
+"""`fastload replay`: any step of a run from its checkpoint, by a loader that is made again from the state."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Subset
+from typer.testing import CliRunner
+
+from fastload import (
+    ByEpoch,
+    CenterCrop,
+    DataLoader,
+    DistributedSampler,
+    ImageFolder,
+    Normalize,
+    ObjectDataset,
+    RandomResizedCrop,
+)
+from fastload.cli.app import app
+from tests.faultserver import FaultServer
+
+CROP = RandomResizedCrop(16, flip=0.5)
+NORMALIZE = Normalize([0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+COUNT, BATCH = 24, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 images of one colour each, in two classes; the names hold what HTML has to escape."""
+    root = tmp_path_factory.mktemp("photos")
+    for number in range(COUNT):
+        path = root / ("cat", "dog")[number % 2] / f"<{number:02}> & é.jpg"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (40 + number, 30), (10 * number, 120, 255 - 10 * number)).save(path)
+    return root
+
+
+@pytest.fixture
+def saved(folder: Path, tmp_path: Path) -> Path:
+    """The state of a shuffled run in its second epoch, in the checkpoint of a training."""
+    loader = DataLoader(
+        ImageFolder(str(folder), CROP), BATCH, shuffle=True, seed=3, batch_transform=NORMALIZE
+    )
+    list(loader)
+    next(iter(loader))
+    torch.save({"model": torch.zeros(3), "loops": [{"train": loader.state_dict()}]}, tmp_path / "run.pt")
+    return tmp_path / "run.pt"
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+def answer(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert isinstance(document, dict)
+    return document
+
+
+def refusal(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    return str(result.stderr)
+
+
+def as_json(samples: list[Any], rank: int = 0) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(json.dumps([{"rank": rank, **one._asdict()} for one in samples]))
+    return found
+
+
+def write(path: Path, state: Any) -> Path:
+    path.write_text(json.dumps(state))
+    return path
+
+
+def test_rows_and_tensors_of_a_step_equal_what_the_run_handed_out(folder: Path, tmp_path: Path) -> None:
+    loader = DataLoader(
+        ImageFolder(str(folder), CROP), BATCH, shuffle=True, seed=3, batch_transform=NORMALIZE
+    )
+    epochs = [list(loader), list(loader)]
+    state = write(tmp_path / "state.json", loader.state_dict())
+    for epoch, step in ((0, 5), (1, 0)):
+        tensors = tmp_path / "batch.pt"
+        document = answer(state, "--step", step, "--epoch", epoch, "--tensors", tensors)
+        assert document["samples"] == as_json(loader.samples_at(step, epoch))
+        assert (document["missing"], document["notes"]) == (None, [])
+        content = torch.load(tensors, weights_only=True)
+        assert (content["epoch"], content["step"], content["ranks"]) == (epoch, step, [0])
+        for found, handed_out in zip(content["batches"][0], epochs[epoch][step], strict=True):
+            assert torch.equal(found, handed_out)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [CenterCrop(16, resize=20, channels_last=True), ByEpoch({0: CROP, 1: RandomResizedCrop(8)})],
+    ids=["centre", "by epoch"],
+)
+def test_objects_with_other_transforms_are_made_again(folder: Path, tmp_path: Path, transform: Any) -> None:
+    loader = DataLoader(ObjectDataset(str(folder), transform=transform), BATCH, generator=torch.Generator())
+    list(loader)
+    batch = next(iter(loader))
+    state = write(tmp_path / "state.json", loader.state_dict())
+    answer(state, "--step", 0, "--tensors", tmp_path / "batch.pt")
+    assert torch.equal(torch.load(tmp_path / "batch.pt")["batches"][0], batch)
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, torch.utils.data.DistributedSampler])
+def test_ranks_of_a_step_are_those_of_the_run(folder: Path, tmp_path: Path, kind: Any) -> None:
+    dataset = ImageFolder(str(folder), CROP)
+    loaders = [DataLoader(dataset, BATCH, sampler=kind(dataset, 3, rank), seed=1) for rank in range(3)]
+    labels = [[batch[1].tolist() for batch in loader] for loader in loaders]
+    state = write(tmp_path / "state.json", loaders[1].state_dict())
+    assert "give --rank 0 to 2, or --rank all" in refusal(state, "--step", 1, "--epoch", 0)
+    assert "below the 3 ranks" in refusal(state, "--step", 1, "--epoch", 0, "--rank", 3)
+    document = answer(state, "--step", 1, "--epoch", 0, "--rank", "all")
+    found = [[one["label"] for one in document["samples"] if one["rank"] == rank] for rank in range(3)]
+    assert found == [of_rank[1] for of_rank in labels]
+    document = answer(state, "--step", 0, "--epoch", 0, "--rank", 1, "--world-size", 2)
+    expected = DataLoader(dataset, BATCH, sampler=kind(dataset, 2, 1), seed=1).samples_at(0, 0)
+    assert document["samples"] == as_json(expected, rank=1)
+
+
+def test_sheets_show_each_image_before_batch_transform(saved: Path, tmp_path: Path) -> None:
+    html, png = tmp_path / "step.html", tmp_path / "step.png"
+    document = answer(saved, "--step", 2, "--html", html, "--png", png)
+    text = html.read_text()
+    assert text.count("<img ") == BATCH and "&lt;" in text and 'src="data:image/png' in text
+    assert not re.search(r"<\d\d>|https?://", text)  # nothing unescaped, nothing to be fetched
+    sheet = np.asarray(Image.open(png).convert("RGB"))
+    for sample in document["samples"]:
+        number = int(sample["key"].partition("<")[2][:2])
+        colour = np.array([10 * number, 120, 255 - 10 * number])
+        assert (np.abs(sheet.astype(int) - colour).max(-1) < 8).sum() >= 128 * 128
+
+
+def test_run_on_s3_is_replayed_with_its_endpoint_and_without_its_secrets(
+    folder: Path, tmp_path: Path
+) -> None:
+    objects = {
+        f"train/{path.parent.name}/{path.name[1:3]}.jpg": path.read_bytes() for path in folder.glob("*/*.jpg")
+    }
+    with FaultServer(objects) as server:
+        dataset = ImageFolder("s3://bucket/train", CROP, storage_options=server.options)
+        loader = DataLoader(dataset, BATCH, shuffle=True, seed=3)
+        next(iter(loader))
+        text = json.dumps(loader.state_dict())
+        assert "fault-access-key" not in text and "fault-secret-key" not in text
+        state = write(tmp_path / "state.json", json.loads(text))
+        document = answer(state, "--step", 3, "--anon")
+        assert document["missing"] is None
+        assert document["samples"] == as_json(loader.samples_at(3))
+        dataset.close()
+
+
+def test_data_that_moved_is_found_by_data(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    moved.symlink_to(folder, target_is_directory=True)
+    loader = DataLoader(ImageFolder(str(moved), CROP), BATCH)
+    next(iter(loader))
+    samples = as_json(loader.samples_at(0))
+    state = write(tmp_path / "state.json", loader.state_dict())
+    moved.unlink()
+    document = answer(state, "--step", 0)
+    assert [one["index"] for one in document["samples"]] == [0, 1, 2, 3]
+    assert document["samples"][0]["key"] is None
+    assert "does not exist" in document["missing"]
+    assert "--html and --png: the data cannot be read" in refusal(
+        state, "--step", 0, "--png", tmp_path / "x.png"
+    )
+    assert not (tmp_path / "x.png").exists()
+    document = answer(state, "--step", 0, "--data", folder)
+    assert document["missing"] is None and document["samples"] == samples
+
+
+def test_data_that_is_another_is_not_taken_for_the_runs(folder: Path, saved: Path, tmp_path: Path) -> None:
+    for name, count, why in (
+        ("fewer", 23, "has 23 samples, and the run had 24"),
+        ("other", 24, "other names"),
+    ):
+        for number in range(count):
+            path = tmp_path / name / ("cat", "dog")[number % 2] / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        document = answer(saved, "--step", 0, "--data", tmp_path / name)
+        assert why in document["missing"]
+        assert {one["key"] for one in document["samples"]} == {None}
+
+
+LOADER = """
+from torch.utils.data import Subset
+from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+def make_loader():
+    dataset = Subset(ImageFolder({folder!r}, RandomResizedCrop(16, flip=0.5)), range(3, 23))
+    return DataLoader(dataset, 4, shuffle=True, seed=3, collate_fn=list)
+
+def broken():
+    return {{}}["absent"]
+
+def other():
+    return [1, 2]
+"""
+
+
+def test_loader_of_the_user_is_run_where_the_state_does_not_tell(folder: Path, tmp_path: Path) -> None:
+    train = tmp_path / "train_for_replay.py"
+    train.write_text(LOADER.format(folder=str(folder)))
+    dataset = Subset(ImageFolder(str(folder), CROP), range(3, 23))
+    loader = DataLoader(dataset, 4, shuffle=True, seed=3, collate_fn=list)
+    next(iter(loader))
+    state = write(tmp_path / "state.json", loader.state_dict())
+    document = answer(state, "--step", 1)
+    assert "its dataset is a Subset: pass --loader" in document["missing"]
+    assert [one["index"] for one in document["samples"]] == [one.index for one in loader.samples_at(1)]
+    document = answer(state, "--step", 1, "--loader", f"{train}:make_loader", "--tensors", tmp_path / "b.pt")
+    assert document["samples"] == as_json(loader.samples_at(1))
+    (content,) = torch.load(tmp_path / "b.pt", weights_only=True)["batches"]
+    for (image, label), (known, known_label) in zip(content, loader.batch_at(1), strict=True):
+        assert torch.equal(image, known) and label == known_label
+    for name, why in (
+        ("broken", "raised in line 10: KeyError: 'absent'"),
+        ("other", "other() has to return a fastload.DataLoader, and returned a list"),
+        ("absent", "has no function 'absent'"),
+        ("no name", "write FILE.py:FUNCTION"),
+    ):
+        assert why in refusal(state, "--step", 1, "--loader", f"{train}:{name}")
+    assert "leave out --data" in refusal(
+        state, "--step", 1, "--loader", f"{train}:make_loader", "--data", folder
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda root: DataLoader(ImageFolder(root, keys=["cat/<00> & é.jpg"])), "given keys="),
+        (lambda root: DataLoader(ObjectDataset(root, decode=len)), "a decode= of the training"),
+        (lambda root: DataLoader(ImageFolder(root, np.asarray)), "neither RandomResizedCrop"),
+        (lambda root: DataLoader(ImageFolder(root, CROP, str)), "a target_transform= of the training"),
+        (lambda root: DataLoader(ImageFolder(root, CROP), collate_fn=list), "collate_fn= is a function"),
+        (lambda root: DataLoader(ImageFolder(root, CROP), batch_transform=list), "batch_transform= is a"),
+    ],
+    ids=["keys", "decode", "transform", "target_transform", "collate_fn", "batch_transform"],
+)
+def test_batch_of_the_users_functions_is_refused_with_the_reason(
+    folder: Path, tmp_path: Path, make: Callable[[str], Any], why: str
+) -> None:
+    state = write(tmp_path / "state.json", make(str(folder)).state_dict())
+    message = refusal(state, "--step", 0, "--tensors", tmp_path / "batch.pt")
+    assert why in message and "--loader FILE.py:FUNCTION" in message
+    assert not (tmp_path / "batch.pt").exists()
+
+
+def test_wrong_arguments_are_answered_in_words(saved: Path, tmp_path: Path) -> None:
+    assert "has no step 99" in refusal(saved, "--step", 99)
+    assert "epoch 7 has not begun" in refusal(saved, "--step", 0, "--epoch", 7)
+    assert "were not dealt to ranks" in refusal(saved, "--step", 0, "--rank", 1)
+    assert "a number from 0 on, or 'all'" in refusal(saved, "--step", 0, "--rank", "-1")
+    assert "deals to one rank" in refusal(saved, "--step", 0, "--rank", 1, "--world-size", 2)
+    assert "has no state of a loader at 'x', but at 'loops.0.train'" in refusal(
+        saved, "--step", 0, "--at", "x"
+    )
+    assert "cannot be written" in refusal(saved, "--step", 0, "--png", tmp_path / "absent" / "x.png")
+
+
+def test_table_of_a_batch_without_images_is_shown_and_the_sheet_refused(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{number}.bin").write_bytes(b"abc")
+    loader = DataLoader(ObjectDataset(str(tmp_path / "data")), 2)
+    next(iter(loader))
+    state = write(tmp_path / "state.json", loader.state_dict())
+    result = run(state, "--step", 1, "--tensors", tmp_path / "batch.pt")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines == [
+        ["epoch", "0,", "step", "1"],
+        ["row", "index", "key"],
+        ["0", "2", "2.bin"],
+        ["1", "3", "3.bin"],
+    ]
+    assert torch.load(tmp_path / "batch.pt", weights_only=True)["batches"] == [[b"abc", b"abc"]]
+    assert "the batch has no images" in refusal(state, "--step", 1, "--html", tmp_path / "x.html")
+
+
+class Foreign:
+    pass
+
+
+def test_checkpoints_that_are_not_states_are_refused(saved: Path, tmp_path: Path) -> None:
+    state = torch.load(saved, weights_only=True)["loops"][0]["train"]
+    for name, content, why in (
+        (
+            "two",
+            [state, {"b": state}],
+            "has the states of 2 loaders, at '0', '1.b': choose one, as in --at 0",
+        ),
+        ("none", {"step": 3}, "has no state of a fastload.DataLoader"),
+        ("class", {"a": Foreign(), "b": state}, "to read it could run code"),
+        ("old", {key: state[key] for key in state if key != "made_from"}, "as an older fastload saved it"),
+        ("new", state | {"made_from": {"dataset": 3}}, "is damaged, or a newer fastload wrote it"),
+    ):
+        torch.save(content, tmp_path / name)
+        assert why in refusal(tmp_path / name, "--step", 0)
+    whole = saved.read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text").write_text("[1, 2")
+    for name in ("cut", "text"):
+        assert "neither JSON nor a whole file of torch.save" in refusal(tmp_path / name, "--step", 0)
+    assert "No such file" in refusal(tmp_path / "absent", "--step", 0)
+    torch.save([state, {"b": state}], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert answer(tmp_path / "old.pt", "--step", 0, "--at", "1.b")["epoch"] == 1
+
+
+def test_state_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
+    for number in range(1000):
+        (tmp_path / f"n{number:08}").mkdir()
+        (tmp_path / f"n{number:08}" / "a.jpg").touch()
+    listed = ImageFolder(str(tmp_path), CROP)
+    state = DataLoader(ImageFolder(str(tmp_path), CROP, classes=listed.classes), BATCH).state_dict()
+    assert state["made_from"]["dataset"]["classes"] is None
+    assert len(json.dumps(state)) < 3000
+    turned = ImageFolder(str(tmp_path), CROP, classes=listed.classes[::-1])
+    assert "1000 names as classes=" in DataLoader(turned, BATCH).state_dict()["made_from"]["dataset"]["why"]
