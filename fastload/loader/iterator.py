@@ -169,7 +169,7 @@ class LoaderIterator(TorchIterator):
             if wait:
                 with stage("wait"):
                     arrivals = self._executor.receive(self._timeout, self._context.meter.tick)
-                self._context.counters.add("wait.seconds", time.perf_counter() - start)
+                self._context.meter.waited(time.perf_counter() - start)
             else:
                 arrivals = self._executor.arrived()
             for arrival in arrivals:
@@ -219,7 +219,7 @@ class LoaderIterator(TorchIterator):
         if self._pin_memory:
             batch = pin_memory(batch, self._pin_memory_device)
         if not self._executor.concurrent:  # nothing of it was done ahead
-            self._context.counters.add("wait.seconds", time.perf_counter() - start)
+            self._context.meter.waited(time.perf_counter() - start)
         return batch
 
     def _give_more(self, lane: int, worker_id: int) -> None:

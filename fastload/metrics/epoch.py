@@ -52,14 +52,14 @@ class Meter:
         self.tick: Callable[[], None] | None = None
         self.workers = 0
         self._epoch = _Epoch({}, 0.0, 0.0)
-        self._handed = 0.0
+        self._handed = self._until = 0.0
         self._first = True
 
     def start(self, workers: int) -> None:
         """An epoch begins, with this number of workers."""
         self._cores = self._cores or Cores()
         self.workers = workers
-        now = self._handed = time.perf_counter()
+        now = self._handed = self._until = time.perf_counter()
         # In one step: another thread sees the old epoch or the new one, and no part of each.
         self._epoch = _Epoch(self._counters.as_dict(), now, self._cores.busy_seconds())
         self._first = True
@@ -69,9 +69,14 @@ class Meter:
         if not self._first:
             self._counters.add("consumer.seconds", time.perf_counter() - self._handed)
 
+    def waited(self, seconds: float) -> None:
+        """The consumer has waited. The workers' counters have grown meanwhile, so the rates are up to now."""
+        self._counters.add("wait.seconds", seconds)
+        self._until = time.perf_counter()
+
     def handed_over(self) -> None:
         """The consumer gets a batch."""
-        self._handed = time.perf_counter()
+        self._handed = self._until = time.perf_counter()
         self._counters.add("wait.batches")
         if self._first:
             self._first = False
@@ -89,7 +94,7 @@ class Meter:
         return self._since(self._epoch)
 
     def gauges(self) -> dict[str, float]:
-        """The rates of this epoch, from its beginning to its latest batch (see `rates`), and:
+        """The rates of this epoch, from its beginning to its latest batch or wait (see `rates`), and:
 
         workers          processes that make batches (0: the trainer's process does)
         node.cores       cores that this process may use, by its affinity and control group
@@ -98,7 +103,9 @@ class Meter:
         epoch = self._epoch
         cores = self._cores.usable if self._cores is not None else 0.0
         node = {"workers": self.workers, "node.cores": cores, "node.idle_cores": self._idle(epoch)}
-        return rates(self._since(epoch), self._handed - epoch.began) | node
+        # Before the first wait has ended, workers may have counted already.
+        until = self._until if self._until > epoch.began else time.perf_counter()
+        return rates(self._since(epoch), until - epoch.began) | node
 
     def _since(self, epoch: _Epoch) -> dict[str, float]:
         return {name: value - epoch.before.get(name, 0) for name, value in self._counters.as_dict().items()}

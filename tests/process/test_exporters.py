@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
@@ -28,7 +29,7 @@ from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
 from fastload.metrics.metric_names import METRICS
 from tests.loaderdata import Numbers
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -214,6 +215,44 @@ def test_an_epoch_that_begins_during_a_scrape_makes_no_rate_negative() -> None:
     counters.add("get.bytes", 1000)
     started.append(True)
     assert meter.gauges()["get.bytes_per_second"] >= 0
+
+
+class Gate:
+    """Sample 0 waits for a file, while the other workers go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, index: int) -> int:
+        while index == 0 and not self.path.exists():
+            threading.Event().wait(0.01)
+        return index
+
+
+def test_scrapes_before_the_first_batch_have_no_share_above_one(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    go = tmp_path / "go"
+    loader = DataLoader(Numbers(8, Gate(go)), 1, num_workers=2)
+    found = {}
+
+    def scrape() -> None:  # the trainer waits for worker 0, and worker 1 has counted
+        try:
+            found.update(wait_until(counted, "worker 1 has made a batch"))
+        finally:
+            go.touch()
+
+    def counted() -> Series:
+        now = here(registry)
+        return now if now["fastload_collate_samples_total", labels()] else {}
+
+    thread = threading.Thread(target=scrape)
+    with watch(loader, exporter=registry):
+        thread.start()
+        assert len(list(loader)) == 8
+        thread.join()
+    assert found["fastload_wait_batches_total", labels()] == 0
+    assert found["fastload_collate_samples_per_second", labels()] < 1e6
+    assert all(value <= 1 for (name, _), value in found.items() if name.endswith("_ratio"))
 
 
 @pytest.mark.parametrize("end", ["with", "for", "break", "loader"])
