@@ -64,6 +64,10 @@ COUNTERS = {
     "device.idle.seconds": ("s", "The part of the device's time without a batch to work on"),
     "bad.samples": ("{sample}", "Samples skipped or replaced under on_error"),
     "bad.bytes": ("By", "Bytes of shards that could not be read"),
+    "left_out.samples": ("{sample}", "Excluded samples, in whose place another one was handed out"),
+    "left_out.steps": ("{step}", "Steps skipped by skip()"),
+    "log.bytes": ("By", "Bytes written to the sample log"),
+    "log.errors": ("{error}", "Failures of the sample log"),
 }
 
 # The rates that are no counter a second: as COUNTERS.
