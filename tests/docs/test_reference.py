@@ -36,7 +36,7 @@ DIRECTIVE = re.compile(r"^ *\.\. (?:auto|py:)\w+:: *([\w.]+)", re.M)
 
 NAMES = [f"fastload.{name}" for name in fastload.__all__ if name != "__version__"]
 NAMES += [f"fastload.errors.{name}" for name in errors.__all__]
-METHODS = ["DataLoader.state_dict", "DataLoader.load_state_dict", "DataLoader.stats"]
+METHODS = ["DataLoader.state_dict", "DataLoader.load_state_dict", "DataLoader.stats", "DataLoader.digest"]
 
 
 def names_on(page: Path) -> list[str]:
@@ -297,6 +297,9 @@ def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
     check_keys("cache clear", answer("cache", "clear", cache, "--yes"))
     check_keys("An error", answer("cache", "check", tmp_path / "absent"))
     check_keys("doctor", answer("doctor"))
+    log = tmp_path / "log"
+    list(fastload.DataLoader(list(range(4)), sample_log=log))  # type: ignore[arg-type]
+    check_keys("prove", answer("prove", log, log))
     (photos / "bad" / "bad.jpg").unlink()
     (photos / "bad").rmdir()
     check_keys("bench", answer("bench", photos, "--num-workers", 0, "--epochs", 1))
