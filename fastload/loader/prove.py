@@ -48,10 +48,17 @@ def prove(a: Any, b: Any) -> Proof:
 
     Example::
 
-        import fastload
+        from fastload import DataLoader, ImageFolder, RandomResizedCrop, prove
 
-        proof = fastload.prove("/logs/run-1", "/logs/run-2")
-        print(proof)  # "the data differs from step 41 of epoch 0 on: ..."
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
+
+        def state(workers):
+            loader = DataLoader(dataset, 8, num_workers=workers, seed=1)
+            for images, labels in loader:
+                pass
+            return loader.state_dict()
+
+        print(prove(state(0), state(2)))  # the same data in all 3 steps
 
     Each side is a state dict, the path of one (a file of `torch.save` or JSON, where it may lie inside a
     bigger checkpoint), the path of a rank's log or of a directory of logs, or a list of these, one per rank.

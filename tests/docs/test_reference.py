@@ -332,6 +332,9 @@ def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
     check_keys("cache clear", answer("cache", "clear", cache, "--yes"))
     check_keys("An error", answer("cache", "check", tmp_path / "absent"))
     check_keys("doctor", answer("doctor"))
+    log = tmp_path / "log"
+    list(fastload.DataLoader(list(range(4)), sample_log=log))  # type: ignore[arg-type]
+    check_keys("prove", answer("prove", log, log))
     (photos / "bad" / "bad.jpg").unlink()
     (photos / "bad").rmdir()
     check_keys("bench", answer("bench", photos, "--num-workers", 0, "--epochs", 1))
