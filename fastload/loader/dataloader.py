@@ -281,6 +281,9 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         `set_epoch` of the sampler, called after this, names the epoch of the next iteration: a state from
         between two epochs continues with that epoch; a position in the middle of another epoch is dropped.
 
+        What `exclude` and `skip` left out before is replaced by what the state has, with a warning where
+        samples are used again by that.
+
         Generators that were given to the loader or its sampler are restored. The process-wide ones are not,
         and a resumed epoch does not repeat the draws that the saved run made from them.
 

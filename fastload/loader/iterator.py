@@ -251,17 +251,16 @@ class LoaderIterator(TorchIterator):
     def _follow_rules(self) -> None:
         """The rules have changed: revise once more what was given out and was not handed out."""
         revision, progress = self._revision, self._progress
-        before = revision.excluded
-        revision.look(progress.batches)
-        if revision.excluded != before:
-            self._executor.leave_out(revision.excluded)
+        before, newer = revision.excluded, revision.newer(progress.batches)
+        if newer.excluded != before:
+            self._executor.leave_out(newer.excluded)
         for seq in self._reorder.expected():
             given = progress.given_out(seq - self._first)
             if given is None:
                 continue
-            revised = revision(given.step, given.index)
+            revised = newer(given.step, given.index)
             same = revised is not None and revised.replaced == given.revised.replaced
-            if same and not revision.may_choose(given.revised, before):
+            if same and not newer.may_choose(given.revised, before):
                 continue
             index = None if revised is None else revised.index
             if self._reorder.has(seq) or not self._executor.revise(seq, index):
@@ -269,6 +268,7 @@ class LoaderIterator(TorchIterator):
             elif revised is None:
                 self._reorder.forget(seq)
             progress.revise(seq - self._first, revised)
+        revision.take_over(newer)  # last: after Ctrl-C all of this is done again
 
     def _make_again(self, arrival: Arrival) -> None:
         """It was made by rules that have changed: discard it, and make it again unless it is skipped now.

@@ -176,15 +176,24 @@ class LeftOut:
         self._exclusions: list[_Exclusion] = []
         self._epochs: dict[int, _Epoch] = {}
 
-    def at(self, epoch: int, step: int) -> Rules:
-        """The rules that hold, or held, for a step of an epoch."""
+    def at(self, epoch: int, step: int, per_step: int | None = None) -> Rules:
+        """The rules that hold, or held, for a step of an epoch.
+
+        Args:
+            per_step: the step is one of other ranks: the whole epoch is read with so many samples a step.
+        """
         excluded: Samples = {}
+        found = self._epochs.get(epoch, _Epoch([], []))
+        segments = found.segments
+        if per_step is not None:
+            sample, segments = step * per_step, [Segment(0, 0, per_step)]
+            own = next((one for one in reversed(found.segments) if one.sample <= sample), segments[0])
+            step = own.step + (sample - own.sample) // own.per_step
         for one in self._exclusions:
             if (one.epoch, one.step) <= (epoch, step) and not (one.epoch == epoch and step in one.ahead):
                 for source, ranges in one.samples.items():
                     excluded[source] = _merged([*excluded.get(source, []), *ranges])
-        found = self._epochs.get(epoch, _Epoch([], []))
-        return Rules(excluded, found.segments, found.skipped)
+        return Rules(excluded, segments, found.skipped)
 
     def exclusions_at(self, epoch: int, step: int) -> LeftOut:
         """Rules by which those samples are left out always that were left out in a step."""
@@ -255,14 +264,18 @@ class LeftOut:
         self.version += 1
 
     def leave(self, epoch: int) -> None:
-        """An epoch begins: forget the segments of earlier ones of which nothing was skipped."""
-        for one in [one for one, found in self._epochs.items() if one < epoch and not found.skipped]:
-            del self._epochs[one]
+        """An epoch begins: forget the segments of earlier ones to which no rule refers."""
+        kept = self._epochs_with_rules()
+        self._epochs = {one: found for one, found in self._epochs.items() if one >= epoch or one in kept}
+
+    def _epochs_with_rules(self) -> set[int]:
+        skipping = {epoch for epoch, found in self._epochs.items() if found.skipped}
+        return skipping | {one.epoch for one in self._exclusions}
 
     def state(self) -> dict[str, Any]:
         """As JSON."""
-        skipping = {epoch: found for epoch, found in sorted(self._epochs.items()) if found.skipped}
-        if not skipping and not self._exclusions:
+        kept = self._epochs_with_rules()
+        if not kept:
             return {}
         return {
             "excluded": [
@@ -273,9 +286,10 @@ class LeftOut:
                 }
                 for one in self._exclusions
             ],
-            "skipped": [
-                {"epoch": epoch, "segments": _as_lists(found.segments), "samples": _as_lists(found.skipped)}
-                for epoch, found in skipping.items()
+            "epochs": [
+                {"epoch": epoch, "segments": _as_lists(found.segments), "skipped": _as_lists(found.skipped)}
+                for epoch, found in sorted(self._epochs.items())
+                if epoch in kept
             ],
         }
 
@@ -296,9 +310,9 @@ class LeftOut:
             ]
             epochs = {
                 int(one["epoch"]): _Epoch(
-                    [Segment(*map(int, numbers)) for numbers in one["segments"]], _as_ranges(one["samples"])
+                    [Segment(*map(int, numbers)) for numbers in one["segments"]], _as_ranges(one["skipped"])
                 )
-                for one in state.get("skipped", [])
+                for one in state.get("epochs", [])
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArgumentError(

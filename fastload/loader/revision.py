@@ -27,28 +27,32 @@ class Revision:
     Args:
         left_out: of the loader.
         reading: of the epoch.
+        step: the next one that is handed out.
         replaces: with `on_error="replace"` a worker chooses samples too.
     """
 
-    def __init__(self, left_out: LeftOut, reading: Reading, *, replaces: bool) -> None:
+    def __init__(self, left_out: LeftOut, reading: Reading, step: int, *, replaces: bool) -> None:
         self._left_out = left_out
         self._reading = reading
         self._replaces = replaces
-        self.look(0)
+        self._seen, self._rules = left_out.version, left_out.at(reading.epoch, step)
 
     def __call__(self, step: int, index: Any) -> Revised | None:
-        """The index batch as it is to be given out, by the rules that were looked at; None: it is skipped."""
+        """The index batch as it is to be given out; None: its step is skipped."""
         return self._rules.revise(self._reading, step, index) if self._rules else Revised(index, {})
-
-    def look(self, step: int) -> None:
-        """Take the rules that hold from this step on."""
-        self._seen = self._left_out.version
-        self._rules = self._left_out.at(self._reading.epoch, step)
 
     @property
     def changed(self) -> bool:
-        """Whether the rules have changed since they were looked at."""
+        """Whether the rules have changed since."""
         return self._left_out.version != self._seen
+
+    def newer(self, step: int) -> Revision:
+        """By the rules that hold now, from this step on."""
+        return Revision(self._left_out, self._reading, step, replaces=self._replaces)
+
+    def take_over(self, newer: Revision) -> None:
+        """From now on, the rules are those of `newer`."""
+        self._seen, self._rules = newer._seen, newer._rules
 
     @property
     def excluded(self) -> frozenset[int]:
@@ -124,18 +128,15 @@ def begin(loader: Any, left_out: LeftOut, progress: Progress, seed: int) -> Revi
     Raises:
         ArgumentError: something is left out, and the samples of this epoch have no index.
     """
+    replaces, step = loader.on_error == "replace", progress.batches
     if not progress.unordered:
         left_out.leave(progress.epoch)
         enter(loader, left_out, progress.epoch, progress.place)
-        revision = Revision(
-            left_out, reading_of(loader, seed, progress.epoch), replaces=loader.on_error == "replace"
-        )
-        revision.look(progress.batches)
-        return revision
-    if left_out.at(progress.epoch, progress.batches):
+        return Revision(left_out, reading_of(loader, seed, progress.epoch), step, replaces=replaces)
+    if left_out.at(progress.epoch, step):
         raise ArgumentError(
             "samples are excluded or steps are skipped, which needs samples that have an index, and these "
             "shards are read as streams: index them first with `fastload index URL`, or read them once "
             "through a cache"
         )
-    return Revision(left_out, Reading(loader.dataset, seed, progress.epoch), replaces=False)
+    return Revision(left_out, Reading(loader.dataset, seed, progress.epoch), step, replaces=False)
