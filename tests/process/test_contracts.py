@@ -54,6 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 class OfDatasets(DatasetTests):
     start_methods: ClassVar[Any] = ("fork",)
+    num_workers: ClassVar[Any] = (2,)
     root: Path
 
     @pytest.fixture(autouse=True)
@@ -66,6 +67,7 @@ class TestImageFolder(OfDatasets):
 
     random = True
     start_methods = ("fork", "forkserver")
+    num_workers = (1, 2)
 
     def make(self) -> Any:
         return fastload.ImageFolder(self.root / "photos", CROP)
@@ -76,16 +78,9 @@ class TestImageFolder(OfDatasets):
     bad: ClassVar[list[int]] = [2, 11]  # in the order of the classes
 
 
-class TestImageFolderWithCache(OfDatasets):
-    random = False
-
-    def make(self) -> Any:
-        return fastload.ImageFolder(self.root / "photos", CenterCrop(12), cache=self.cache)
-
-
 class TestObjectDataset(OfDatasets):
     def make(self) -> Any:
-        return fastload.ObjectDataset(self.root / "photos", decode=len)
+        return fastload.ObjectDataset(self.root / "photos", decode=len, cache=self.cache)
 
 
 class TestTarDataset(OfDatasets):
@@ -296,7 +291,7 @@ class TestCenterCrop(TransformTests):
 
 
 class TestNormalize(TransformTests):
-    out = "bfloat16", (2, 8, 8, 3)
+    out = "bfloat16", (2, 3, 8, 8)
     random = False
     start_methods = ("fork",)
 
