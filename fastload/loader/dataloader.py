@@ -237,8 +237,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         then has none left), and after the end of the iteration (the next epoch then begins). No sample is
         lost or seen twice, but for the padding (with drop_last: the cut) at the end of an epoch that is dealt
         to ranks, and but for shards that are not indexed yet, whose number of ranks can change between epochs
-        only. A state is JSON of a few hundred bytes for any number of samples. It has a few kilobytes with
-        the state of a generator, and more if the sampler or dataset of the user has a state.
+        only. A state is JSON of one or two kilobytes for any number of samples. It has a few kilobytes more
+        with the state of a generator, and if the sampler or dataset of the user has a state.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
           torch draws. torch's other samplers, and samplers with a generator of their own: the state has the
