@@ -12,19 +12,16 @@ import gc
 import multiprocessing
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from fastload.fetch import threads
 from fastload.store import client_process
+from fastload.testing import leaks
 from fastload.workers.executor import PRELOADED
 from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE
@@ -46,39 +43,6 @@ client_process.IDLE_SECONDS = 1.0
 _FAILED = pytest.StashKey[bool]()
 
 
-def _held() -> dict[str, set[object]]:
-    """What this process holds that could leak. LMDB environments and read-only maps count as descriptors."""
-    mine = {child.pid for child in psutil.Process().children(recursive=True)}
-    servers, pipes = _multiprocessing_servers()
-    return {
-        "processes": mine - servers,
-        "threads": {thread.ident for thread in threading.enumerate()},
-        "descriptors": {_describe(fd) for fd in Path("/proc/self/fd").iterdir() if int(fd.name) not in pipes}
-        - {None},
-        "shared memory": {
-            path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "fastload"))
-        },
-    }
-
-
-def _multiprocessing_servers() -> tuple[set[int], set[int]]:
-    """(processes, descriptors) that multiprocessing keeps on purpose until this process ends."""
-    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
-    return (
-        {pid for pid in (server._forkserver_pid, tracker._pid) if pid is not None},
-        {fd for fd in (server._forkserver_alive_fd, tracker._fd) if fd is not None},
-    )
-
-
-def _describe(fd: Path) -> tuple[str, str] | None:
-    try:
-        target = str(fd.readlink())
-    except OSError:
-        return None
-    # obstore's runtime has three of these for the life of a process that used it.
-    return None if target in ("anon_inode:[eventpoll]", "anon_inode:[eventfd]") else (fd.name, target)
-
-
 def pytest_collection_finish() -> None:
     """Exempt what all test modules imported from garbage collection: with torch, one takes 0.1 to 0.4 s."""
     gc.collect()
@@ -98,19 +62,13 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     A test that failed is not looked at: its traceback keeps all that its frames hold.
     """
-    before = _held()
+    before = leaks.held()
     yield
     if request.node.stash.get(_FAILED, False):
         return
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        gc.collect()
-        left = {kind: now - before[kind] for kind, now in _held().items() if now - before[kind]}
-        if not left:
-            return
-        if time.monotonic() > deadline:
-            pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
-        time.sleep(0.05)
+    left = leaks.left_behind(before, PATIENCE)
+    if left:
+        pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ subclass supplies the source, the record of an index, and the way from a value t
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
@@ -165,7 +166,7 @@ class StoreDataset(Dataset[Any]):
 
     def records(self, indices: Iterable[int]) -> NDArray[np.int64]:
         """The number by which each sample draws its random numbers: the same, whatever its index is."""
-        return np.fromiter(map(self._record, indices), np.int64)
+        return np.fromiter(map(operator.index, indices), np.int64) % len(self)  # type: ignore[arg-type]
 
     def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """A number for each sample: of its key and version, wherever it is stored or cached."""

@@ -23,7 +23,6 @@ from fastload.datasets.view import View
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 from fastload.images.encoded import EncodedBatch
-from fastload.images.rng import mix_all
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
 
@@ -175,7 +174,7 @@ class ImageFolder(ObjectDataset):
     def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         assert self._manifest.labels is not None
         labels = self._index_of[self._manifest.labels[records]]
-        return mix_all(super().identities(records) + labels.view(np.uint64))
+        return super().identities(records) + labels.view(np.uint64)
 
     def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
         return Manifest.open(

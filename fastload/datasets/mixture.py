@@ -254,6 +254,10 @@ class Mixture(ConcatDataset[Any]):
         offset = self._offset(source)
         return index - index % _MOST + offset + number % (self.cumulative_sizes[source] - offset)
 
+    def position(self, index: int) -> int:
+        """The position of a sample in the concatenation of the sources, whatever the pass."""
+        return index % _MOST
+
     def sample_name(self, index: int) -> str:
         """A sample in error messages."""
         source = self._source(index)

@@ -223,6 +223,10 @@ class ObjectDataset(StoreDataset):
             )
         return None
 
+    def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
+        """Key -> indices of the samples that have it; keys that no sample has are left out."""
+        return self._manifest.find(keys)
+
     # --- what `StoreDataset` asks for
 
     def _source(self) -> ObjectSource:

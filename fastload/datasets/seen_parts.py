@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,16 @@ class ConcatRows(Rows):
                 inner = self.inner[part].prepare([index for _, index in requests], digest(seed, part), epoch)
             made |= {row: one for (row, _), one in zip(requests, inner, strict=True)}
         return [made[row] for row in range(len(indices))]
+
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        found: dict[str, list[int]] = {}
+        for start, part in zip([0, *self._ends], self.inner, strict=False):
+            inside = part.find(keys)
+            if inside is None:
+                return None
+            for key, ats in inside.items():
+                found.setdefault(key, []).extend(start + at for at in ats)
+        return found
 
     def key(self, index: Any) -> str | None:
         part, index = self.locate(index)
@@ -157,6 +167,9 @@ class StackRows(Rows):
 
     def _join_made(self, several: Sequence[MadeSample]) -> Any:
         return self._joined([one() for one in several])
+
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        return self.inner[0].find(keys) or None  # a sample has the key of the first part that has keys
 
     def key(self, index: Any) -> str | None:
         """Of the first part that has keys."""

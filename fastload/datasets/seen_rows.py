@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NoReturn
 
@@ -104,6 +104,10 @@ class Rows(ABC):
         Raises:
             Exception: one that ends the batch, such as MemoryError.
         """
+
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        """Key -> indices of the samples that have it; None where only a look at the keys of all tells."""
+        return None
 
     def key(self, index: Any) -> str | None:
         """The key of a sample; None where it has none."""
@@ -221,6 +225,11 @@ class LeafRows(Rows):
             for row in range(len(indices))
         ]
 
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        kind = type(self.dataset)
+        own_key = not getattr(getattr(kind, "key", None), "__module__", "").startswith("fastload.")
+        return None if own_key or not hasattr(kind, "find") else self.dataset.find(keys)
+
     def key(self, index: Any) -> str | None:
         return str(self.dataset.key(index)) if hasattr(self.dataset, "key") else None
 
@@ -275,6 +284,9 @@ class _Through(Rows):
     def cancel(self, indices: list[Any]) -> None:
         self._rows.cancel(indices)
 
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        return self._rows.find(keys)
+
     def key(self, index: Any) -> str | None:
         return self._rows.key(index)
 
@@ -305,6 +317,9 @@ class OwnRows(_Through):
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         return [partial(operator.getitem, self._dataset, index) for index in indices]
+
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        return {}  # see `key`
 
     def key(self, index: Any) -> str | None:
         return None  # the method may read another sample
@@ -346,6 +361,17 @@ class SubsetRows(_Through):
         inner = self._rows.prepare([at for _, at in found], seed, epoch)
         made |= {row: one for (row, _), one in zip(found, inner, strict=True)}
         return [made[row] for row in range(len(indices))]
+
+    def find(self, keys: Set[str]) -> dict[str, list[int]] | None:
+        inside = self._rows.find(keys)
+        if inside is None:
+            return None
+        key_of = {at: key for key, ats in inside.items() for at in ats}
+        found: dict[str, list[int]] = {}
+        for index, at in enumerate(map(operator.index, self._indices)):
+            if at in key_of:
+                found.setdefault(key_of[at], []).append(index)
+        return found
 
     def key(self, index: Any) -> str | None:
         return self._rows.key(self._indices[index])

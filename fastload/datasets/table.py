@@ -210,6 +210,20 @@ class TableDataset(FieldsDataset):
     def outstanding(self) -> int:
         return -(-super().outstanding() // max(1, len(self._files)))
 
+    def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
+        """Key -> indices of the samples that have it, as `key` gives it."""
+        if not self._files:
+            numbers = {key: key.removeprefix("row ") for key in keys if key.startswith("row ")}
+            return {
+                key: [int(number)]
+                for key, number in numbers.items()
+                if number.isdecimal() and key == f"row {int(number)}" and int(number) < self._count
+            }
+        count = len(self._files)
+        found = self._manifest.find(keys)
+        firsts = {key: [one // count for one in ones if one % count == 0] for key, ones in found.items()}
+        return {key: rows for key, rows in firsts.items() if rows}
+
     # --- RowDataset
 
     def prefetch(self, indices: Iterable[int]) -> None:

@@ -68,9 +68,8 @@ class TableColumns:
     def identities(self, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
         """A number for the values of each of these rows."""
         found = self._identities[rows]
-        unknown = np.flatnonzero(found == 0)
-        if len(unknown):
-            for at in unknown.tolist():
+        if not found.all():
+            for at in np.flatnonzero(found == 0).tolist():
                 found[at] = xxhash.xxh3_64_intdigest(dump(self.row(int(rows[at]))))
             self._identities[rows] = found
         return found

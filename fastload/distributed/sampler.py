@@ -134,6 +134,11 @@ class DistributedSampler(torch.utils.data.DistributedSampler[int]):
         self._start: int | None = None  # where the next iteration starts, once that is settled
         self._position = (0, 0)  # (epoch, samples consumed on all ranks)
 
+    @property
+    def column(self) -> int:
+        """This rank reads the samples `column`, `column + num_replicas`, ... of the order of all ranks."""
+        return self._column
+
     def __iter__(self) -> Iterator[int]:
         # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
         self.start_epoch()

@@ -100,6 +100,7 @@ class ObjectSource:
         if not fresh.version:  # it could be cached under no name of its own
             raise error
         self._fresh[index] = fresh
+        self._manifest.read_anew(index, fresh.version)
 
     def _version(self, index: int) -> str:
         fresh = self._fresh.get(index)

@@ -109,6 +109,8 @@ class Side:
 
     Attributes:
         parts: (how often the number of ranks had changed, number of ranks) -> the ranks that are known.
+        uneven: the states of the ranks are of different steps.
+        finished: of such a side: all its ranks have finished the epochs before this one.
     """
 
     def __init__(self, name: str, digests: list[Digest], logs: list[_Log]) -> None:
@@ -116,6 +118,7 @@ class Side:
         self.logged = bool(logs)
         self.parts: dict[tuple[int, int], list[int]]
         self._digest = None
+        self.uneven, self.finished = False, 0
         if logs:
             runs = [run.begins for log in logs for run in log.runs]
             self._world_size = max(runs, key=lambda one: one.time).world_size if runs else 1
@@ -124,6 +127,9 @@ class Side:
         elif digests:
             groups = _groups(name, digests)
             self.parts = {place: sorted(ranks) for place, ranks in groups.items()}
+            last = groups[max(groups)].values()
+            self.uneven = len({one.steps for one in last}) > 1
+            self.finished = min(one.epochs[-1].epoch if one.epochs else 0 for one in last)
             self._digest = merged(list(ranks.values()) for ranks in groups.values())
 
     @functools.cached_property
@@ -177,9 +183,6 @@ def _groups(name: str, digests: list[Digest]) -> dict[tuple[int, int], dict[int,
                 raise ArgumentError(
                     f"{name} has two states of rank {one.rank}: give one state of each rank, of one run"
                 )
-    last = max(groups)
-    if len({one.steps for one in groups[last].values()}) > 1:
-        raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
     return groups
 
 

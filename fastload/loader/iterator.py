@@ -22,6 +22,7 @@ from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
+from fastload.loader.revision import Revision, begin
 from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, shard_data_pipe
 from fastload.metrics.tracing import stage
@@ -47,12 +48,14 @@ class LoaderIterator(TorchIterator):
     _device: DevicePrefetcher | None = None
     _schedule: Schedule
     _progress: Progress
+    _revision: Revision
 
     def __init__(self, loader: Any, context: LoaderContext) -> None:
         # Persistent workers end with their loader, so there must be no cycle: no reference back to it.
         self._context = context
         self._sent = self._first = 0  # sequence numbers: of the next work, of the first of this epoch
         self._reorder = ReorderBuffer(in_order=loader.in_order)
+        self._outdated: set[int] = set()  # work that may be made by rules which have changed
         self.broken = False
         inline = loader.num_workers == 0
         if inline:
@@ -67,7 +70,7 @@ class LoaderIterator(TorchIterator):
         if inline:
             if context.position.order_was_undone:
                 self._sampler_iter = iter(self._index_sampler)
-            self._take_position()
+            self._take_position(loader)
             self._start_epoch(loader)
         else:
             self._reset(loader, first_iter=True)
@@ -85,8 +88,13 @@ class LoaderIterator(TorchIterator):
         self._context.meter.asked()
         if self._device is not None:
             self._device.mark_wait()
+        if self._revision.changed:
+            self._follow_rules()
         while (seq := self._next_due()) is not None:  # schedule -> executor
             arrival = self._wait_for(seq)  # executor -> reorder
+            if arrival.seq in self._outdated:
+                self._make_again(arrival)
+                continue
             self._start_copies()  # reorder -> device
             if not arrival.exhausted and not self._schedule.goes_on(self._reorder.ready):
                 break
@@ -135,13 +143,15 @@ class LoaderIterator(TorchIterator):
         seq, self._sent = self._sent, self._sent + 1
         self._reorder.expect(seq, lane)
         try:
-            decoding = self._context.decoding
-            encoded = decoding is not None and decoding.next_encoded()
-            self._executor.submit(worker_id, seq, index, encoded=encoded)
+            self._executor.submit(worker_id, seq, index, encoded=self._next_encoded())
         except BaseException:  # an index that cannot be pickled, Ctrl-C: nobody may wait for this batch
             self._reorder.forget(seq)
             raise
         return worker_id
+
+    def _next_encoded(self) -> bool:
+        decoding = self._context.decoding
+        return decoding is not None and decoding.next_encoded()
 
     def _wait_for(self, seq: int) -> Arrival:
         """Wait for the next result: the one that is due, or the first one if order does not matter."""
@@ -180,7 +190,7 @@ class LoaderIterator(TorchIterator):
             return
         self._receive(wait=False)
         for arrival in self._reorder.first(1 + device.ahead):
-            if arrival.load is not None:
+            if arrival.load is not None and arrival.seq not in self._outdated:
                 device.start(arrival.seq, arrival.load)
 
     def _hand_over(self, lane: int, arrival: Arrival) -> Any:
@@ -224,9 +234,65 @@ class LoaderIterator(TorchIterator):
             self._executor.finish(worker_id)
 
     def _count(self, lane: int, arrival: Arrival) -> None:
-        step = self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
+        step, substitutes = self._progress.handed_out(arrival.seq - self._first, lane, arrival.after)
         self._context.handed_over(self._progress.epoch, step, arrival.witness)
         self._progress.next_worker = self._reorder.next_lane()
+        self._count_left_out(substitutes)
+
+    def _count_left_out(self, substitutes: int) -> None:
+        steps, self._progress.steps_left_out = self._progress.steps_left_out, 0
+        if substitutes:
+            self._context.counters.add("left_out.samples", substitutes)
+        if steps:
+            self._context.counters.add("left_out.steps", steps)
+
+    # --- what is left out
+
+    def _follow_rules(self) -> None:
+        """The rules have changed: revise once more what was given out and was not handed out."""
+        revision, progress = self._revision, self._progress
+        before = revision.excluded
+        revision.look(progress.batches)
+        if revision.excluded != before:
+            self._executor.leave_out(revision.excluded)
+        for seq in self._reorder.expected():
+            given = progress.given_out(seq - self._first)
+            if given is None:
+                continue
+            revised = revision(given.step, given.index)
+            same = revised is not None and revised.replaced == given.revised.replaced
+            if same and not revision.may_choose(given.revised, before):
+                continue
+            index = None if revised is None else revised.index
+            if self._reorder.has(seq) or not self._executor.revise(seq, index):
+                self._outdated.add(seq)
+            elif revised is None:
+                self._reorder.forget(seq)
+            progress.revise(seq - self._first, revised)
+
+    def _make_again(self, arrival: Arrival) -> None:
+        """It was made by rules that have changed: discard it, and make it again unless it is skipped now.
+
+        Now, when it is due, and not when the rules change: a worker makes no other batch before those that it
+        has made leave the loader, so it could wait for ever.
+        """
+        seq, worker_id = arrival.seq, arrival.worker_id
+        given = self._progress.given_out(seq - self._first)
+        if given is None:
+            lane = self._reorder.take(seq)
+            self._outdated.discard(seq)
+            self._discard(arrival)
+            self._give_more(lane, worker_id)
+            return
+        try:
+            self._reorder.expect_again(seq)
+            self._outdated.discard(seq)
+            self._discard(arrival)
+            index = given.revised.index
+            self._executor.submit(worker_id, seq, index, encoded=self._next_encoded(), again=True)
+        except BaseException:  # Ctrl-C: nobody may wait for this batch, which whoever resumes gets
+            self._reorder.forget(seq)
+            raise
 
     # --- what ends before the epoch does
 
@@ -266,16 +332,19 @@ class LoaderIterator(TorchIterator):
         previous = None if first_iter else self._progress
         self._progress = self._context.position.begin(loader, previous)
         super()._reset(loader, first_iter)
-        self._take_position()
+        self._take_position(loader)
         self._start_epoch(loader)
         if previous is not None and previous.ran_on:
             # These workers' datasets went on after the break: only they know where this epoch begins.
             while self._reorder.waits_for_lanes():
                 self._receive()
 
-    def _take_position(self) -> None:
-        self._sampler_iter = self._context.position.started(
-            self._progress, int(self._base_seed), self._sampler_iter
+    def _take_position(self, loader: Any) -> None:
+        context, base_seed = self._context, int(self._base_seed)
+        self._seed = base_seed if loader.seed is None else int(loader.seed)
+        self._revision = begin(loader, context.left_out, self._progress, self._seed)
+        self._sampler_iter = context.position.started(
+            self._progress, base_seed, self._sampler_iter, self._revision
         )
         self._num_yielded = self._progress.batches
 
@@ -289,17 +358,20 @@ class LoaderIterator(TorchIterator):
             context.autoscaler.start_epoch(context.counters["wait.batches"])
         for arrival in self._reorder.clear():
             self._discard(arrival)
+        self._outdated.clear()
         if self._device is not None:
             self._device.end_epoch()
         self._first = self._sent
         self._schedule = self._new_schedule(loader, wanted)
         self._executor.start_epoch(
             self._sent,
-            int(self._base_seed if loader.seed is None else loader.seed),
+            self._seed,
             self._progress.epoch,
             streamed=self._schedule.streamed,
             shared_seed=self._shared_seed,
         )
+        if self._revision.excluded:
+            self._executor.leave_out(self._revision.excluded)
         if self._executor.concurrent:
             self._fill()
 
@@ -375,6 +447,7 @@ class LoaderIterator(TorchIterator):
         for arrival in self._reorder.clear():
             self._discard(arrival)
         self._progress.finish()
+        self._count_left_out(0)
         self._context.meter.stop()
         self._context.flush_log()
         if self._context.autoscaler is not None:

@@ -11,9 +11,9 @@ import copy
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +27,26 @@ from torch.utils.data import (
 from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
+from fastload.loader.left_out import Revised
 from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import default_device
 from fastload.workers.dataset_state import is_stateful
 
-__all__ = ["Order", "Progress", "draw_seed", "read_generator", "write_generator"]
+__all__ = ["GivenOut", "Order", "Progress", "Revise", "draw_seed", "read_generator", "write_generator"]
+
+Revise = Callable[
+    [int, Any], Revised | None
+]  # (step, index batch) -> what is given to a worker; None: skipped
 
 _END = object()
+
+
+class GivenOut(NamedTuple):
+    """An index batch that was given out: its step, as the sampler gave it, and as a worker got it."""
+
+    step: int
+    index: Any
+    revised: Revised
 
 
 class Order:
@@ -215,6 +228,7 @@ class Progress:
         self.base_seed = 0
         self.next_worker = 0
         self.finished = False
+        self.steps_left_out = 0  # of those that were skipped, in the prefix
         self.workers = workers
         # Plain data, as it stands in a state. "batches": in the prefix of the order that was handed out;
         # "ahead": batches handed out beyond it, which in_order=False allows; "sampler": its state after the
@@ -231,7 +245,10 @@ class Progress:
         }
         order.handed_out(self.place["sampler"])
         self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
-        self._due: dict[int, int] = {}  # ticket -> batch
+        self._due: dict[int, GivenOut] = {}  # by ticket
+        self._skipped: set[int] = (
+            set()
+        )  # batches that were drawn, are not handed out, and wait for the prefix
         self._after: dict[int, dict[str, Any]] = {}  # batch -> what `place` says once it is in the prefix
 
     @property
@@ -283,8 +300,8 @@ class Progress:
             )
         return index_batches
 
-    def watch(self, index_batches: Iterator[Any]) -> Iterator[Any]:
-        """What of it was not handed out yet, with note of it. The n-th of these has ticket n, from 0."""
+    def watch(self, index_batches: Iterator[Any], revise: Revise) -> Iterator[Any]:
+        """What of it is to be handed out, with note of it. The n-th of these has ticket n, from 0."""
         order, passed, check, ticket = self._order, frozenset(self.place["ahead"]), self.place["check"], 0
         drawing = order.drawing()  # once: to ask for torch's default device takes microseconds
         for number in itertools.count(self.batches):
@@ -301,42 +318,75 @@ class Progress:
             elif order.foreign:
                 check = _added(check, index)
                 self._after[number] = {"check": check}
-            if number not in passed:
-                self._due[ticket] = number
+            if number in passed:
+                continue
+            revised = revise(number, index)
+            if revised is None:
+                self._skipped.add(number)
+            else:
+                self._due[ticket] = GivenOut(number, index, revised)
                 ticket += 1
-                yield index
+                yield revised.index
         self._after[-1] = {"sampler": order.sampler_state()}
+
+    def given_out(self, ticket: int) -> GivenOut | None:
+        """What was given out with this ticket; None where it was handed out, or is skipped now."""
+        return self._due.get(ticket)
+
+    def revise(self, ticket: int, revised: Revised | None) -> None:
+        """What was given out is revised once more before it is handed out; None: its step is skipped now."""
+        if revised is None:
+            self._skipped.add(self._due.pop(ticket).step)
+        else:
+            self._due[ticket] = self._due[ticket]._replace(revised=revised)
 
     def began(self, worker_id: int = 0, state: Any = None) -> None:
         """The state of the dataset before anything was read from it in this epoch."""
         if self.workers[worker_id]["fresh"] and state is not None:
             self.workers[worker_id].update(fresh=False, state=state)
 
-    def handed_out(self, ticket: int, worker_id: int, state: Any) -> int:
-        """A batch reached the user, or the exception that it raised did. Returns its step of the epoch.
+    def handed_out(self, ticket: int, worker_id: int, state: Any) -> tuple[int, int]:
+        """A batch reached the user, or the exception that it raised did.
+
+        Returns:
+            (its step of the epoch, how many substitutes for excluded samples it has).
 
         Where the epoch is read as streams, `worker_id` is the stream's, and `state` too.
         """
         if self.streams is not None:
             self.streams.handed_out(worker_id, state)
             self.place["batches"] += 1
-            return self.batches - 1
+            return self.batches - 1, 0
         worker = self.workers[worker_id]
         worker.update(batches=worker["batches"] + 1, fresh=False, state=state)
         if self.unordered:
             self.place["batches"] += 1
-            return self.batches - 1
+            return self.batches - 1, 0
+        given = self._due.pop(ticket)
+        self.place["ahead"].append(given.step)
+        self._advance()
+        return given.step, len(given.revised.replaced)
+
+    def _advance(self, *, ended: bool = False) -> None:
+        """The prefix goes on over what was handed out, and over skipped batches before that.
+
+        Not over those after it, until the epoch has `ended`: they may be drawn or not, and states must not
+        depend on how far ahead this loader draws.
+        """
         place, first = self.place, self.batches
         ahead: list[int] = place["ahead"]
-        step = self._due.pop(ticket)
-        ahead.append(step)
         noted = self._order.followed or self._order.foreign
-        while first in ahead and (not noted or first in self._after):
-            ahead.remove(first)
+        while first in ahead or (first in self._skipped and (ahead or ended)):
+            if noted and first not in self._after:
+                break
+            if first in self._skipped:
+                self._skipped.remove(first)
+                self.steps_left_out += 1
+            else:
+                ahead.remove(first)
             place |= self._after.pop(first, {})
             first = place["batches"] = first + 1
         self._order.handed_out(place["sampler"])
-        return step
 
     def ended(self, worker_id: int, state: Any) -> None:
         """An iterable dataset, or a worker's part of it, or the stream `worker_id`, is at its end."""
@@ -349,6 +399,8 @@ class Progress:
         """The user was told that the iteration is over."""
         if self.streams is not None and not self.finished:
             self._order.start_epoch()
+        if not self.unordered and not self.finished:
+            self._advance(ended=True)
         self.finished = True
         if self._order.give_back():  # the last batch, where drop_last is set
             self._after.clear()

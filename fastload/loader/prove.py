@@ -107,7 +107,7 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
         return Proof(False, why, epoch, step, row.rank, row.row)
     row = new[0]
     if any(one.sample == row.sample for one in gone):
-        what = f"sample {row.sample} has another version, label or random numbers than in {a.name}"
+        what = f"sample {row.sample} has another key, version, label or random numbers than in {a.name}"
     elif gone:
         at_home = (one for one in gone if (one.rank, one.row) == (row.rank, row.row))
         what = f"sample {row.sample} stands where {a.name} has sample {next(at_home, gone[0]).sample}"
@@ -121,10 +121,18 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
 
 
 def _without(rows: list[Row], others: list[Row]) -> list[Row]:
-    """The rows that have no equal among the others."""
+    """The rows that have no equal among the others: of their own rank first, then of any."""
+    of_rank = Counter((row.rank, row.witness) for row in others)
     left = Counter(row.witness for row in others)
-    found = []
+    rest = []
     for row in rows:
+        if of_rank[row.rank, row.witness]:
+            of_rank[row.rank, row.witness] -= 1
+            left[row.witness] -= 1
+        else:
+            rest.append(row)
+    found = []
+    for row in rest:
         left[row.witness] -= 1
         if left[row.witness] < 0:
             found.append(row)
@@ -142,6 +150,8 @@ def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
 
 
 def _compare_states(a: Side, b: Side, steps: int) -> Proof:
+    if a.uneven or b.uneven:
+        return _compare_finished(a, b)
     one, other = a.digest(steps), b.digest(steps)
     if one.batch != other.batch:
         return _compare_epochs(a, b, a.digest(None), b.digest(None))
@@ -154,6 +164,23 @@ def _compare_states(a: Side, b: Side, steps: int) -> Proof:
             return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
         begun, passed = epoch, ends_a[epoch].steps
     return _compare_last(a, b, one, other, begun, passed)
+
+
+def _compare_finished(a: Side, b: Side) -> Proof:
+    """States of which some ranks are ahead: the epochs that all of them have finished can be compared."""
+    one, other = a.digest(None), b.digest(None)
+    if one.sums == other.sums:
+        return _same(one.steps, a, b, one.steps, other.steps)
+    ends_a, ends_b = _before(one), _before(other)
+    begun = 0
+    for epoch in sorted(ends_a.keys() & ends_b.keys()):
+        if any(side.uneven and epoch > side.finished for side in (a, b)):
+            break
+        if ends_a[epoch] != ends_b[epoch]:
+            return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
+        begun = epoch
+    name = (a if a.uneven else b).name
+    raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
 
 
 def _before(digest: Digest) -> dict[int, EpochSums]:

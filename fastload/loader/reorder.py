@@ -64,6 +64,14 @@ class ReorderBuffer:
         """What has arrived, which stays here."""
         return self._arrived[seq]
 
+    def expected(self) -> list[int]:
+        """What was given out, the oldest first."""
+        return list(self._expected)
+
+    def expect_again(self, seq: int) -> None:
+        """It has arrived, and will arrive once more."""
+        del self._arrived[seq]
+
     def take(self, seq: int) -> int:
         """It is handed over now. Returns its lane."""
         del self._arrived[seq]

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from fastload.datasets.wrappers import as_streams
 from fastload.distributed.sampler import ShardSampler, indexed_length
 from fastload.errors import ArgumentError
-from fastload.loader.position import Order, Progress, draw_seed, read_generator, write_generator
+from fastload.loader.position import Order, Progress, Revise, draw_seed, read_generator, write_generator
 from fastload.loader.stream_epoch import Streams, check_streams
 from fastload.workers.dataset_state import load_dataset
 
 __all__ = ["LoaderState"]
 
 _VERSION = 2
+_BEGINNING: dict[str, Any] = {"batches": 0, "ahead": [], "sampler": None}  # of an epoch
 
 
 class LoaderState:
@@ -48,7 +50,7 @@ class LoaderState:
         self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up
         self._again: dict[str, Any] | None = None  # the position in the epoch that is resumed
 
-    def place(self) -> tuple[int, bool]:
+    def running(self) -> tuple[int, bool]:
         """(the epoch that runs, True), or (the next one, False)."""
         if self._loaded is not None:
             return int(self._loaded["epoch"]), bool(self._loaded["begun"])
@@ -152,12 +154,40 @@ class LoaderState:
         self._progress = progress
         return progress
 
-    def started(self, progress: Progress, base_seed: int, index_batches: Iterator[Any]) -> Iterator[Any]:
+    def started(
+        self, progress: Progress, base_seed: int, index_batches: Iterator[Any], revise: Revise
+    ) -> Iterator[Any]:
         """torch has drawn the base seed and made the sampler's iterator. Returns the rest of the order."""
         progress.base_seed = base_seed
         if self._again is not None:
             index_batches = progress.order_again(index_batches)
-        return index_batches if progress.unordered else progress.watch(index_batches)
+        return index_batches if progress.unordered else progress.watch(index_batches, revise)
+
+    # --- where the loader is
+
+    def place(self, loader: Any) -> tuple[int, Mapping[str, Any]]:
+        """(epoch, place in it) of the batch that is handed out next, as far as an epoch has begun.
+
+        That is the epoch which runs, was left early or is to be resumed; else the next one, from its start.
+        """
+        saved, progress = self._loaded, self._progress
+        if saved is not None:
+            if not saved["begun"]:
+                return saved["epoch"], _BEGINNING
+            if Order(loader).epoch != self._loaded_epoch:
+                return saved["epoch"] + 1, _BEGINNING
+            return saved["epoch"], saved
+        if progress is not None and not progress.finished:
+            return progress.epoch, progress.place
+        return self.epoch, _BEGINNING
+
+    def reads_streams(self, loader: Any) -> bool:
+        """Whether the epoch that runs, or the next one, is read as streams."""
+        progress = self._progress
+        if progress is not None and not progress.finished and self._loaded is None:
+            return progress.streams is not None
+        dataset = as_streams(loader.dataset)
+        return dataset is not None and (dataset.must_stream() or "streams" in (self._loaded or {}))
 
     # --- the state
 

@@ -17,6 +17,7 @@ from fastload.datasets.wrappers import see
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
 from fastload.loader.order_at import index_batch_at, record_to_come
+from fastload.loader.revision import reading_of
 from fastload.workers.turns import GeneratorStates
 
 if TYPE_CHECKING:
@@ -56,12 +57,14 @@ class Step(NamedTuple):
     """A step of an epoch on one rank.
 
     Attributes:
+        number: of the step.
         index: its index batch, after exclusion; None: the step is skipped.
         replaces: row -> the excluded sample in whose place another one stands.
         seed: of the samples' randomness; None: it is drawn when the epoch begins.
         epoch: the loader's count.
     """
 
+    number: int
     index: Any
     replaces: Mapping[int, Any]
     seed: int | None
@@ -76,7 +79,7 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
     """
     _check(loader, step, epoch, rank, world_size)
     context = loader.loader_context
-    running, begun = context.position.place()
+    running, begun = context.position.running()
     epoch = running if epoch is None else epoch
     record = context.history.find(epoch) if epoch < running or begun else None
     if record is None and epoch < running:
@@ -88,7 +91,22 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         record = record_to_come(loader, epoch, coming, context.history.last())
     index = index_batch_at(loader, record, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else record["base_seed"]
-    return Step(index, {}, seed, epoch)
+    rules = context.left_out.at(epoch, step)
+    if not rules:
+        return Step(step, index, {}, seed, epoch)
+    if seed is None:
+        raise ArgumentError(
+            f"epoch {epoch} has not begun, and which samples stand in for excluded ones is drawn then: give "
+            "the DataLoader a seed="
+        )
+    reading = reading_of(loader, seed, epoch, rank, world_size)
+    if world_size is not None:
+        rules = rules.read_by(reading.ranks * (loader.batch_size or 1))
+    revised = rules.revise(reading, step, index)
+    if revised is None:
+        return Step(step, None, {}, seed, epoch)
+    replaces = {row: before for row, (_, before) in revised.replaced.items()}
+    return Step(step, revised.index, replaces, seed, epoch)
 
 
 def samples_at(loader: Any, found: Step) -> list[SampleAt]:
@@ -152,6 +170,7 @@ def batch_at(loader: Any, found: Step) -> Any:
         )
     again = loader.replay_loader(found.index)
     again.loader_context.position.replay(found.epoch, found.seed)
+    again.loader_context.left_out = loader.loader_context.left_out.exclusions_at(found.epoch, found.number)
     states = GeneratorStates()
     try:
         with _as_in(loader, found):
@@ -171,7 +190,7 @@ def batch_at(loader: Any, found: Step) -> Any:
 def _as_in(loader: Any, found: Step) -> Iterator[None]:
     """Inside, the datasets are in that epoch, and what is read does not count as read ahead."""
     datasets = fastload_datasets(loader.dataset)
-    running, _ = loader.loader_context.position.place()
+    running, _ = loader.loader_context.position.running()
     token = current_reader.set(object())
     start_epoch(datasets, found.epoch)
     try:

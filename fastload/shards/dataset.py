@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from fastload.shards.own_index import read_own_indexes
 from fastload.shards.pending import PendingRecords
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
-from fastload.shards.record_source import RecordSource, ShardFormat, record_name
+from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
 from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
 from fastload.store.process import ProcessLocal
@@ -172,6 +173,20 @@ class ShardDataset(FieldsDataset):
     def shards(self) -> ShardList:
         """The shards as they were listed: key, size and version of each."""
         return self._shards
+
+    def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
+        """Key -> the index of its sample; keys that no sample has are left out. Only if all are indexed."""
+        numbers = {self._shards[shard].key: shard for shard in range(len(self._shards))}
+        firsts = [0, *accumulate(self._index.counts())]
+        found = {}
+        for key in keys:
+            name, _, offset = key.rpartition(RECORD_MARK)
+            records = self._index.get(numbers[name]) if name in numbers and offset.isdecimal() else None
+            if records is not None:
+                ordinals = np.flatnonzero(records.offsets[:, 0] == int(offset))
+                if len(ordinals):
+                    found[key] = (firsts[numbers[name]] + ordinals).tolist()
+        return found
 
     def index_of(self, shard: int) -> RecordOffsets | None:
         """The records of a shard; None: it is not indexed yet."""

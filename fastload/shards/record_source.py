@@ -19,10 +19,11 @@ from fastload.shards.record_id import RecordId
 from fastload.store.base import Buffer, Store
 from fastload.store.retry import Wait
 
-__all__ = ["RecordSource", "ShardFormat", "record_name"]
+__all__ = ["RECORD_MARK", "RecordSource", "ShardFormat", "record_name"]
 
 _log = logging.getLogger("fastload")
 
+RECORD_MARK = " @ "  # in the name of a record, between its shard and its offset
 _LOOK = 1 << 20  # bytes of a request for a record whose length cannot be trusted
 
 
@@ -184,4 +185,4 @@ def _first(splitter: Splitter, more: Callable[[], Any]) -> Record | None:
 
 def record_name(key: str, offset: int) -> str:
     """The name of a record in error messages."""
-    return f"{key} @ {offset}"
+    return f"{key}{RECORD_MARK}{offset}"

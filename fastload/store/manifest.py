@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -77,6 +77,7 @@ class Manifest:
         # Of objects that were asked for. Forked processes share them, and each is computed once for all.
         shared = mmap.mmap(-1, max(1, 8 * self._count))
         self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
+        self._changed: dict[int, int] = {}  # of objects that this process read in another version
 
     def __len__(self) -> int:
         return self._count
@@ -93,6 +94,22 @@ class Manifest:
         """The keys of the objects [start, stop)."""
         ends = self._key_offsets[start : stop + 1].tolist()
         return [str(self._keys[a:b], "utf-8", "surrogateescape") for a, b in pairwise(ends)]
+
+    def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
+        """Key -> the objects with that key, which may be several; keys without an object are left out.
+
+        One pass in numpy over the last bytes of all keys. A search by halves was rejected: a manifest of
+        given keys has their order, and one with labels sorts by folder before the name.
+        """
+        wanted = {key: key.encode("utf-8", "surrogateescape") for key in keys}
+        ends = np.cumsum([len(name) for name in wanted.values()], dtype=np.int64)
+        sought = _marks(b"".join(wanted.values()), np.concatenate([[0], ends]))
+        found: dict[str, list[int]] = {}
+        for index in np.flatnonzero(np.isin(_marks(self._keys, self._key_offsets), sought)).tolist():
+            key = self.key(index)
+            if key in wanted:
+                found.setdefault(key, []).append(index)
+        return found
 
     def version(self, index: int) -> str:
         """The version of object `index` when it was listed."""
@@ -111,18 +128,26 @@ class Manifest:
     def identities(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         """A number for each of these objects: a digest of its key and its version, wherever the store is."""
         found = self._identities[indices]
-        unknown = np.flatnonzero(found == 0)
-        if len(unknown):
-            for at in unknown.tolist():
+        if not found.all():
+            for at in np.flatnonzero(found == 0).tolist():
                 index = int(indices[at])
-                key_start, key_stop = self._key_offsets[index : index + 2].tolist()
                 start, stop = self._version_offsets[index : index + 2].tolist()
-                digest = xxhash.xxh3_64(self._keys[key_start:key_stop])
-                digest.update(b"\0")  # no key has it
-                digest.update(self._versions[start:stop])
-                found[at] = digest.intdigest()
+                found[at] = self._identity(index, self._versions[start:stop])
             self._identities[indices] = found
+        for index, identity in self._changed.items():
+            found[indices == index] = identity
         return found
+
+    def read_anew(self, index: int, version: str) -> None:
+        """This process reads object `index` in a version that is not the listed one."""
+        self._changed[index] = self._identity(index, version.encode())
+
+    def _identity(self, index: int, version: bytes | memoryview) -> int:
+        start, stop = self._key_offsets[index : index + 2].tolist()
+        digest = xxhash.xxh3_64(self._keys[start:stop])
+        digest.update(b"\0")  # no key has it
+        digest.update(version)
+        return digest.intdigest()  # type: ignore[no-any-return]
 
     @classmethod
     def open(
@@ -308,6 +333,21 @@ def _file_name(
     if keys is not None:
         taken = f"{'labels-' if labels else ''}{keys.digest()}"
     return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}.manifest"
+
+
+def _marks(names: bytes | memoryview, offsets: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """A number for each name, of its last 24 bytes: few different names have the same."""
+    edges = np.asarray(offsets).astype(np.int64)
+    ends, lengths = edges[1:], np.diff(edges)
+    padded = np.concatenate([np.zeros(24, np.uint8), np.frombuffer(names, np.uint8)])
+    words = np.ndarray(len(padded) - 7, "<u8", padded, strides=(1,))  # one begins at each byte
+    marks = np.zeros(len(ends), np.uint64)
+    for back in (0, 8, 16):
+        missing = (8 - np.clip(lengths - back, 0, 8)).astype(np.uint64)  # bytes that are not of this name
+        word = words[ends + (16 - back)]
+        word = np.where(missing < 8, word >> (missing % np.uint64(8) * np.uint64(8)), 0)
+        marks = marks * np.uint64(0x9E3779B97F4A7C15) + word
+    return marks
 
 
 def _is_whole(descriptor: int) -> bool:

@@ -139,6 +139,10 @@ class BatchMaker:
             self._seeds.start_epoch(seed, epoch)
         start_epoch(self._datasets, epoch)
 
+    def leave_out(self, samples: frozenset[int]) -> None:
+        """From now on, these samples replace no bad ones."""
+        self._errors.left_out = samples
+
     def prefetch(self, index: Any) -> None:
         """Start reading an index batch that will be asked for after those announced before.
 

@@ -72,8 +72,18 @@ class Executor(Protocol):
     ) -> None:
         """Work older than `first` is not wanted any more. `seed` is that of the samples' randomness."""
 
-    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool) -> None:
-        """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`."""
+    def leave_out(self, samples: frozenset[int]) -> None:
+        """From the next batches on, these samples replace no bad ones."""
+
+    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
+        """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`.
+
+        Args:
+            again: this batch was made, and is discarded: make it once more, before all other work.
+        """
+
+    def revise(self, seq: int, index: Any) -> bool:
+        """Make work that was submitted of `index` instead; None: do not make it. False: it may be made."""
 
     def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
         """At least one arrival. `tick` is called now and then while it is waited for."""
@@ -138,6 +148,7 @@ class ProcessExecutor:
         self._bad = bad
         self._memory = memory
         self.start_epoch = self.pool.start_epoch
+        self.leave_out = self.pool.leave_out
         self.submit = self.pool.submit
         self.consume = self.pool.consume
         self.finish = self.pool.finish
@@ -172,6 +183,9 @@ class ProcessExecutor:
             result.after,
             result.witness,
         )
+
+    def revise(self, seq: int, index: Any) -> bool:
+        return False
 
     def end_work(self) -> None:
         for worker_id in range(len(self.processes)):

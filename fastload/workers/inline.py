@@ -61,8 +61,34 @@ class InlineExecutor:
     ) -> None:
         self._source.start_epoch(EpochStart(first, seed, epoch, streamed, shared_seed))
 
-    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool) -> None:
-        self._work.append(Work(0, [], [], seq, index, encoded))
+    def leave_out(self, samples: frozenset[int]) -> None:
+        self._source.leave_out(samples)
+
+    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
+        work = Work(0, [], [], seq, index, encoded, again)
+        if not again:
+            self._work.append(work)
+            return
+        self._prefetch(work)
+        self._work.appendleft(work)
+        self._announced += 1
+
+    def revise(self, seq: int, index: Any) -> bool:
+        at = next((at for at, work in enumerate(self._work) if work.seq == seq), None)
+        if at is None:
+            return False
+        announced, work = at < self._announced, self._work[at]
+        if announced:
+            self._source.cancel(work.index)
+            self._refused.pop(seq, None)
+        if index is None:
+            del self._work[at]
+            self._announced -= announced
+        else:
+            self._work[at] = work = work._replace(index=index)
+            if announced:
+                self._prefetch(work)
+        return True
 
     def receive(self, timeout: float, tick: Callable[[], None] | None) -> list[Arrival]:
         self._announce()  # before anything is taken from the queue: Ctrl-C takes it from nobody
@@ -83,12 +109,14 @@ class InlineExecutor:
 
     def _announce(self) -> None:
         while self._announced < len(self._work):
-            work = self._work[self._announced]
-            try:
-                self._source.prefetch(work.index)
-            except Exception as error:
-                self._refused[work.seq] = error
+            self._prefetch(self._work[self._announced])
             self._announced += 1
+
+    def _prefetch(self, work: Work) -> None:
+        try:
+            self._source.prefetch(work.index)
+        except Exception as error:
+            self._refused[work.seq] = error
 
     def _forget(self) -> None:
         self._work.popleft()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastload.datasets.mixture import Mixture
 from fastload.datasets.protocols import RowErrors, RowRequests
-from fastload.datasets.seeds import digest
+from fastload.datasets.substitutes import substitutes
 from fastload.datasets.wrappers import key_of
 from fastload.errors import (
     FastloadError,
@@ -21,9 +21,9 @@ from fastload.errors import (
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import tell_sample
 
-__all__ = ["ErrorPolicy"]
+__all__ = ["REPLACEMENTS", "ErrorPolicy"]
 
-_REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
+REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
 
 
 class ErrorPolicy:
@@ -37,6 +37,7 @@ class ErrorPolicy:
 
     Attributes:
         bad: (sample, error) of each bad sample that was skipped or replaced.
+        left_out: indices of samples that replace no other one.
     """
 
     def __init__(self, dataset: Any, on_error: str, counters: Counters) -> None:
@@ -46,6 +47,7 @@ class ErrorPolicy:
         self._epoch = (0, 0)
         self._indexed = True
         self.bad: list[tuple[str, str]] = []
+        self.left_out: frozenset[int] = frozenset()
 
     def start_epoch(self, seed: int, epoch: int, *, indexed: bool) -> None:
         """Replacements depend on (seed, epoch). Without an index of the dataset, "replace" acts as "skip"."""
@@ -68,6 +70,7 @@ class ErrorPolicy:
             Exception: that of a bad sample that `on_error` does not cover, with a note of the sample.
         """
         requests, used = list(enumerate(indices)), indices
+        others: dict[int, Iterator[int]] = {}  # row -> its substitutes
         attempt = 0
         while True:
             errors = fill(requests)
@@ -79,7 +82,7 @@ class ErrorPolicy:
             failed = {row for row, _ in errors}
             good = [row for row in range(len(indices)) if row not in failed]
             skips = self.on_error == "skip" or not self._indexed
-            if attempt == _REPLACEMENTS or (skips and not good):
+            if attempt == REPLACEMENTS or (skips and not good):
                 raise errors[0][1]
             for _, error in errors:
                 _drop_traceback(error)
@@ -89,7 +92,9 @@ class ErrorPolicy:
                     copy(row, good[row % len(good)])
                     used[row] = used[good[row % len(good)]]
                 return used
-            requests = [(row, self._replacement(indices[row], attempt)) for row in sorted(failed)]
+            for row in failed - others.keys():
+                others[row] = substitutes(self._dataset, *self._epoch, indices[row], self.left_out)
+            requests = [(row, next(others[row])) for row in sorted(failed)]
             for row, index in requests:
                 used[row] = index
             attempt += 1
@@ -125,12 +130,6 @@ class ErrorPolicy:
     def name_row(self, indices: list[Any], row: int) -> str:
         """The name of the sample in a row, where it may be the substitute of a bad one."""
         return self.name(indices[row]) if self.on_error == "raise" else f"sample in row {row}"
-
-    def _replacement(self, index: Any, attempt: int) -> int:
-        number = digest(*self._epoch, index, attempt)
-        if isinstance(self._dataset, Mixture):
-            return self._dataset.replacement(index, number)
-        return number % len(self._dataset)
 
 
 def _drop_traceback(error: BaseException | None) -> None:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from fastload.errors import WorkerError
 from fastload.workers.packing import PackedBatch
-from fastload.workers.protocol import Channel, EpochStart, Result, Work, WorkerSetup
+from fastload.workers.protocol import Channel, EpochStart, LeaveOut, Result, Work, WorkerSetup
 from fastload.workers.slot_memory import Pin
 from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
@@ -138,9 +138,22 @@ class WorkerPool:
             worker.consumed = 0
             self._send(worker, self._epoch)
 
-    def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool = False) -> None:
-        """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`."""
-        self._tell(self._workers[worker_id], seq, index, encoded)
+    def leave_out(self, samples: frozenset[int]) -> None:
+        """From the next batches on, these samples replace no bad ones."""
+        assert self._epoch is not None
+        self._epoch = self._epoch._replace(left_out=samples)  # for workers that are started later
+        for worker in self._workers:
+            self._send(worker, LeaveOut(samples))
+
+    def submit(
+        self, worker_id: int, seq: int, index: Any, *, encoded: bool = False, again: bool = False
+    ) -> None:
+        """Ask a worker for the batch of `index`; with `encoded`, for its images as `EncodedImages`.
+
+        Args:
+            again: before all its other work.
+        """
+        self._tell(self._workers[worker_id], seq, index, encoded, again)
 
     def consume(self, worker_id: int) -> None:
         """A batch of this epoch and worker has left the loader: it may make another one."""
@@ -154,10 +167,12 @@ class WorkerPool:
         """The batch that a worker packed."""
         return self._workers[worker_id].slots.unpack(packed)
 
-    def _tell(self, worker: _Handle, seq: int, index: Any, encoded: bool = False) -> None:
-        self._send(worker, Work(worker.consumed, *worker.slots.take_returned(), seq, index, encoded))
+    def _tell(
+        self, worker: _Handle, seq: int, index: Any, encoded: bool = False, again: bool = False
+    ) -> None:
+        self._send(worker, Work(worker.consumed, *worker.slots.take_returned(), seq, index, encoded, again))
 
-    def _send(self, worker: _Handle, message: EpochStart | Work) -> None:
+    def _send(self, worker: _Handle, message: EpochStart | LeaveOut | Work) -> None:
         # A death is reported when the worker's batch is due, after the batches that it sent before.
         with suppress(BrokenPipeError, ConnectionResetError):
             worker.channel.send(message)

@@ -27,7 +27,7 @@ from fastload.workers.packing import PackedBatch
 from fastload.workers.slot_memory import anonymous_file
 from fastload.workers.witness import Witness
 
-__all__ = ["Channel", "EpochStart", "Failure", "Result", "Work", "WorkerSetup"]
+__all__ = ["Channel", "EpochStart", "Failure", "LeaveOut", "Result", "Work", "WorkerSetup"]
 
 # Above this a message travels as an anonymous file: the socket's send buffer (208 KiB) bounds a packet.
 _PACKET_LIMIT = 64 << 10
@@ -64,6 +64,13 @@ class EpochStart(NamedTuple):
     epoch: int
     streamed: bool  # index batches are `TakeNext`
     shared_seed: int | None  # the same for all workers and ranks, for torch's iterable data pipes
+    left_out: frozenset[int] = frozenset()  # see `LeaveOut`
+
+
+class LeaveOut(NamedTuple):
+    """From the next batch on, these samples replace no bad ones."""
+
+    samples: frozenset[int]
 
 
 class Work(NamedTuple):
@@ -75,6 +82,7 @@ class Work(NamedTuple):
     seq: int  # -1: there are no more index batches in this epoch
     index: Any
     encoded: bool  # the trainer's process decodes its images
+    again: bool = False  # it was made by rules that have changed: it comes before all other work
 
 
 class Failure(NamedTuple):

@@ -30,6 +30,9 @@ class BatchSource:
     def cancel(self, index: Any) -> None:
         """An announced index batch will not be asked for."""
 
+    def leave_out(self, samples: frozenset[int]) -> None:
+        """From now on, these samples replace no bad ones."""
+
     def resume(self, position: dict[str, Any] | None) -> None:
         """Move an iterable dataset to a saved position, see `dataset_state`; None: to its beginning."""
 
@@ -98,6 +101,10 @@ class IndexedSource(BatchSource):
     def start_epoch(self, start: EpochStart) -> None:
         self._streams.start_epoch(streamed=start.streamed)
         self._maker.start_epoch(start.seed, start.epoch, indexed=not start.streamed)
+        self._maker.leave_out(start.left_out)
+
+    def leave_out(self, samples: frozenset[int]) -> None:
+        self._maker.leave_out(samples)
 
     def prefetch(self, index: Any) -> None:
         if not isinstance(index, TakeNext):

@@ -26,7 +26,7 @@ from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_se
 from fastload.workers.collate import collate_into
 from fastload.workers.dataset_state import load_dataset
 from fastload.workers.memory_limit import WorkerMemory
-from fastload.workers.protocol import Channel, EpochStart, Failure, Result, Work, WorkerSetup
+from fastload.workers.protocol import Channel, EpochStart, Failure, LeaveOut, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
 from fastload.workers.sources import BatchSource, open_source
 from fastload.workers.stream_reader import StreamOver, TakeNext
@@ -194,6 +194,9 @@ class _Worker:
             message = received[0]
             if isinstance(message, EpochStart):
                 self._start_epoch(message)
+            elif isinstance(message, LeaveOut):
+                if self.source is not None:
+                    self.source.leave_out(message.samples)
             else:
                 self._accept(message)
             received = self._channel.receive(wait=False)
@@ -205,9 +208,10 @@ class _Worker:
             self._slots.release(slot_id)
         for slot_id in work.given_up:
             self._slots.give_up(slot_id)
-        self._last_known = work.seq < 0
-        if not self._last_known:
-            self._work.append(work)
+        if not work.again:
+            self._last_known = work.seq < 0
+        if work.seq >= 0:
+            (self._work.appendleft if work.again else self._work.append)(work)
             if self.source is not None:
                 try:
                     self.source.prefetch(work.index)

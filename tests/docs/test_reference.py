@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fastload
-from fastload import errors
+from fastload import errors, testing
 from fastload.cache.cache import Mode
 from fastload.cli.app import app
 from fastload.demo.photos import make_dataset
@@ -37,7 +37,11 @@ DIRECTIVE = re.compile(r"^ *\.\. (?:auto|py:)\w+:: *([\w.]+)", re.M)
 
 NAMES = [f"fastload.{name}" for name in fastload.__all__ if name != "__version__"]
 NAMES += [f"fastload.errors.{name}" for name in errors.__all__]
-METHODS = ["DataLoader.state_dict", "DataLoader.load_state_dict", "DataLoader.stats"]
+NAMES += [f"fastload.testing.{name}" for name in testing.__all__]
+METHODS = [
+    f"DataLoader.{name}"
+    for name in ("state_dict", "load_state_dict", "stats", "samples_at", "batch_at", "skip", "exclude", "digest")
+]
 
 
 def names_on(page: Path) -> list[str]:
@@ -236,7 +240,7 @@ def bumped() -> set[str]:
             if isinstance(name, str) and node.func.attr == "timed":
                 found.add(f"{name}.seconds")
             elif (
-                isinstance(name, str) and node.func.attr == "add" and re.fullmatch(r"[a-z]+\.[a-z_.]+", name)
+                isinstance(name, str) and node.func.attr == "add" and re.fullmatch(r"[a-z_]+\.[a-z_.]+", name)
             ):
                 found.add(name)
     return found

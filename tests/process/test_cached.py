@@ -70,17 +70,11 @@ def test_second_epoch_makes_no_sample(tmp_path: Path, num_workers: int) -> None:
     dataset.close_cache()
 
 
-def test_default_collate_and_negative_indices(tmp_path: Path) -> None:
-    source = Nested(tmp_path / "log")
-    dataset = cached(source, Cache(tmp_path / "cache"))
-    assert equal(dataset[N - 1], dataset[-1])
-    with pytest.raises(IndexError):
-        dataset[N]
+def test_default_collate(tmp_path: Path) -> None:
     pairs = cached([(torch.ones(2) * i, i) for i in range(6)], Cache(tmp_path / "cache"), fingerprint="pairs")  # type: ignore[arg-type]
     for _ in range(2):
         [[values, labels]] = list(DataLoader(pairs, 6, num_workers=1))
         assert torch.equal(values, torch.arange(6.0)[:, None].expand(6, 2)) and labels.tolist() == [*range(6)]
-    dataset.close_cache()
     pairs.close_cache()
 
 

@@ -252,6 +252,17 @@ def test_changed_object_changes_it(folder: Path) -> None:
     close(before, after)
 
 
+def test_object_that_is_read_in_a_new_version_changes_it(folder: Path) -> None:
+    listed = ImageFolder(str(folder), crops(), on_change="refresh")
+    wanted = digest_of(listed, seed=1)
+    (folder / "class_0" / "04.jpg").write_bytes(PHOTOS[5])
+    listed.close()
+    assert digest_of(listed, seed=1) != wanted
+    new = ImageFolder(str(folder), crops())
+    assert digest_of(new, seed=1) == digest_of(listed, seed=1)
+    close(listed, new)
+
+
 def test_other_labels_change_it(folder: Path) -> None:
     names = ["class_0", "class_1"]
     straight, swapped = (ImageFolder(str(folder), crops(), classes=some) for some in (names, names[::-1]))

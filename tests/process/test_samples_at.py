@@ -85,7 +85,7 @@ def copied(batch: Any) -> Any:
 def run(loader: Any, epochs: int = 2, stop: int | None = None) -> dict[tuple[int, int], Any]:
     """(epoch, step) -> batch; `stop`: the steps of the last epoch, which is then left."""
     seen = {}
-    first = loader.loader_context.position.place()[0]
+    first = loader.state_dict()["epoch"]
     for epoch in range(first, first + epochs):
         start = loader.state_dict()["batches"]
         for step, batch in enumerate(loader, start):
@@ -351,3 +351,36 @@ def test_rows_of_a_table_are_made_again(photos: Path) -> None:
             assert [one.label for one in told] == batch[1].tolist() and told[0].crop is not None
     finally:
         rows.close()
+
+
+def test_what_is_left_out_is_left_out_of_the_answers(folder: Any) -> None:
+    def make(workers: int) -> Any:
+        sampler = DistributedSampler(range(N), 1, 0, seed=2)
+        return DataLoader(folder(), 8, sampler=sampler, seed=5, num_workers=workers)
+
+    loader = make(2)
+    before = loader.samples_at(3, 0)
+    seen = {}
+    for epoch in range(2):
+        for batch in loader:
+            step = loader.state_dict()["batches"] - 1
+            seen[epoch, step] = copied(batch)
+            if (epoch, step) == (0, 1):
+                loader.exclude([before[0].index, before[5].key])
+                loader.skip(4)
+    again = make(0)
+    again.load_state_dict(loader.state_dict())
+    for asked in (loader, again):
+        assert asked.samples_at(4, 0) == [] and (0, 4) not in seen
+        told = asked.samples_at(3, 0)
+        assert {one.row: one.replaces for one in told if one.replaces is not None} == {
+            0: before[0].index,
+            5: before[5].index,
+        }
+        assert [one for one in told if one.replaces is None] == [
+            one for one in before if one.row not in (0, 5)
+        ]
+        for (epoch, step), batch in seen.items():
+            assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
+        with pytest.raises(ArgumentError, match="skipped"):
+            asked.batch_at(4, 0)

@@ -20,7 +20,7 @@ import fsspec
 import pytest
 from faultserver import LIST, Fault, FaultServer
 
-from fastload.demo.s3_server import S3Server, serve_s3
+from fastload.demo.s3_server import S3Server
 from fastload.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -74,64 +74,7 @@ def gives_up(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.5))
 
 
-# --- What is there is what is read -----------------------------------------------------------------------
-
-FILE_KEYS = [
-    "a b.jpg",
-    "ü/é+1%20#?.jpg",
-    "日本/x&y=z;.png",
-    "e\u0301.txt",
-    "x" * 200,
-    "empty.bin",
-    "deep/er/est/z",
-]
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("s3")
-    for key in FILE_KEYS:
-        path = root / "bucket" / "pre" / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"" if key == "empty.bin" else key.encode() * 100)
-    (root / "bucket" / "prefix-trap.txt").write_bytes(b"not below pre/")
-    return root
-
-
-@pytest.fixture(scope="module")
-def s3(tree: Path) -> Iterator[S3Server]:
-    with serve_s3(tree) as server:
-        yield server
-
-
-def _opened(kind: str, tree: Path, s3: S3Server) -> Store:
-    if kind == "path":
-        return open_store(tree / "bucket" / "pre")
-    if kind == "file":
-        return open_store(f"file://{tree}/bucket/pre/")
-    if kind == "memory":
-        files = fsspec.filesystem("memory")
-        for key in FILE_KEYS:
-            files.pipe(f"/pre/{key}", (tree / "bucket" / "pre" / key).read_bytes())
-        return open_store("memory://pre")
-    return open_store("s3://bucket/pre", **s3.options, **({"client": "s3fs"} if kind == "s3fs" else {}))
-
-
-@pytest.mark.parametrize("kind", ["obstore", "s3fs", "path", "file", "memory"])
-def test_round_trip(kind: str, tree: Path, s3: S3Server) -> None:
-    store = pickle.loads(pickle.dumps(_opened(kind, tree, s3)))
-    infos = everything(store)
-    assert sorted(infos) == sorted(FILE_KEYS)
-    for key, info in infos.items():
-        body = (tree / "bucket" / "pre" / key).read_bytes()
-        assert info.size == len(body)
-        assert store.head(key) == info
-        assert bytes(store.read(key, info.version, info.size)) == body
-        if body:
-            assert bytes(store.read_range(key, 3, len(body) - 2, info.version)) == body[3:-2]
-            assert bytes(store.read_range(key, 0, len(body), info.version)) == body
-        assert bytes(store.read_range(key, 0, 0)) == b""
-
+# --- Keys ---------------------------------------------------------------------------------------------------
 
 ODD_KEYS = [
     "+",
@@ -215,28 +158,6 @@ def test_local_trees_with_links_and_strange_names(tmp_path: Path) -> None:
         "latin\udce9": 3,
     }
     assert store.read("latin\udce9") == b"333"
-
-
-@pytest.mark.parametrize("kind", ["path", "memory"])
-def test_a_file_that_changed_is_refused(kind: str, tmp_path: Path) -> None:
-    memory = fsspec.filesystem("memory")
-
-    def write(body: bytes) -> None:
-        memory.pipe("/changing/x", body)
-        (tmp_path / "new").write_bytes(body)
-        (tmp_path / "new").replace(tmp_path / "x")
-
-    write(b"one")
-    store = open_store(tmp_path if kind == "path" else "memory://changing")
-    listed = store.head("x")
-    assert store.read("x", listed.version, listed.size) == b"one"
-    write(b"two")
-    for read in (
-        lambda: store.read("x", listed.version),
-        lambda: store.read_range("x", 0, 2, listed.version),
-    ):
-        with pytest.raises(ObjectChangedError, match="x"):
-            read()
 
 
 # --- Listing ------------------------------------------------------------------------------------------------

