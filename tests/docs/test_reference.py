@@ -40,7 +40,16 @@ NAMES += [f"fastload.errors.{name}" for name in errors.__all__]
 NAMES += [f"fastload.testing.{name}" for name in testing.__all__]
 METHODS = [
     f"DataLoader.{name}"
-    for name in ("state_dict", "load_state_dict", "stats", "samples_at", "batch_at", "skip", "exclude", "digest")
+    for name in (
+        "state_dict",
+        "load_state_dict",
+        "stats",
+        "samples_at",
+        "batch_at",
+        "skip",
+        "exclude",
+        "digest",
+    )
 ]
 
 
