@@ -205,6 +205,7 @@ def _transform(transform: Any) -> _Json | None:
     if type(transform) is not _CROPS.get(kind):
         return None
     values = {name: getattr(transform, name) for name in _ARGUMENTS[kind]}
+    values = {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
     return {"kind": kind, "size": [transform.height, transform.width], **values}
 
 

@@ -339,6 +339,9 @@ def test_keys_of_json_are_documented(photos: Path, tmp_path: Path) -> None:
     (photos / "bad").rmdir()
     check_keys("bench", answer("bench", photos, "--num-workers", 0, "--epochs", 1))
     check_keys("plan", answer("plan", photos, "--cache-size", "1GB", "--gpus", 1, "--gpu-rate", 100))
+    loader = fastload.DataLoader(fastload.ImageFolder(str(photos), fastload.CenterCrop(8)), 2)
+    (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    check_keys("replay", answer("replay", tmp_path / "state.json", "--step", 0))
     done = answer("convert", photos, tmp_path / "shards", "--to", "tar")
     check_keys("convert", done | {"faults": [{"shard": "a", "fault": "b"}]})
     shards = tmp_path / "shards"

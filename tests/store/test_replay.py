@@ -90,6 +90,7 @@ def test_rows_and_tensors_of_a_step_equal_what_the_run_handed_out(folder: Path, 
     )
     epochs = [list(loader), list(loader)]
     state = write(tmp_path / "state.json", loader.state_dict())
+    assert json.loads(state.read_text()) == loader.state_dict(), "no tuples, no keys that are not texts"
     for epoch, step in ((0, 5), (1, 0)):
         tensors = tmp_path / "batch.pt"
         document = answer(state, "--step", step, "--epoch", epoch, "--tensors", tensors)

@@ -113,7 +113,15 @@ def replay(
         paths = {"html": html, "png": png, "tensors": tensors}
         output.document(
             {
-                "state": str(state),
+                "command": "replay",
+                "settings": {
+                    "state": str(state),
+                    "at": at,
+                    "rank": rank,
+                    "world_size": world_size,
+                    "loader": loader,
+                    "data": data,
+                },
                 "epoch": epoch,
                 "step": step,
                 "samples": [_as_json(part, sample) for part in parts for sample in part.samples],
