@@ -250,6 +250,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         * Any other sampler is iterated over again, and its first batches are dropped. It has to give the same
           order again; otherwise the resumed iteration raises ArgumentError.
         * A batch whose error was raised to the user counts as returned.
+        * For `fastload replay` the state says how the dataset, its transform and the sampler were made, if
+          fastload or torch made them: the url and public options of the store, no credentials.
 
         A state does not contain the process-wide generators of torch, Python and numpy. Two things follow.
         The order of epochs after the resumed one comes from torch's generator at that time, as with torch's

@@ -227,7 +227,7 @@ def _as_json(part: _Part, sample: Any) -> dict[str, Any]:
 
 
 class _Files:
-    """The files of a step. The batch of a rank is made when it is written: all may not fit into memory."""
+    """The files of a step. A batch is made for each file that was asked for; the table needs none."""
 
     def __init__(
         self, made: _Made, parts: Sequence[_Part], step: int, epoch: int, world_size: int | None
