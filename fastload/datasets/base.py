@@ -166,7 +166,9 @@ class StoreDataset(Dataset[Any]):
 
     def records(self, indices: Iterable[int]) -> NDArray[np.int64]:
         """The number by which each sample draws its random numbers: the same, whatever its index is."""
-        return np.fromiter(map(operator.index, indices), np.int64) % len(self)  # type: ignore[arg-type]
+        numbers: NDArray[np.int64] = np.fromiter(map(operator.index, indices), np.int64)
+        numbers %= len(self)  # type: ignore[arg-type]
+        return numbers
 
     def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """A number for each sample: of its key and version, wherever it is stored or cached."""

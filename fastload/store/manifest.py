@@ -130,7 +130,7 @@ class Manifest:
         digest = xxhash.xxh3_64(self._keys[start:stop])
         digest.update(b"\0")  # no key has it
         digest.update(version)
-        return digest.intdigest()  # type: ignore[no-any-return]
+        return int(digest.intdigest())
 
     @classmethod
     def open(
