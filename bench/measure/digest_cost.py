@@ -23,8 +23,8 @@ from rich.table import Table
 
 from bench.data import ROOT, photo_folder
 
-IMAGES, BATCH = 512, 256
-EPOCHS = {"raw": 2, "decoded": 12, "numbers": 4}
+IMAGES, BATCH = 256, 64
+EPOCHS = {"raw": 4, "decoded": 40, "numbers": 4}
 _CHILD = """
 import sys, time
 import torch
@@ -77,6 +77,7 @@ def main() -> None:
                 sides["digest"].append(cpu_per_sample(ROOT, case, photos, scratch))
                 log = str(scratch / "log")
                 sides["digest and log"].append(cpu_per_sample(ROOT, case, photos, scratch, log))
+            Console(stderr=True).print(case, sides)
         found[case] = {name: statistics.median(times) for name, times in sides.items()}
         ratios = zip(sides["digest"], sides["before"], strict=True)
         found[case]["ratio"] = statistics.median([after / before for after, before in ratios])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 from array import array
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample_log import MAGIC, RunBegins, frames, rank_of, step_at
 from fastload.loader.digest import Digest, merged
+from fastload.loader.saved_state import content_of, find_states
 from fastload.workers.witness import LANES, Witness, sums_of
 
 __all__ = ["Place", "Row", "Side", "Step", "read_side"]
@@ -27,7 +26,6 @@ Place = tuple[int, int]  # (epoch, step)
 
 _MASK = (1 << 64) - 1
 _LOGS = "rank-*.samples"
-_DEPTH = 8  # of a checkpoint in which a state is looked for
 
 
 class Row(NamedTuple):
@@ -236,32 +234,17 @@ def _read(given: Any, name: str) -> Sequence[Digest | _Log]:
         raise ArgumentError(f"{text} cannot be read: {error.strerror or error}") from None
     except DecodeError as error:
         raise ArgumentError(f"{text}: {error.message}") from None
-    return _digests_in(_load(path, text), text)
-
-
-def _load(path: Path, text: str) -> Any:
-    """What is in a file of JSON, or of `torch.save`."""
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError:
-        pass
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of any type: the file may be anything
-        why = str(error).partition("\n")[0] or type(error).__name__
-        raise ArgumentError(
-            f"{text} is no sample log, no JSON, and torch.load(weights_only=True) does not read it: {why}"
-        ) from None
+    return _digests_in(content_of(path), text)
 
 
 def _digests_in(given: Any, text: str) -> list[Digest]:
     """The digest of the one state in a checkpoint, or those of all ranks where it has the states of them."""
-    found = list(_states(given, "", _DEPTH))
+    found = find_states(given)
     if not found:
         raise ArgumentError(f"{text} has no state of a fastload.DataLoader")
-    digests = [_digest_of(state, f"{text}{place}") for place, state in found]
+    digests = [_digest_of(state, f"{text} at {place!r}" if place else text) for place, state in found]
     if len(found) > 1 and sorted(one.rank for one in digests) != list(range(digests[0].world_size)):
-        places = ", ".join(place for place, _ in found)
+        places = ", ".join(repr(place) for place, _ in found)
         raise ArgumentError(f"{text} has the states of several loaders, at {places}: give one of them")
     return digests
 
@@ -279,19 +262,3 @@ def _digest_of(state: Mapping[str, Any], text: str) -> Digest:
             f"{text} is of a run that resumed from a state without a digest, and its beginning is not known"
         )
     return read
-
-
-def _states(given: Any, place: str, depth: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, state) of each state of a loader in nested dicts and lists."""
-    if isinstance(given, Mapping):
-        if given.keys() >= {"version", "samplers", "begun", "epoch"}:
-            yield place, given
-            return
-        inner = given.items()
-    elif isinstance(given, list | tuple):
-        inner = enumerate(given)  # type: ignore[assignment]
-    else:
-        return
-    if depth:
-        for name, one in inner:
-            yield from _states(one, f"{place}[{name!r}]", depth - 1)

@@ -104,7 +104,9 @@ class LogWriter:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._owner = os.getpid()
             self._size = os.fstat(self._file).st_size
-            if self._size == 0:
+            if header(rank).startswith(os.pread(self._file, 64, 0)):  # it is empty, or torn in its header
+                os.ftruncate(self._file, 0)
+                self._size = 0
                 self._buffer.insert(0, header(rank))
                 return
             with mmap.mmap(self._file, 0, access=mmap.ACCESS_READ) as content:
@@ -122,6 +124,9 @@ class LogWriter:
     def _fail(self, error: OSError) -> None:
         self._failed = True
         self._buffer = []
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
         self._counters.add("log.errors")
         warnings.warn(
             f"the sample log in {str(self.directory)!r} cannot be written, and ends here: {error}",

@@ -20,7 +20,7 @@ import torch
 
 from fastload.errors import ArgumentError
 
-__all__ = ["find_states", "is_state", "read_state"]
+__all__ = ["content_of", "find_states", "is_state", "read_state"]
 
 # Entries of every version's states, and of no other loader's.
 _ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
@@ -44,7 +44,7 @@ def read_state(path: str | os.PathLike[str], at: str | None = None) -> dict[str,
             that place, or several and `at` is None. The message lists the places.
     """
     shown = repr(os.fspath(path))
-    states = find_states(_content(Path(path)))
+    states = find_states(content_of(Path(path)))
     if not states:
         raise ArgumentError(
             f"{shown} has no state of a fastload.DataLoader: save what loader.state_dict() returns, alone or "
@@ -83,8 +83,12 @@ def _find(content: Any, way: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str
             yield from _find(value, (*way, str(position)))
 
 
-def _content(path: Path) -> Any:
-    """What a file holds, by its first bytes: JSON, or a file of torch.save."""
+def content_of(path: Path) -> Any:
+    """What a file holds, by its first bytes: JSON, or a file of torch.save.
+
+    Raises:
+        ArgumentError: it cannot be read, is of another kind, or would run code.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(64)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest, as_cache
@@ -265,9 +266,14 @@ class ShardDataset(FieldsDataset):
         return self._index.record_ids(np.fromiter(map(operator.index, indices), np.int64))
 
     def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Of its shard, the shard's version, and the number of the record in it."""
+        """Of its shard, the shard's version, the number of the record in it, and what that number means."""
         shards, ordinals = records >> 32, records & 0xFFFFFFFF
-        return mix_all(self._shards.identities(shards) + ordinals.view(np.uint64))
+        form = np.uint64(xxhash.xxh3_64_intdigest(self._numbering().encode()))
+        return mix_all((self._shards.identities(shards) ^ form) + ordinals.view(np.uint64))
+
+    def _numbering(self) -> str:
+        """What decides which record of a shard has which number."""
+        return self._form.name
 
     # --- CacheFilling
 

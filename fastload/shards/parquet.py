@@ -241,6 +241,9 @@ class ParquetDataset(ShardDataset):
     def _identity(self, shard: int) -> str:
         return super()._identity(shard) + self._files.digest
 
+    def _numbering(self) -> str:
+        return super()._numbering() + self._files.digest
+
     def _source(self) -> RecordSource:
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._step.mode in LOSSLESS else None

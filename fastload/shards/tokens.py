@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from fastload.cache import Cache, as_cache
 from fastload.datasets.base import StoreDataset
@@ -214,6 +215,7 @@ class _Corpus:
         self.length = block + overlap
         self.bytes_per_sample = self.length * dtype.itemsize
         self._block, self._itemsize = block, dtype.itemsize
+        self._form = np.uint64(xxhash.xxh3_64_intdigest(f"{dtype.str} {self.length}".encode()))
         # Of each object: the bytes before its tokens, and the number of its first token; one more at the end.
         skipped, counts = _measure(shards, dtype)
         self._skipped = np.array(skipped, dtype=np.int64)
@@ -242,7 +244,7 @@ class _Corpus:
         start = first - self._firsts[begin]
         found = mix_all(self.shards.identities(begin) + start.view(np.uint64))
         found ^= np.where(end > begin, self.shards.identities(end), 0).astype(np.uint64)
-        return mix_all(found + np.uint64(self.length))
+        return mix_all(found ^ self._form)
 
     def name(self, sample: int) -> str:
         """A sample in error messages: where it begins."""

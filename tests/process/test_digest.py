@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
@@ -359,3 +360,23 @@ def test_state_of_an_older_version_is_loaded() -> None:
         prove(state, state)
     with pytest.raises(ArgumentError, match="resumed from a state without a digest"):
         prove(again.state_dict(), again.state_dict())
+
+
+# --- other kinds of datasets
+
+
+def test_records_of_tables_and_tokens_count_by_what_they_are(tmp_path: Path) -> None:
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    pq.write_table(pa.table({"a": list(range(16)), "b": list(range(16))}), tmp_path / "rows.parquet")
+    np.arange(300, dtype="<u2").tofile(tmp_path / "tokens.bin")
+    made = [
+        fastload.ParquetDataset(str(tmp_path / "rows.parquet"), fields="a"),
+        fastload.ParquetDataset(str(tmp_path / "rows.parquet"), fields="a", filters=[("b", ">", 3)]),
+        fastload.TokenDataset(str(tmp_path / "tokens.bin"), "uint16", 16),
+        fastload.TokenDataset(str(tmp_path / "tokens.bin"), "int16", 16),
+        fastload.TokenDataset(str(tmp_path / "tokens.bin"), "uint16", 16, overlap=1),
+    ]
+    digests = [digest_of(Subset(one, range(8))) for one in made]
+    assert len(set(digests)) == len(made)
+    assert digests == [digest_of(Subset(one, range(8)), num_workers=1) for one in made]
+    close(*made)
