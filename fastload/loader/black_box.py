@@ -36,7 +36,11 @@ class BlackBox:
 
         Example::
 
-            for sample in loader.samples_at(1240):
+            from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+            dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5))
+            loader = DataLoader(dataset, batch_size=8, num_workers=2, seed=1)
+            for sample in loader.samples_at(2):
                 print(sample.row, sample.key, sample.label, sample.crop, sample.flip)
 
         The samples are read and made in this process, one after the other; the iteration does not move. A
@@ -67,7 +71,11 @@ class BlackBox:
 
         Example::
 
-            images, labels = loader.batch_at(1240)
+            from fastload import DataLoader, ImageFolder, RandomResizedCrop
+
+            dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224, flip=0.5))
+            loader = DataLoader(dataset, batch_size=8, num_workers=2, seed=1)
+            images, labels = loader.batch_at(2)
 
         It is made in this process, with the loader's `collate_fn`, `batch_transform` and device. The
         arguments are those of `samples_at`.
