@@ -125,10 +125,6 @@ class Rules:
             )
         return self._excluded
 
-    def read_by(self, per_step: int) -> Rules:
-        """The rules for an epoch that is read with so many samples a step from its beginning."""
-        return Rules(self.samples, [Segment(0, 0, per_step)], self._skipped)
-
     def revise(self, reading: Reading, step: int, index: Any) -> Revised | None:
         """The index batch of a step, with a substitute for each excluded sample; None: the step is skipped.
 

@@ -91,7 +91,8 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         record = record_to_come(loader, epoch, coming, context.history.last())
     index = index_batch_at(loader, record, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else record["base_seed"]
-    rules = context.left_out.at(epoch, step)
+    per_step = None if world_size is None else world_size * (loader.batch_size or 1)
+    rules = context.left_out.at(epoch, step, per_step)
     if not rules:
         return Step(step, index, {}, seed, epoch)
     if seed is None:
@@ -100,8 +101,6 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
             "the DataLoader a seed="
         )
     reading = reading_of(loader, seed, epoch, rank, world_size)
-    if world_size is not None:
-        rules = rules.read_by(reading.ranks * (loader.batch_size or 1))
     revised = rules.revise(reading, step, index)
     if revised is None:
         return Step(step, None, {}, seed, epoch)

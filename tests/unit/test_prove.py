@@ -188,7 +188,7 @@ def test_evidence_that_proves_nothing_is_refused(tmp_path: Path) -> None:
         (fresh, "has no step yet"),
         ([], "has no step yet"),
         (tmp_path / "text", "neither JSON nor"),
-        (tmp_path / "code.pt", "neither JSON nor"),
+        (tmp_path / "code.pt", "could run code"),
         (tmp_path / "empty", "has no sample log"),
         (tmp_path / "absent", "cannot be read"),
         (7, "found int"),
