@@ -1,7 +1,8 @@
 """The CPU time that the digest and the sample log cost, against a checkout that has neither.
 
-    python -m bench digest_cost --before DIR [--rounds 7] [--json]
+    python -m bench digest_cost [--before DIR] [--rounds 7] [--json]
 
+First what is done for each batch, alone: the witness, its way through a pipe, and the sum. Then whole epochs.
 DIR is an older checkout with its compiled kernel. The sides take turns, each in a process of its own, which
 makes batches itself (`num_workers=0`): so the CPU time of that process is all there is. Each process reads
 one epoch that fills the cache, and then measures whole epochs.
@@ -12,16 +13,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pickle
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.data import ROOT, photo_folder
+from fastload import ImageFolder, RandomResizedCrop
+from fastload.datasets.wrappers import see
+from fastload.loader.digest import Digest
+from fastload.workers.witness import Witnesses
 
 IMAGES, BATCH = 256, 64
 EPOCHS = {"raw": 4, "decoded": 40, "numbers": 4}
@@ -59,15 +68,37 @@ def cpu_per_sample(checkout: Path, case: str, photos: Path, scratch: Path, log: 
     return float(done.stdout)
 
 
+def alone(dataset: Any, size: int, *, logged: bool) -> float:
+    """Microseconds a sample: the witness of a batch, pickled and unpickled, and added to the digest."""
+    makes, digest = Witnesses(see(dataset), seeded=False, logged=logged), Digest()
+    indices = [random.Random(0).randrange(len(dataset)) for _ in range(size)]
+    times = []
+    for _ in range(9):
+        begin = time.process_time()
+        for step in range(300):
+            digest.add(0, step, pickle.loads(pickle.dumps(makes.of(indices, 1, 0))))
+        times.append((time.process_time() - begin) / 300 / size * 1e6)
+    return statistics.median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--before", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--before", type=Path, metavar="DIR")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     photos, found = photo_folder(IMAGES), {}
+    folder = ImageFolder(str(photos), RandomResizedCrop(224, flip=0.5))
+    for size in (32, 64, 256):
+        for name, dataset in {"ImageFolder": folder, "numbers": list(range(100_000))}.items():
+            digest, log = (alone(dataset, size, logged=logged) for logged in (False, True))
+            print(
+                f"{name}, batches of {size}: {digest:.2f} us a sample, with a log {log:.2f}", file=sys.stderr
+            )
+    if options.before is None:
+        return
     for case in EPOCHS:
         sides: dict[str, list[float]] = {"before": [], "digest": [], "digest and log": []}
         with tempfile.TemporaryDirectory() as name:

@@ -73,7 +73,7 @@ class _Log:
                 self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, at))
 
     def kept(self, others: list[RunBegins]) -> NDArray[np.int64]:
-        """The steps that no later run has made again: (n, 4), as in `_Run`.
+        """The steps that no later run has made again: (n, 5), as in `_Run`, with the number of ranks.
 
         Args:
             others: runs of other ranks. This rank has no part in those that have too few ranks for it.
@@ -84,8 +84,9 @@ class _Log:
             later = [one.begins.run_step for one in self.runs[number + 1 :]]
             later += [one.run_step for one in void if one.time > run.begins.time]
             table = np.array(run.steps, np.int64).reshape(-1, 4)
+            table = np.column_stack([table, np.full(len(table), run.begins.world_size)])
             tables.append(table[table[:, 0] < min(later)] if later else table)
-        return np.concatenate([np.empty((0, 4), np.int64), *tables])
+        return np.concatenate([np.empty((0, 5), np.int64), *tables])
 
     def witnesses(self, at: int) -> NDArray[np.uint64]:
         return step_at(self._data, at).witnesses
@@ -121,7 +122,10 @@ class Side:
             runs = [run.begins for log in logs for run in log.runs]
             self._world_size = max(runs, key=lambda one: one.time).world_size if runs else 1
             self._tables = [(log, log.kept(runs)) for log in logs]
-            self.parts = {(0, max([1, *(one.world_size for one in runs)])): sorted(log.rank for log in logs)}
+            sizes = [int(table[:, 4].max()) for _, table in self._tables if len(table)]
+            self.parts = {
+                (0, max([1, *sizes])): sorted(log.rank for log, table in self._tables if len(table))
+            }
         elif digests:
             groups = _groups(name, digests)
             self.parts = {place: sorted(ranks) for place, ranks in groups.items()}
@@ -136,7 +140,7 @@ class Side:
         found: dict[Place, Step] = {}
         end = min(_last(table) for log, table in self._tables if log.rank < self._world_size)
         for log, table in self._tables:
-            for _, epoch, step, at in table.tolist():
+            for _, epoch, step, at, _ in table.tolist():
                 if (epoch, step) <= end:
                     found.setdefault((epoch, step), Step()).add(log.witnesses(at))
         return found
@@ -185,7 +189,7 @@ def _groups(name: str, digests: list[Digest]) -> dict[tuple[int, int], dict[int,
 
 
 def _last(table: NDArray[np.int64]) -> Place:
-    return max(((epoch, step) for _, epoch, step, _ in table.tolist()), default=(-1, -1))
+    return max(((epoch, step) for _, epoch, step, _, _ in table.tolist()), default=(-1, -1))
 
 
 def read_side(given: Any, name: str) -> Side:

@@ -25,7 +25,8 @@ class Proof(NamedTuple):
     Attributes:
         same: no step that both sides have differs. One side may go on for longer.
         epoch, step: the first ones that differ; None: not known, or none.
-        rank, row: of the first row that differs in that step; `row` is its place in the batch of `b`.
+        rank, row: of the first row that differs in that step, of `b`; of `a` where `b` lacks a row. `row` is
+            its place in the batch.
         why: the whole answer in one sentence.
     """
 

@@ -218,3 +218,11 @@ def test_command_answers_by_its_exit_code(tmp_path: Path) -> None:
 
 def test_names_are_public() -> None:
     assert fastload.prove is prove
+
+
+def test_logs_of_a_run_that_was_begun_anew_do_not_count(tmp_path: Path) -> None:
+    Run(tmp_path / "a", 4, order=2)
+    again, whole = Run(tmp_path / "a", 2), Run(tmp_path / "b")
+    assert prove(again.log, whole.log)
+    (tmp_path / "a" / log_name(3)).unlink()
+    assert prove(again.log, whole.log)
