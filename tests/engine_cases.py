@@ -32,7 +32,7 @@ from fastload.fetch import settings
 from fastload.fetch.settings import ReadSettings
 from fastload.store import object_store as native
 from fastload.store import retry, s3fs
-from tests.conftest import _held
+from fastload.testing.leaks import held
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 
@@ -325,7 +325,7 @@ def left_behind(before: dict[str, set[object]]) -> dict[str, list[str]]:
     deadline = time.monotonic() + PATIENCE
     while True:
         gc.collect()
-        left = {kind: [str(one) for one in now - before[kind]] for kind, now in _held().items()}
+        left = {kind: [str(one) for one in now - before[kind]] for kind, now in held().items()}
         left = {kind: found for kind, found in left.items() if found}
         if not left or time.monotonic() > deadline:
             return left
@@ -354,7 +354,7 @@ def main(client_name: str, guards_removed: bool) -> None:
             continue
         # Most cases count requests, and a read that a loaded machine delays is not to be asked for again.
         set_read_timeout(client, 0.5 if "stall" in name else 20.0)
-        before = _held()
+        before = held()
         with FaultServer(OBJECTS) as server:
             try:
                 result = run(server, client)

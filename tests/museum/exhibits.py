@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import StackDataset
 
 import fastload
-from tests.museum import data, orders
+from tests.museum import orders, samples
 from tests.museum.training import BATCH, SAMPLES, Leg, Numbered, Plan, Stop, replaced
 
 SEED = 5
@@ -30,7 +30,7 @@ class Exhibit:
         happened: what, in one sentence.
         fault: what stands in for it here.
         healthy, faulty: the two runs.
-        first: (epoch, step) of the first wrong samples.
+        first: (epoch, step) of the first wrong data.
         rank: whose they are; None: not one rank's.
     """
 
@@ -89,7 +89,7 @@ def of_mixture(sampler: Any, later: dict[str, float] | None = None) -> Callable[
     """A loader of a mixture, which a resumed run makes with other weights, if there are any."""
 
     def loader(leg: Leg) -> Any:
-        own = data.mixture(later if leg.number else None)
+        own = samples.mixture(later if leg.number else None)
         return make_loader(leg, own, sampler=sampler(own, leg.ranks, leg.rank, seed=1))
 
     return loader
@@ -101,7 +101,7 @@ def _set_weights(loader: Any, epoch: int, step: int) -> None:
 
 
 def _two_views(leg: Leg) -> Any:
-    one = data.images(data.write_images(leg.data))
+    one = samples.images(samples.write_images(leg.data))
     return make_loader(leg, StackDataset(one, one), sampler=orders.Epochs(leg.rank, leg.ranks))
 
 
@@ -117,7 +117,7 @@ def _tell_epoch(loader: Any, epoch: int) -> None:
 
 
 def _of_images(**options: Any) -> Callable[[Leg], Any]:
-    return from_files(data.write_images, data.images, **options)
+    return from_files(samples.write_images, samples.images, **options)
 
 
 def sampled(sampler: Any, healthy: Any = orders.Epochs, **options: Any) -> dict[str, Plan]:
@@ -321,7 +321,7 @@ EXHIBITS = [
         "a Mixture whose weights are set after step 1, and are the old ones after a resume",
         **pair(
             Plan(of_mixture(fastload.MixtureSampler), epochs=1, stops=(Stop(0, 5),), after_step=_set_weights),
-            loader=of_mixture(data.WeightsForgotten),
+            loader=of_mixture(samples.WeightsForgotten),
         ),
         first=(0, 5),
     ),
@@ -335,7 +335,7 @@ EXHIBITS = [
             Plan(
                 of_mixture(fastload.MixtureSampler, {"web": 0.75, "own": 0.25}), epochs=1, stops=(Stop(0, 5),)
             ),
-            loader=of_mixture(data.CountedAnew, {"web": 0.75, "own": 0.25}),
+            loader=of_mixture(samples.CountedAnew, {"web": 0.75, "own": 0.25}),
         ),
         first=(0, 5),
     ),
@@ -345,7 +345,10 @@ EXHIBITS = [
         ("facebookresearch/jepa#64", "XPixelGroup/BasicSR#646"),
         "The dataset drew another index at random in place of one that it could not read.",
         'a dataset that does so, beside one with on_error="replace"',
-        **pair(Plan(_broken(data.Broken, "replace"), epochs=1), loader=_broken(data.AnotherInstead, "raise")),
+        **pair(
+            Plan(_broken(samples.Broken, "replace"), epochs=1),
+            loader=_broken(samples.AnotherInstead, "raise"),
+        ),
         first=(0, 4),
     ),
     Exhibit(
@@ -354,8 +357,8 @@ EXHIBITS = [
         "The files were taken in the order in which the file system listed them.",
         "an ObjectDataset two of whose keys change places",
         **pair(
-            Plan(from_files(data.write_objects, data.as_listed), epochs=1),
-            loader=from_files(data.write_objects, data.as_another_disk_lists),
+            Plan(from_files(samples.write_objects, samples.as_listed), epochs=1),
+            loader=from_files(samples.write_objects, samples.as_another_disk_lists),
         ),
         first=(0, 3),
     ),
@@ -366,8 +369,8 @@ EXHIBITS = [
         "directories were read from it.",
         "an ObjectDataset that reads the first object of each name",
         **pair(
-            Plan(from_files(data.write_objects, data.as_listed), epochs=1),
-            loader=from_files(data.write_objects, data.cached_by_last_name),
+            Plan(from_files(samples.write_objects, samples.as_listed), epochs=1),
+            loader=from_files(samples.write_objects, samples.cached_by_last_name),
         ),
         first=(0, 0),
     ),
@@ -377,8 +380,8 @@ EXHIBITS = [
         "Downloads were kept by their file names, and a new version of a dataset has the same names.",
         "tar shards of which the second is read as it was before it was written again",
         **pair(
-            Plan(from_files(data.write_shards_again, data.shards), epochs=1),
-            loader=from_files(data.write_shards, data.shards),
+            Plan(from_files(samples.write_shards_again, samples.shards), epochs=1),
+            loader=from_files(samples.write_shards, samples.shards),
         ),
         first=(0, 0),
     ),
@@ -388,8 +391,8 @@ EXHIBITS = [
         "Labels were kept in a file of their own, which was not read again when they had been corrected.",
         "a TableDataset with the labels of an older table",
         **pair(
-            Plan(from_files(data.write_objects, data.labelled), epochs=1),
-            loader=from_files(data.write_objects, data.labelled_before),
+            Plan(from_files(samples.write_objects, samples.labelled), epochs=1),
+            loader=from_files(samples.write_objects, samples.labelled_before),
         ),
         first=(0, 2),
     ),
@@ -399,7 +402,7 @@ EXHIBITS = [
         ("starVLA/starVLA#470", "Lightning-AI/pytorch-lightning#20412", "xingyizhou/CenterNet#233"),
         "Workers that live on did not hear of a new epoch, and drew the same random numbers again.",
         "a persistent worker that is told the first epoch only",
-        **pair(Plan(_of_images()), loader=_of_images(**FORK), setting=data.first_epoch_for_ever),
+        **pair(Plan(_of_images()), loader=_of_images(**FORK), setting=samples.first_epoch_for_ever),
         first=(1, 0),
     ),
     Exhibit(
@@ -407,7 +410,7 @@ EXHIBITS = [
         ("fangchangma/sparse-to-dense.pytorch#19",),
         "Workers were seeded by their number alone, so a resumed run drew the first random numbers again.",
         "random numbers of epoch 0 after a resume in epoch 1",
-        **pair(Plan(_of_images(), stops=SECOND), setting=data.seeds_from_the_start),
+        **pair(Plan(_of_images(), stops=SECOND), setting=samples.seeds_from_the_start),
         first=(1, 2),
     ),
     Exhibit(
@@ -415,7 +418,7 @@ EXHIBITS = [
         ("kvablack/dlimp#5",),
         "Each augmentation of a list got the same seed, so that all of them were correlated.",
         "a StackDataset of two crops of an image, the second with the random numbers of the first",
-        **pair(Plan(_two_views, epochs=1), setting=data.one_seed_for_both_views),
+        **pair(Plan(_two_views, epochs=1), setting=samples.one_seed_for_both_views),
         first=(0, 0),
     ),
 ]

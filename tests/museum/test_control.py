@@ -19,7 +19,7 @@ import torch
 
 import fastload
 from fastload import Cache, DistributedSampler
-from tests.museum import data
+from tests.museum import samples
 from tests.museum.exhibits import make_loader
 from tests.museum.training import Leg, Numbered, Plan, Run, Stop, first_difference, replaced, train
 
@@ -33,7 +33,7 @@ def of_images(cache: Any = None, **options: Any) -> Callable[[Leg], Any]:
     """Photos with crops and flips, shuffled, and dealt to ranks."""
 
     def loader(leg: Leg) -> Any:
-        dataset = data.images(data.write_images(leg.data), cache=cache and cache())
+        dataset = samples.images(samples.write_images(leg.data), cache=cache and cache())
         return shuffled(leg, dataset, **options)
 
     return loader
@@ -54,14 +54,14 @@ def of_numbers(**options: Any) -> Callable[[Leg], Any]:
 
 def of_shards(**options: Any) -> Callable[[Leg], Any]:
     def loader(leg: Leg) -> Any:
-        return shuffled(leg, data.shards(data.write_shards(leg.data)), **options)
+        return shuffled(leg, samples.shards(samples.write_shards(leg.data)), **options)
 
     return loader
 
 
 def of_sources(**options: Any) -> Callable[[Leg], Any]:
     def loader(leg: Leg) -> Any:
-        own = data.mixture()
+        own = samples.mixture()
         sampler = fastload.MixtureSampler(own, leg.ranks, leg.rank, seed=1)
         return make_loader(leg, own, GLOBAL // leg.ranks, sampler=sampler, **options)
 

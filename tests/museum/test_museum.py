@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastload
-from tests.museum import data, page
+from tests.museum import page, samples
 from tests.museum.exhibits import EXHIBITS, Exhibit, make_loader
 from tests.museum.orders import Epochs
 from tests.museum.training import Numbered, Plan, Run, first_difference, train
@@ -110,8 +110,8 @@ UNSEEN = {
     "collate_fn": (PLAIN, of(lambda leg: Numbered(), collate_fn=collate_backwards)),
     "batch_transform": (PLAIN, of(lambda leg: Numbered(), batch_transform=torch.zeros_like)),
     "same size and time": (
-        of(lambda leg: data.as_listed(data.write_objects(leg.data))),
-        of(lambda leg: data.as_listed(data.write_other_objects(leg.data))),
+        of(lambda leg: samples.as_listed(samples.write_objects(leg.data))),
+        of(lambda leg: samples.as_listed(samples.write_other_objects(leg.data))),
     ),
 }
 

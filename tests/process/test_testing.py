@@ -59,6 +59,9 @@ class Good:
     def __init__(self) -> None:
         self.kept: list[Any] = []
 
+    def __repr__(self) -> str:  # the same in all processes of the tests, for the names of tests
+        return "Good()"
+
     def __len__(self) -> int:
         return N
 
