@@ -380,3 +380,18 @@ def test_records_of_tables_and_tokens_count_by_what_they_are(tmp_path: Path) -> 
     assert len(set(digests)) == len(made)
     assert digests == [digest_of(Subset(one, range(8)), num_workers=1) for one in made]
     close(*made)
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale": (0.2, 1.0)}, {"size": 20}, {"flip": 0.4}, {"interpolation": "nearest"}]
+)
+def test_another_argument_of_the_crop_gives_another_digest(folder: Path, change: dict[str, Any]) -> None:
+    """Although the random numbers are the same."""
+    digests = set()
+    for arguments in ({}, {}, change):
+        options: dict[str, Any] = {"size": 16, "flip": 0.5} | arguments
+        loader = DataLoader(ImageFolder(str(folder), RandomResizedCrop(**options)), 8, seed=1)
+        for _ in loader:
+            pass
+        digests.add((bool(arguments), loader.digest()))
+    assert len(digests) == 2 and len({digest for _, digest in digests}) == 2
