@@ -23,7 +23,8 @@ EpochRecord = dict[str, Any]
 "epoch": the loader's count. "base_seed": of the samples' randomness, where the loader has no seed of its own;
 None: not known. "streamed": it was read as streams. "origin", "generators": as in a position. "segments": the
 steps from "step" on had "batch_size", "replicas" and a sampler that stood at "sampler". "changes": of the
-weights of a mixture.
+weights of a mixture. "check": of a sampler of the user's own, how many batches were drawn, and the sum over
+their indices.
 """
 
 _STATES_KEPT = 2  # of epochs whose order comes from a generator's or a sampler's state: kilobytes each
@@ -91,6 +92,7 @@ class History:
             }
             names = ("epoch", "base_seed", "origin", "generators")
             record = {name: state[name] for name in names} | {"streamed": False, "segments": [segment]}
+            record["check"] = [state["batches"], state["check"]]
             self._epochs = [copy.deepcopy(record)]
 
     def _settle(self) -> None:
@@ -102,6 +104,8 @@ class History:
             return
         record["origin"] = progress.place["origin"]
         record["generators"] = progress.place["generators"] or {}
+        if order.foreign:
+            record["check"] = list(progress.drawn)
         if order.mixture is not None:
             changes = dict(map(tuple, record.get("changes", [])))
             first = record["segments"][0]["sampler"]["state"]["drawn"]
