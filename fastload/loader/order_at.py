@@ -19,7 +19,7 @@ from fastload.loader.position import Order, check_of
 from fastload.workers.dataset_state import is_stateful
 from fastload.workers.turns import GeneratorStates
 
-__all__ = ["index_batch_at", "record_to_come"]
+__all__ = ["index_batch_at", "ranks_at", "record_to_come"]
 
 _NONE = object()
 _KNOWN_BY_EPOCH = (
@@ -71,6 +71,16 @@ def index_batch_at(
     return index
 
 
+def ranks_at(record: EpochRecord, step: int) -> int | None:
+    """How many ranks have read a step; None where no sampler deals to ranks."""
+    segment = _segment_at(record["segments"], step)
+    return None if segment is None else segment["replicas"]
+
+
+def _segment_at(segments: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    return next((one for one in reversed(segments) if one["step"] <= step), None)
+
+
 def _check_order(loader: Any, order: Order, record: EpochRecord) -> None:
     """Raise ArgumentError where the samplers cannot give the order of that epoch, or give another one."""
     if record.get("origin") is None and not (order.followed or _is_known_by_epoch(order)):
@@ -105,7 +115,7 @@ def _from_step(
     if rank and replicas is None and not dealt:
         raise ArgumentError(f"rank={rank}: the order comes from {order.kind}, which deals to one rank")
     segments = record["segments"][:1] if replicas is not None else record["segments"]
-    segment = next((one for one in reversed(segments) if one["step"] <= step), None)
+    segment = _segment_at(segments, step)
     if segment is None or (replicas is not None and segment["step"]):
         raise ArgumentError(
             f"epoch {record['epoch']} is known from step {record['segments'][0]['step']} on: the state was "
@@ -242,12 +252,15 @@ def _deal(sampler: Any, rank: int, replicas: int) -> None:
     sampler.total_size = sampler.num_samples * replicas
 
 
-def record_to_come(loader: Any, epoch: int, coming: int, last: EpochRecord | None) -> EpochRecord:
+def record_to_come(
+    loader: Any, epoch: int, coming: int, last: EpochRecord | None, *, repeats: bool
+) -> EpochRecord:
     """The record of an epoch that has not begun, where that is known already.
 
     Args:
         coming: the loader's number of the next epoch.
         last: the epoch that began last.
+        repeats: nobody calls `set_epoch`, so that all epochs have one order.
 
     Raises:
         ArgumentError: its order or its randomness is drawn when it begins.
@@ -264,9 +277,9 @@ def record_to_come(loader: Any, epoch: int, coming: int, last: EpochRecord | Non
     if sampler_epoch is not None:
         before = None if last is None else last["segments"][-1]["sampler"]["epoch"]
         if before is None or (epoch == coming and sampler_epoch != before):
-            sampler_epoch += epoch - coming
+            sampler_epoch += 0 if repeats else epoch - coming
         elif last is not None:
-            sampler_epoch = before + epoch - last["epoch"]
+            sampler_epoch = before + (0 if repeats else epoch - last["epoch"])
     place: dict[str, Any] = {"epoch": sampler_epoch, "state": None}
     if isinstance(sampler, DistributedSampler):
         place = {"epoch": sampler_epoch, "consumed": 0, "nodes": sampler.place.nodes}

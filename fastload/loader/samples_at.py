@@ -16,8 +16,9 @@ from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import see
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
-from fastload.loader.order_at import index_batch_at, record_to_come
-from fastload.loader.revision import reading_of, samples_per_step
+from fastload.loader.history import segments_from
+from fastload.loader.order_at import index_batch_at, ranks_at, record_to_come
+from fastload.loader.revision import enter, reading_of, samples_per_step
 from fastload.workers.turns import GeneratorStates
 
 if TYPE_CHECKING:
@@ -90,7 +91,12 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         )
     if record is None:
         coming = running + begun
-        record = record_to_come(loader, epoch, coming, context.history.last())
+        last, repeats = context.history.last(), context.history.repeats()
+        record = record_to_come(loader, epoch, coming, last, repeats=repeats)
+    if begun and epoch == running and not record["streamed"]:  # other ranks may go on than those so far
+        place = context.position.place(loader)[1]
+        record["segments"] = segments_from(loader, record["segments"], place)
+        enter(loader, context.left_out, epoch, place)
     index = index_batch_at(loader, record, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else record["base_seed"]
     per_step = None if world_size is None else samples_per_step(loader, world_size)
@@ -102,7 +108,8 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
             f"epoch {epoch} has not begun, and which samples stand in for excluded ones is drawn then: give "
             "the DataLoader a seed="
         )
-    reading = reading_of(loader, seed, epoch, rank, world_size)
+    ranks = world_size or ranks_at(record, step)
+    reading = reading_of(loader, seed, epoch, rank, ranks)
     revised = rules.revise(reading, step, index)
     if revised is None:
         return Step(step, None, {}, seed, epoch, per_step)

@@ -550,3 +550,31 @@ def test_asked_for_after_set_epoch_is_the_epoch_that_comes() -> None:
     coming = loader.batch_at(0)[0].tolist()
 
     assert coming == next(iter(loader))[0].tolist()
+
+
+def test_steps_to_come_are_those_of_the_ranks_that_go_on() -> None:
+    first = _ranked(0, 2, 8)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    first.skip(3)  # samples 48 to 64, of which other steps have parts
+    loader = _ranked(1, 3, 3)
+    loader.load_state_dict(first.state_dict())
+
+    before = [loader.batch_at(step)[0].tolist() for step in (2, 3)]
+    found = [batch.tolist() for (batch,) in loader]
+    state = loader.state_dict()
+    loader = _ranked(1, 4, 2)
+    loader.load_state_dict(state)
+
+    assert before == found
+    assert [loader.batch_at(step, 0)[0].tolist() for step in (2, 3)] == before
+
+
+def test_epochs_to_come_repeat_where_nobody_calls_set_epoch() -> None:
+    data = TensorDataset(torch.arange(20))
+    loader: Any = DataLoader(data, batch_size=4, sampler=TorchDistributedSampler(data, 1, 0), seed=1)
+    list(loader), list(loader)
+
+    coming = loader.batch_at(0)[0].tolist()
+
+    assert coming == next(iter(loader))[0].tolist()
