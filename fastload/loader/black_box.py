@@ -48,7 +48,8 @@ class BlackBox:
 
         Known are the epochs that this run has begun, over all resumes, and the coming epochs of
         `fastload.DistributedSampler`, torch's DistributedSampler and of orders without shuffling. Of epochs
-        that torch's generator or a sampler's own state has ordered, the last two are known. The crop and flip
+        that torch's generator or a sampler's own state has ordered, the last two are known. Coming epochs are
+        those where `set_epoch` goes on counting by one, or is called no more than before. The crop and flip
         of an epoch to come are None unless the loader has a `seed`; so are those of samples that draw from
         the process-wide generators.
 

@@ -15,7 +15,7 @@ from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.loader.position import Order, Progress
 
-__all__ = ["EpochRecord", "History"]
+__all__ = ["EpochRecord", "History", "segments_from"]
 
 EpochRecord = dict[str, Any]
 """One epoch, as JSON.
@@ -23,7 +23,8 @@ EpochRecord = dict[str, Any]
 "epoch": the loader's count. "base_seed": of the samples' randomness, where the loader has no seed of its own;
 None: not known. "streamed": it was read as streams. "origin", "generators": as in a position. "segments": the
 steps from "step" on had "batch_size", "replicas" and a sampler that stood at "sampler". "changes": of the
-weights of a mixture.
+weights of a mixture. "check": of a sampler of the user's own, how many batches were drawn, and the sum over
+their indices.
 """
 
 _STATES_KEPT = 2  # of epochs whose order comes from a generator's or a sampler's state: kilobytes each
@@ -40,22 +41,11 @@ class History:
         """An epoch begins, or goes on after a resume."""
         self._settle()
         order = Order(loader)
-        segment = {
-            "step": progress.batches,
-            "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-            "replicas": order.replicas,
-            "sampler": _place_of(order, progress.place["sampler"]),
-        }
         record = next((one for one in self._epochs if one["epoch"] == progress.epoch), None)
         self._epochs = [one for one in self._epochs if one["epoch"] < progress.epoch]
         if record is None or not progress.batches:
             record = {"epoch": progress.epoch, "streamed": progress.unordered, "segments": []}
-        earlier = [one for one in record["segments"] if one["step"] < progress.batches]
-        last = earlier[-1] if earlier else None
-        alike = ("batch_size", "replicas")
-        if last is None or any(last[name] != segment[name] for name in alike):
-            earlier.append(segment)
-        record["segments"] = earlier
+        record["segments"] = segments_from(loader, record["segments"], progress.place)
         record["base_seed"] = progress.base_seed
         self._epochs.append(record)
         self._running = (progress, order)
@@ -69,6 +59,11 @@ class History:
         """Of the epoch that began last."""
         self._settle()
         return copy.deepcopy(self._epochs[-1]) if self._epochs else None
+
+    def repeats(self) -> bool:
+        """Whether the last two epochs were one epoch of the sampler: nobody calls its `set_epoch`."""
+        epochs = [one["segments"][0]["sampler"]["epoch"] for one in self._epochs[-2:]]
+        return len(epochs) == 2 and epochs[0] == epochs[1]
 
     def state(self) -> dict[str, Any]:
         """As JSON, but for the states of samplers of the user's own."""
@@ -91,6 +86,7 @@ class History:
             }
             names = ("epoch", "base_seed", "origin", "generators")
             record = {name: state[name] for name in names} | {"streamed": False, "segments": [segment]}
+            record["check"] = [state["batches"], state["check"]]
             self._epochs = [copy.deepcopy(record)]
 
     def _settle(self) -> None:
@@ -102,6 +98,8 @@ class History:
             return
         record["origin"] = progress.place["origin"]
         record["generators"] = progress.place["generators"] or {}
+        if order.foreign:
+            record["check"] = list(progress.drawn)
         if order.mixture is not None:
             changes = dict(map(tuple, record.get("changes", [])))
             first = record["segments"][0]["sampler"]["state"]["drawn"]
@@ -109,6 +107,24 @@ class History:
             record["changes"] = sorted(changes.items())
         for older in self._epochs[:-_STATES_KEPT]:
             _forget_states(older)
+
+
+def segments_from(
+    loader: Any, before: list[dict[str, Any]], place: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The segments of an epoch that this loader reads from a place on."""
+    order, step = Order(loader), int(place["batches"])
+    segment = {
+        "step": step,
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "replicas": order.replicas,
+        "sampler": _place_of(order, place["sampler"]),
+    }
+    earlier = [one for one in before if one["step"] < step]
+    alike = ("batch_size", "replicas")
+    if not earlier or any(earlier[-1][name] != segment[name] for name in alike):
+        earlier.append(segment)
+    return earlier
 
 
 def _forget_states(record: EpochRecord) -> None:

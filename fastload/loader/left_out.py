@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fastload.datasets.mixture import Mixture
@@ -144,7 +145,9 @@ class Rules:
             sample = first + row * reading.ranks + reading.column
             if number in excluded or (partly and _covered(self._skipped, sample, sample + 1)):
                 others = substitutes(reading.dataset, reading.seed, reading.epoch, indices[row], excluded)
-                replaced[row] = (next(others), indices[row])
+                # A skipped sample may be the choice for itself; another one stands in if there is one.
+                other = next((one for one in islice(others, 100) if one != indices[row]), indices[row])
+                replaced[row] = (other, indices[row])
                 indices[row] = replaced[row][0]
         if not replaced:
             return Revised(index, {})
@@ -191,10 +194,10 @@ class LeftOut:
                     excluded[source] = _merged([*excluded.get(source, []), *ranges])
         return Rules(excluded, segments, found.skipped)
 
-    def exclusions_at(self, epoch: int, step: int) -> LeftOut:
-        """Rules by which those samples are left out always that were left out in a step."""
+    def exclusions_at(self, epoch: int, step: int, per_step: int | None) -> LeftOut:
+        """Rules by which those samples are left out always that were left out in a step; see `at`."""
         alike = LeftOut()
-        excluded = self.at(epoch, step).samples
+        excluded = self.at(epoch, step, per_step).samples
         if excluded:
             alike._exclusions.append(_Exclusion(0, 0, [], excluded))
         return alike

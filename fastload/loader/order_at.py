@@ -15,12 +15,17 @@ from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.history import EpochRecord
-from fastload.loader.position import Order, write_generator
+from fastload.loader.position import Order, check_of
+from fastload.workers.dataset_state import is_stateful
 from fastload.workers.turns import GeneratorStates
 
-__all__ = ["index_batch_at", "record_to_come"]
+__all__ = ["index_batch_at", "ranks_at", "record_to_come"]
 
 _NONE = object()
+_KNOWN_BY_EPOCH = (
+    *(DistributedSampler.__iter__, torch.utils.data.DistributedSampler.__iter__),
+    *(SequentialSampler.__iter__, list.__iter__, tuple.__iter__),
+)
 
 
 def index_batch_at(
@@ -48,6 +53,7 @@ def index_batch_at(
     reader = None if order.mixture is None else loader.dataset.reader
     try:
         with order.drawing():
+            _check_order(loader, order, record)
             index_batches, skipped = _from_step(loader, order, record, step, rank, replicas)
             index = next(itertools.islice(index_batches, skipped, None), _NONE)
         drew = states.changed()
@@ -63,6 +69,34 @@ def index_batch_at(
     if index is _NONE:
         raise ArgumentError(f"epoch {record['epoch']} has no step {step} on this rank")
     return index
+
+
+def ranks_at(record: EpochRecord, step: int) -> int | None:
+    """How many ranks have read a step; None where no sampler deals to ranks."""
+    segment = _segment_at(record["segments"], step)
+    return None if segment is None else segment["replicas"]
+
+
+def _segment_at(segments: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    return next((one for one in reversed(segments) if one["step"] <= step), None)
+
+
+def _check_order(loader: Any, order: Order, record: EpochRecord) -> None:
+    """Raise ArgumentError where the samplers cannot give the order of that epoch, or give another one."""
+    if record.get("origin") is None and not (order.followed or _is_known_by_epoch(order)):
+        raise ArgumentError(
+            f"epoch {record['epoch']} has begun, and {order.kind} draws its order with the first batch: ask "
+            "after that"
+        )
+    if not order.foreign:
+        return
+    batches, check = record.get("check", (0, 0))
+    made, _ = _from_step(loader, order, record, record["segments"][0]["step"], None, None)
+    if check_of(itertools.islice(made, batches)) != check:
+        raise ArgumentError(
+            f"{order.kind} does not give the order of epoch {record['epoch']} once more: give the sampler a "
+            "seed of its own for each epoch, or state_dict() and load_state_dict()"
+        )
 
 
 def _from_step(
@@ -81,37 +115,61 @@ def _from_step(
     if rank and replicas is None and not dealt:
         raise ArgumentError(f"rank={rank}: the order comes from {order.kind}, which deals to one rank")
     segments = record["segments"][:1] if replicas is not None else record["segments"]
-    segment = next((one for one in reversed(segments) if one["step"] <= step), None)
+    segment = _segment_at(segments, step)
     if segment is None or (replicas is not None and segment["step"]):
         raise ArgumentError(
             f"epoch {record['epoch']} is known from step {record['segments'][0]['step']} on: the state was "
             "saved by an older version of fastload"
         )
     if not isinstance(sampler, DistributedSampler):
-        again = _with_sampler(outer, _again(order, sampler, record, segment, rank, replicas))
-        return iter(again), step
-    moved, skipped = _dealt(sampler, record, segment, step, rank, replicas, jump=_is_plain(outer))
+        return _made_again(loader, order, record, segment, step, rank, replicas)
+    jump = _is_known_by_epoch(order)  # so that each step takes a batch of samples in turn
+    steps = step - (segment["step"] if order.followed else 0)
+    moved, skipped = _dealt(sampler, record, segment, steps, rank, replicas, jump=jump)
     if outer is not sampler and type(outer) is BatchSampler:  # of a run that was resumed with another size
         return iter(BatchSampler(moved, segment["batch_size"], outer.drop_last)), skipped
-    return iter(_with_sampler(outer, moved)), skipped
+    if outer is sampler:
+        return iter(moved), skipped
+    again = copy.copy(outer)
+    again.sampler = None
+    again = _copied(loader, order, again)
+    again.sampler = moved
+    _give_generators(order, record, [again])
+    return iter(again), skipped
+
+
+def _made_again(
+    loader: Any,
+    order: Order,
+    record: EpochRecord,
+    segment: dict[str, Any],
+    step: int,
+    rank: int | None,
+    replicas: int | None,
+) -> tuple[Iterator[Any], int]:
+    """As `_from_step`, for samplers that have to be iterated over from where their state stands."""
+    again = _again(loader, order, record, segment, rank, replicas)
+    if type(again) is BatchSampler:  # of a run that was resumed with another size
+        again = BatchSampler(again.sampler, segment["batch_size"], again.drop_last)
+    return iter(again), step - (segment["step"] if order.followed else 0)
 
 
 def _dealt(
     sampler: DistributedSampler,
     record: EpochRecord,
     segment: dict[str, Any],
-    step: int,
+    steps: int,
     rank: int | None,
     replicas: int | None,
     *,
     jump: bool,
 ) -> tuple[DistributedSampler, int]:
-    """(a copy that stands before the step, how many index batches lie between)"""
-    place, steps = segment["sampler"], step - segment["step"]
+    """(a copy that stands `steps` after its segment begins, how many index batches lie between)"""
+    place = segment["sampler"]
     ranks = replicas or segment["replicas"]
     own = sampler.rank if rank is None else rank
     if own >= ranks:
-        raise ArgumentError(f"step {step} was read by {ranks} ranks, found rank {own}")
+        raise ArgumentError(f"epoch {record['epoch']} was read by {ranks} ranks, found rank {own}")
     if isinstance(sampler, MixtureSampler):
         changes = record.get("changes", [])
         return sampler.at_state(place["state"], changes, rank=own, replicas=ranks), steps
@@ -122,56 +180,65 @@ def _dealt(
     return moved, 0 if jump else steps
 
 
-def _is_plain(outer: Any) -> bool:
-    """Whether each step takes a batch of samples in turn, so that one can jump to any."""
-    return isinstance(outer, DistributedSampler) or type(outer) is BatchSampler
-
-
-def _with_sampler(outer: Any, sampler: Any) -> Any:
-    if getattr(outer, "sampler", None) is None:
-        return sampler
-    again = copy.copy(outer)
-    again.sampler = sampler
-    return again
+def _is_known_by_epoch(order: Order) -> bool:
+    """Whether the order is a function of the epoch's number, by code of torch's or fastload's."""
+    outer = order.index_sampler
+    inner = getattr(outer, "sampler", None)
+    makers = [getattr(type(part), "__iter__", None) for part in (outer, inner) if part is not None]
+    return makers[-1] in _KNOWN_BY_EPOCH and makers[:-1] in ([], [BatchSampler.__iter__])
 
 
 def _again(
+    loader: Any,
     order: Order,
-    sampler: Any,
     record: EpochRecord,
     segment: dict[str, Any],
     rank: int | None,
     replicas: int | None,
 ) -> Any:
-    """The sampler of an epoch, such that iterating over it gives its order once more."""
+    """The index sampler of an epoch, such that iterating over it gives its order once more."""
     origin = record.get("origin")
     if origin is not None and (origin["seed"] is not None or origin["torch"] is not None):
-        again = order.from_origin(origin)
-        return getattr(again, "sampler", again) if again is not sampler else again
-    again = copy.copy(sampler) if type(sampler).__module__.startswith("torch.utils.data") else None
-    if again is None:
-        try:
-            again = copy.deepcopy(sampler)
-        except Exception as error:
-            raise ArgumentError(
-                f"{order.kind} cannot be copied, so its order cannot be made again ({error})"
-            ) from error
-    for name, state in (record.get("generators") or {}).items():
-        generator = torch.Generator()
-        write_generator(generator, state)
-        if name != "batch_sampler" and getattr(again, "generator", None) is not None:
-            again.generator = generator
-    if isinstance(again, torch.utils.data.DistributedSampler):
-        own, ranks = sampler.rank if rank is None else rank, replicas or sampler.num_replicas
+        return order.from_origin(origin)
+    outer = order.index_sampler
+    again = _copied(loader, order, outer)
+    inner = getattr(again, "sampler", None)
+    if inner is not None and inner is getattr(outer, "sampler", None):
+        inner = again.sampler = _copied(loader, order, inner)
+    parts = [again] if inner is None else [again, inner]
+    _give_generators(order, record, parts)
+    place, last = segment["sampler"], parts[-1]
+    if isinstance(last, torch.utils.data.DistributedSampler):
+        own, ranks = last.rank if rank is None else rank, replicas or last.num_replicas
         if own >= ranks:
             raise ArgumentError(f"epoch {record['epoch']} was read by {ranks} ranks, found rank {own}")
-        _deal(again, own, ranks)
-    place = segment["sampler"]
-    if place["state"] is not None and hasattr(again, "load_state_dict"):
-        again.load_state_dict(copy.deepcopy(place["state"]))
-    if place["epoch"] is not None and hasattr(again, "set_epoch"):
-        again.set_epoch(place["epoch"])
+        _deal(last, own, ranks)
+    stateful = next((part for part in parts if is_stateful(part)), None)
+    if place["state"] is not None and stateful is not None:
+        stateful.load_state_dict(copy.deepcopy(place["state"]))
+    with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
+    if place["epoch"] is not None and with_epoch is not None:
+        with_epoch.set_epoch(place["epoch"])
     return again
+
+
+def _give_generators(order: Order, record: EpochRecord, parts: list[Any]) -> None:
+    """Let copies of the samplers, the outer one first, draw as in that epoch."""
+    for part, generator in zip(parts, order.generators_again(record.get("generators") or {}), strict=False):
+        if generator is not None:
+            part.generator = generator
+
+
+def _copied(loader: Any, order: Order, sampler: Any) -> Any:
+    """A copy of a sampler that shares no state with it; the dataset in it stays the same one."""
+    if type(sampler).__module__.startswith("torch.utils.data"):  # its indices and weights do not change
+        return copy.copy(sampler)
+    try:
+        return copy.deepcopy(sampler, {id(loader.dataset): loader.dataset})
+    except Exception as error:
+        raise ArgumentError(
+            f"{order.kind} cannot be copied, so its order cannot be made again ({error})"
+        ) from error
 
 
 def _deal(sampler: Any, rank: int, replicas: int) -> None:
@@ -185,12 +252,15 @@ def _deal(sampler: Any, rank: int, replicas: int) -> None:
     sampler.total_size = sampler.num_samples * replicas
 
 
-def record_to_come(loader: Any, epoch: int, coming: int, last: EpochRecord | None) -> EpochRecord:
+def record_to_come(
+    loader: Any, epoch: int, coming: int, last: EpochRecord | None, *, repeats: bool
+) -> EpochRecord:
     """The record of an epoch that has not begun, where that is known already.
 
     Args:
         coming: the loader's number of the next epoch.
         last: the epoch that began last.
+        repeats: nobody calls `set_epoch`, so that all epochs have one order.
 
     Raises:
         ArgumentError: its order or its randomness is drawn when it begins.
@@ -198,8 +268,7 @@ def record_to_come(loader: Any, epoch: int, coming: int, last: EpochRecord | Non
     order = Order(loader)
     outer = order.index_sampler
     sampler = getattr(outer, "sampler", outer)
-    known = isinstance(sampler, torch.utils.data.DistributedSampler | SequentialSampler | list | tuple)
-    if not known or isinstance(sampler, MixtureSampler):
+    if not _is_known_by_epoch(order):
         raise ArgumentError(
             f"epoch {epoch} has not begun, and {order.kind} draws its order then: ask when it runs, or use "
             "fastload.DistributedSampler, which gives all epochs by their number"
@@ -208,9 +277,9 @@ def record_to_come(loader: Any, epoch: int, coming: int, last: EpochRecord | Non
     if sampler_epoch is not None:
         before = None if last is None else last["segments"][-1]["sampler"]["epoch"]
         if before is None or (epoch == coming and sampler_epoch != before):
-            sampler_epoch += epoch - coming
+            sampler_epoch += 0 if repeats else epoch - coming
         elif last is not None:
-            sampler_epoch = before + epoch - last["epoch"]
+            sampler_epoch = before + (0 if repeats else epoch - last["epoch"])
     place: dict[str, Any] = {"epoch": sampler_epoch, "state": None}
     if isinstance(sampler, DistributedSampler):
         place = {"epoch": sampler_epoch, "consumed": 0, "nodes": sampler.place.nodes}

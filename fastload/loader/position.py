@@ -11,7 +11,7 @@ import copy
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -32,7 +32,16 @@ from fastload.loader.stream_epoch import StreamEpoch
 from fastload.metrics.torch_private import default_device
 from fastload.workers.dataset_state import is_stateful
 
-__all__ = ["GivenOut", "Order", "Progress", "Revise", "draw_seed", "read_generator", "write_generator"]
+__all__ = [
+    "GivenOut",
+    "Order",
+    "Progress",
+    "Revise",
+    "check_of",
+    "draw_seed",
+    "read_generator",
+    "write_generator",
+]
 
 Revise = Callable[
     [int, Any], Revised | None
@@ -65,7 +74,7 @@ class Order:
     def __init__(self, loader: Any) -> None:
         self.index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         inner = getattr(self.index_sampler, "sampler", None)
-        parts = [part for part in (self.index_sampler, inner) if part is not None]
+        self._parts = parts = [part for part in (self.index_sampler, inner) if part is not None]
         self.kind = [type(part).__qualname__ for part in parts]
         self.stateful = next((part for part in parts if is_stateful(part)), None)
         self.followed = self.stateful is not None and (
@@ -78,7 +87,9 @@ class Order:
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
         )
         self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
-        self.replicas = next((part.num_replicas for part in parts if hasattr(part, "num_replicas")), None)
+        dealing = next((part for part in parts if hasattr(part, "num_replicas")), None)
+        self.replicas = getattr(dealing, "num_replicas", None)
+        self.rank = getattr(dealing, "rank", 0)
         self._generators: dict[str, torch.Generator] = {}
         for name, owner in [("loader", loader), ("batch_sampler", self.index_sampler), ("sampler", inner)]:
             generator = getattr(owner, "generator", None)
@@ -151,6 +162,14 @@ class Order:
     def write_generators(self, states: Mapping[str, Any]) -> None:
         for name, generator in self._generators.items():
             write_generator(generator, states[name])
+
+    def generators_again(self, states: Mapping[str, str]) -> list[torch.Generator | None]:
+        """Of each sampler, the outer one first: a generator of its own that stands at its state, if any."""
+        again = {name: torch.Generator() for name in states}
+        for name, state in states.items():
+            write_generator(again[name], state)
+        names = {id(generator): name for name, generator in self._generators.items()}
+        return [again.get(names.get(id(getattr(part, "generator", None)), "")) for part in self._parts]
 
     def draw_base_seed(self) -> None:
         """Draw what torch's iterator draws as the base seed, where the loader was given a generator."""
@@ -228,6 +247,7 @@ class Progress:
         self.base_seed = 0
         self.next_worker = 0
         self.finished = False
+        self.drawn = (0, 0)  # of a foreign sampler: batches, and the sum over their indices
         self.steps_left_out = 0  # of those that were skipped, in the prefix
         self.workers = workers
         # Plain data, as it stands in a state. "batches": in the prefix of the order that was handed out;
@@ -259,6 +279,7 @@ class Progress:
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Take up a position that was saved in the middle of this epoch."""
         self.place = {name: saved[name] for name in self.place} | {"ahead": list(saved["ahead"])}
+        self.drawn = (self.batches, self.place["check"])
         self.base_seed = saved["base_seed"]
         self._seeded_late = saved.get("num_workers") == 0
         self.next_worker = saved["next_worker"] if saved.get("num_workers") == len(self.workers) else 0
@@ -289,10 +310,7 @@ class Progress:
         with order.drawing():
             passed = list(itertools.islice(index_batches, self.batches)) if order.foreign else []
             deque(itertools.islice(index_batches, self.batches - len(passed)), maxlen=0)
-        check = 0
-        for index in passed:
-            check = _added(check, index)
-        if check != place["check"]:
+        if check_of(passed) != place["check"]:
             raise ArgumentError(
                 f"{order.kind} gives another order than in the run that was saved: give the sampler a "
                 "seed of its own, or state_dict() and load_state_dict(), or resume from a state that was "
@@ -318,6 +336,7 @@ class Progress:
             elif order.foreign:
                 check = _added(check, index)
                 self._after[number] = {"check": check}
+                self.drawn = (number + 1, check)
             if number in passed:
                 continue
             revised = revise(number, index)
@@ -427,6 +446,14 @@ class Progress:
             }
             | ({} if self.streams is None else {"streams": self.streams.state()})
         )
+
+
+def check_of(index_batches: Iterable[Any]) -> int:
+    """The sum by which an order is compared with the one that was handed out."""
+    check = 0
+    for index in index_batches:
+        check = _added(check, index)
+    return check
 
 
 def _added(check: int, index: Any) -> int:

@@ -50,17 +50,10 @@ class LoaderState:
         self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up
         self._again: dict[str, Any] | None = None  # the position in the epoch that is resumed
 
-    def loaded(self) -> Mapping[str, Any]:
-        """The state that waits for the next iteration, in the form of this version; {} where none does."""
-        return self._loaded or {}
-
-    def running(self) -> tuple[int, bool]:
+    def running(self, loader: Any) -> tuple[int, bool]:
         """(the epoch that runs, True), or (the next one, False)."""
-        if self._loaded is not None:
-            return int(self._loaded["epoch"]), bool(self._loaded["begun"])
-        if self._progress is not None and not self._progress.finished:
-            return self._progress.epoch, True
-        return self.epoch, False
+        epoch, place = self.place(loader)
+        return epoch, place is not _BEGINNING
 
     def replay(self, epoch: int, base_seed: int) -> None:
         """Let the next iteration have the samples' randomness of that epoch."""
@@ -229,7 +222,8 @@ class LoaderState:
             "workers": [_untouched(worker["state"]) for worker in last.workers] if kept and last else [],
         }
 
-    def load_state_dict(self, loader: Any, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, loader: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the state in the form of this version."""
         order = Order(loader)
         state = _of_this_version(order, state_dict)
         _check(loader, order, state)
@@ -239,6 +233,7 @@ class LoaderState:
             self._loaded["sampler"]["state"] = order.mixture.state_dict()
         self._loaded_epoch = order.epoch
         self._progress = self._one_seed = None
+        return state
 
 
 def _untouched(state: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fastload.loader.left_out import LeftOut, Reading, Revised
 from fastload.loader.position import Order, Progress
 from fastload.workers.on_error import REPLACEMENTS
 
-__all__ = ["Revision", "begin", "enter", "reading_of"]
+__all__ = ["Revision", "begin", "enter", "reading_of", "samples_per_step"]
 
 
 class Revision:
@@ -99,25 +99,29 @@ def reading_of(
         seed,
         epoch,
         loader.batch_sampler is not None,
-        getattr(sampler, "column", 0),
+        getattr(sampler, "column", order.rank if rank is None else rank),
         replicas or order.replicas or 1,
         samples,
     )
 
 
-def enter(loader: Any, left_out: LeftOut, epoch: int, place: Mapping[str, Any]) -> None:
-    """Tell the rules how many samples over all ranks a step has from this place of an epoch on."""
-    order, size = Order(loader), loader.batch_size
+def samples_per_step(loader: Any, replicas: int) -> int:
+    """Over all ranks. 1 where batches have no fixed size, see `Segment`."""
+    size = loader.batch_size or 1
     if loader.batch_sampler is not None:
         size = getattr(loader.batch_sampler, "batch_size", None)
-    elif size is None:
-        size = 1
+    return size * replicas if isinstance(size, int) else 1
+
+
+def enter(loader: Any, left_out: LeftOut, epoch: int, place: Mapping[str, Any]) -> None:
+    """Tell the rules how many samples over all ranks a step has from this place of an epoch on."""
+    order = Order(loader)
     sampler = place["sampler"] or {}
     known = isinstance(order.stateful, DistributedSampler) and sampler.get("state") and place["batches"]
     left_out.enter(
         epoch,
         place["batches"],
-        1 if not isinstance(size, int) else size * (order.replicas or 1),
+        samples_per_step(loader, order.replicas or 1),
         int(sampler["state"]["consumed"]) if known else None,
     )
 

@@ -16,8 +16,9 @@ from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import see
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
-from fastload.loader.order_at import index_batch_at, record_to_come
-from fastload.loader.revision import reading_of
+from fastload.loader.history import segments_from
+from fastload.loader.order_at import index_batch_at, ranks_at, record_to_come
+from fastload.loader.revision import enter, reading_of, samples_per_step
 from fastload.workers.turns import GeneratorStates
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Step(NamedTuple):
         replaces: row -> the excluded sample in whose place another one stands.
         seed: of the samples' randomness; None: it is drawn when the epoch begins.
         epoch: the loader's count.
+        per_step: samples of a step over all ranks, where it is one of another number of ranks; else None.
     """
 
     number: int
@@ -69,6 +71,7 @@ class Step(NamedTuple):
     replaces: Mapping[int, Any]
     seed: int | None
     epoch: int
+    per_step: int | None
 
 
 def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world_size: int | None) -> Step:
@@ -79,7 +82,7 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
     """
     _check(loader, step, epoch, rank, world_size)
     context = loader.loader_context
-    running, begun = context.position.running()
+    running, begun = context.position.running(loader)
     epoch = running if epoch is None else epoch
     record = context.history.find(epoch) if epoch < running or begun else None
     if record is None and epoch < running:
@@ -88,24 +91,30 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
         )
     if record is None:
         coming = running + begun
-        record = record_to_come(loader, epoch, coming, context.history.last())
+        last, repeats = context.history.last(), context.history.repeats()
+        record = record_to_come(loader, epoch, coming, last, repeats=repeats)
+    if begun and epoch == running and not record["streamed"]:  # other ranks may go on than those so far
+        place = context.position.place(loader)[1]
+        record["segments"] = segments_from(loader, record["segments"], place)
+        enter(loader, context.left_out, epoch, place)
     index = index_batch_at(loader, record, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else record["base_seed"]
-    per_step = None if world_size is None else world_size * (loader.batch_size or 1)
+    per_step = None if world_size is None else samples_per_step(loader, world_size)
     rules = context.left_out.at(epoch, step, per_step)
     if not rules:
-        return Step(step, index, {}, seed, epoch)
+        return Step(step, index, {}, seed, epoch, per_step)
     if seed is None:
         raise ArgumentError(
             f"epoch {epoch} has not begun, and which samples stand in for excluded ones is drawn then: give "
             "the DataLoader a seed="
         )
-    reading = reading_of(loader, seed, epoch, rank, world_size)
+    ranks = world_size or ranks_at(record, step)
+    reading = reading_of(loader, seed, epoch, rank, ranks)
     revised = rules.revise(reading, step, index)
     if revised is None:
-        return Step(step, None, {}, seed, epoch)
+        return Step(step, None, {}, seed, epoch, per_step)
     replaces = {row: before for row, (_, before) in revised.replaced.items()}
-    return Step(step, revised.index, replaces, seed, epoch)
+    return Step(step, revised.index, replaces, seed, epoch, per_step)
 
 
 def samples_at(loader: Any, found: Step) -> list[SampleAt]:
@@ -169,7 +178,8 @@ def batch_at(loader: Any, found: Step) -> Any:
         )
     again = loader.replay_loader(found.index)
     again.loader_context.position.replay(found.epoch, found.seed)
-    again.loader_context.left_out = loader.loader_context.left_out.exclusions_at(found.epoch, found.number)
+    left_out = loader.loader_context.left_out
+    again.loader_context.left_out = left_out.exclusions_at(found.epoch, found.number, found.per_step)
     states = GeneratorStates()
     try:
         with _as_in(loader, found):
@@ -189,7 +199,7 @@ def batch_at(loader: Any, found: Step) -> Any:
 def _as_in(loader: Any, found: Step) -> Iterator[None]:
     """Inside, the datasets are in that epoch, and what is read does not count as read ahead."""
     datasets = fastload_datasets(loader.dataset)
-    running, _ = loader.loader_context.position.running()
+    running, _ = loader.loader_context.position.running(loader)
     token = current_reader.set(object())
     start_epoch(datasets, found.epoch)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, RandomSampler, Subset
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 import fastload
 from fastload import DistributedSampler, Mixture, MixtureSampler, ObjectDataset
@@ -411,6 +412,23 @@ def test_skip_and_exclude_hold_for_other_numbers_of_ranks_and_batch_sizes(worker
         index not in excluded for index, _ in order[96:]
     ]
     assert len(found) == 30
+
+
+def test_skipped_samples_of_torchs_sampler_stay_away_on_each_other_rank() -> None:
+    data = Numbers(32)
+
+    def on(rank: int, ranks: int, size: int) -> Any:
+        sampler = TorchDistributedSampler(data, ranks, rank, shuffle=False)
+        return loader(data, sampler=sampler, batch_size=size)
+
+    one = on(0, 1, 8)
+    list(one)
+    one.skip(1, epoch=1)  # samples 8 to 16
+    for rank in range(2):
+        other = on(rank, 2, 3)
+        other.load_state_dict(one.state_dict())
+        found = [index for batch in other for index in batch]
+        assert [at for at, index in enumerate(found) if index != 2 * at + rank] == [4, 5, 6, 7]
 
 
 def test_last_step_that_is_not_full_stays_skipped_with_fewer_ranks() -> None:

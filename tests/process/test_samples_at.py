@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.data
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -384,3 +385,196 @@ def test_what_is_left_out_is_left_out_of_the_answers(folder: Any) -> None:
             assert equal(asked.batch_at(step, epoch), batch), (epoch, step)
         with pytest.raises(ArgumentError, match="skipped"):
             asked.batch_at(4, 0)
+
+
+class Shuffler:
+    """Index batches in a random order, drawn from `numbers`."""
+
+    def __init__(self, sampler: Any, numbers: random.Random | torch.Generator) -> None:
+        self.sampler, self.numbers, self.batch_size = sampler, numbers, 4
+        if isinstance(numbers, torch.Generator):
+            self.generator = numbers
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // 4)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(self.sampler)
+        if isinstance(self.numbers, random.Random):
+            self.numbers.shuffle(order)
+        else:
+            order = [order[at] for at in torch.randperm(len(order), generator=self.generator).tolist()]
+        yield from (order[at : at + 4] for at in range(0, len(order), 4))
+
+
+def _asked(sampler: Any, *, ask: bool) -> tuple[list[Any], list[Any]]:
+    """(batches of two epochs, answers about their steps)"""
+    loader: Any = DataLoader(TensorDataset(torch.arange(20)), batch_sampler=sampler, seed=1)
+    batches, answers = [], []
+    for _ in range(2):
+        for step, (batch,) in enumerate(loader):
+            batches.append(batch.tolist())
+            if ask and step == 2:
+                for other in range(5):
+                    try:
+                        answers.append(loader.batch_at(other)[0].tolist())
+                    except ArgumentError as error:
+                        answers.append(str(error))
+    return batches, answers
+
+
+@pytest.mark.parametrize("numbers", [random.Random, torch.Generator])
+@pytest.mark.parametrize("inner", [SequentialSampler, DistributedSampler])
+def test_batch_sampler_of_the_user_is_not_moved_and_gives_its_order_or_is_refused(
+    numbers: Any, inner: Any
+) -> None:
+    def sampler() -> Shuffler:
+        made = numbers(3) if numbers is random.Random else torch.Generator().manual_seed(3)
+        return Shuffler(inner(range(20)), made)
+
+    undisturbed, _ = _asked(sampler(), ask=False)
+    batches, answers = _asked(sampler(), ask=True)
+
+    assert batches == undisturbed
+    if numbers is torch.Generator:
+        assert answers == batches
+    else:
+        assert all("does not give the order of epoch" in answer for answer in answers)
+
+
+@pytest.mark.parametrize("owner", ["loader", "sampler"])
+def test_generator_is_not_moved_before_the_first_batch(owner: str) -> None:
+    def batches(*, ask: bool) -> list[Any]:
+        data, generator = TensorDataset(torch.arange(20)), torch.Generator().manual_seed(3)
+        order: dict[str, Any] = {"shuffle": True, "generator": generator}
+        if owner == "sampler":
+            order = {"sampler": RandomSampler(data, generator=generator)}
+        loader: Any = DataLoader(data, batch_size=4, seed=1, **order)
+        iterator = iter(loader)
+        if ask:
+            with pytest.raises(ArgumentError, match="draws its order with the first batch"):
+                loader.batch_at(0)
+        return [batch.tolist() for (batch,) in iterator]
+
+    assert batches(ask=True) == batches(ask=False)
+
+
+def test_coming_epochs_of_a_batch_sampler_of_the_user_are_refused() -> None:
+    sampler: Any = Shuffler(SequentialSampler(range(20)), random.Random(3))
+    loader: Any = DataLoader(TensorDataset(torch.arange(20)), batch_sampler=sampler, seed=1)
+
+    with pytest.raises(ArgumentError, match="has not begun"):
+        loader.batch_at(0)
+
+
+class Twice(DistributedSampler):
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            yield from (index, index)
+
+
+def test_subclass_that_gives_other_samples_is_iterated_over() -> None:
+    data = TensorDataset(torch.arange(20))
+    loader: Any = DataLoader(data, batch_size=4, sampler=Twice(data, 1, 0), seed=1)
+    batches = [batch.tolist() for (batch,) in loader]
+
+    assert [loader.batch_at(step, 0)[0].tolist() for step in range(10)] == batches
+
+
+class Own(torch.utils.data.Sampler[int]):
+    """With a state of its own."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        while self.given < 20:
+            self.given += 1
+            yield 7 * self.given % 20
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+def test_sampler_with_a_state_is_known_after_a_resume_with_another_batch_size() -> None:
+    data = TensorDataset(torch.arange(20))
+    first: Any = DataLoader(data, batch_size=4, sampler=Own(), seed=1)
+    iterator = iter(first)
+    batches = [next(iterator)[0].tolist() for _ in range(2)]
+    loader: Any = DataLoader(data, batch_size=3, sampler=Own(), seed=1)
+    loader.load_state_dict(first.state_dict())
+    batches += [batch.tolist() for (batch,) in loader]
+
+    assert [loader.batch_at(step, 0)[0].tolist() for step in range(len(batches))] == batches
+
+
+def _ranked(rank: int, world_size: int, batch_size: int, *, batched: bool = False) -> Any:
+    data = TensorDataset(torch.arange(64))
+    sampler = DistributedSampler(data, world_size, rank, seed=3)
+    if batched:
+        batches = torch.utils.data.BatchSampler(sampler, batch_size, False)
+        return DataLoader(data, batch_sampler=batches, seed=1)
+    return DataLoader(data, batch_size=batch_size, sampler=sampler, seed=1)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_another_world_has_the_exclusions_of_its_samples(batched: bool) -> None:
+    whole = [row for step in range(8) for row in _ranked(0, 1, 8).batch_at(step)[0].tolist()]
+    loader = _ranked(0, 2, 8, batched=batched)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    loader.exclude([*whole[16:20], *whole[40:44]])  # of samples 32 on
+
+    other = [row for step in range(8) for row in loader.batch_at(step, rank=0, world_size=1)[0].tolist()]
+    named = [one.index for step in range(8) for one in loader.samples_at(step, rank=0, world_size=1)]
+
+    assert [at for at in range(64) if other[at] != whole[at]] == [40, 41, 42, 43]
+    assert named == other
+
+
+def test_asked_for_after_set_epoch_is_the_epoch_that_comes() -> None:
+    first = _ranked(0, 1, 8)
+    next(iter(first))
+    loader = _ranked(0, 1, 8)
+    loader.load_state_dict(first.state_dict())
+    with pytest.warns(UserWarning, match="drops the position"):
+        loader.sampler.set_epoch(5)
+
+    coming = loader.batch_at(0)[0].tolist()
+
+    assert coming == next(iter(loader))[0].tolist()
+
+
+def test_steps_to_come_are_those_of_the_ranks_that_go_on() -> None:
+    first = _ranked(0, 2, 8)
+    iterator = iter(first)
+    next(iterator), next(iterator)
+    first.skip(3)  # samples 48 to 64, of which other steps have parts
+    loader = _ranked(1, 3, 3)
+    loader.load_state_dict(first.state_dict())
+
+    before = [loader.batch_at(step)[0].tolist() for step in (2, 3)]
+    found = [batch.tolist() for (batch,) in loader]
+    state = loader.state_dict()
+    loader = _ranked(1, 4, 2)
+    loader.load_state_dict(state)
+
+    assert before == found
+    assert [loader.batch_at(step, 0)[0].tolist() for step in (2, 3)] == before
+
+
+def test_epochs_to_come_repeat_where_nobody_calls_set_epoch() -> None:
+    data = TensorDataset(torch.arange(20))
+    loader: Any = DataLoader(data, batch_size=4, sampler=TorchDistributedSampler(data, 1, 0), seed=1)
+    list(loader), list(loader)
+
+    coming = loader.batch_at(0)[0].tolist()
+
+    assert coming == next(iter(loader))[0].tolist()
