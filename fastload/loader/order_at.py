@@ -201,8 +201,8 @@ def record_to_come(loader: Any, epoch: int, coming: int, last: EpochRecord | Non
     known = isinstance(sampler, torch.utils.data.DistributedSampler | SequentialSampler | list | tuple)
     if not known or isinstance(sampler, MixtureSampler):
         raise ArgumentError(
-            f"epoch {epoch} has not begun, and {order.kind} draws its order then: ask when it runs, or use "
-            "fastload.DistributedSampler, which gives all epochs by their number"
+            f"epoch {epoch} has not begun, and {type(sampler).__qualname__} draws its order then: give an "
+            "epoch that has begun, or use fastload.DistributedSampler, which gives all epochs by their number"
         )
     sampler_epoch = order.epoch
     if sampler_epoch is not None:
