@@ -179,6 +179,11 @@ class StoreDataset(Dataset[Any]):
         """Whether a fused transform draws random numbers from (seed, epoch, record), in this epoch."""
         return False
 
+    @property
+    def cut(self) -> int:
+        """The number of what fused transforms do in this epoch; 0: there are none."""
+        return 0
+
     # --- CacheFilling
 
     def flush_cache(self) -> None:

@@ -56,6 +56,10 @@ class FieldsDataset(StoreDataset):
     def draws(self) -> bool:
         return self._maker.draws
 
+    @property
+    def cut(self) -> int:
+        return self._maker.cut
+
     # --- what `StoreDataset` asks for
 
     def _sample(self, value: Any) -> Any:

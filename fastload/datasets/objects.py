@@ -183,6 +183,10 @@ class ObjectDataset(StoreDataset):
     def draws(self) -> bool:
         return self._fused is not None and self._fused.draws
 
+    @property
+    def cut(self) -> int:
+        return 0 if self._fused is None else self._fused.number
+
     # --- EncodedRows
 
     def keep_raw(self) -> None:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import xxhash
+
 from fastload.datasets.base import check_function
 from fastload.datasets.columns import (
     collate_column,
@@ -119,6 +121,13 @@ class SampleMaker:
         """Whether fused transforms draw from the seed of the sample."""
         parts = [part for part in map(current_transform, self._parts()) if isinstance(part, Crop)]
         return self.fused and any(part.draws for part in parts)
+
+    @property
+    def cut(self) -> int:
+        """The number of what fused transforms do in this epoch; 0: there are none."""
+        parts = zip(self._part_names(), map(current_transform, self._parts()), strict=True)
+        fused = [(name, part.number) for name, part in parts if isinstance(part, Crop)]
+        return xxhash.xxh3_64_intdigest(repr(sorted(fused)).encode()) if fused and self.fused else 0
 
     @property
     def by_rows(self) -> bool:

@@ -239,6 +239,7 @@ class LeafRows(Rows):
             return super().witnesses(indices, seed, epoch, seeded=seeded)
         records = dataset.records(indices)
         numbers = dataset.identities(records)
+        numbers = numbers ^ np.uint64(dataset.cut)
         if seeded or dataset.draws:
             numbers = numbers ^ sample_seeds(seed, epoch, records)
         return mix_all(numbers + ONE)

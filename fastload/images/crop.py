@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
@@ -140,6 +141,12 @@ class Crop(ABC):
     @abstractmethod
     def law(self) -> tuple[Any, ...]:
         """What decides which part of an image is taken: equal where two transforms cut alike."""
+
+    @property
+    def number(self) -> int:
+        """64 bits that differ where other pixels come out, of the same image and random numbers."""
+        what = self.law, self.height, self.width, self.interpolation, self.channels
+        return xxhash.xxh3_64_intdigest(repr(what).encode())
 
     @abstractmethod
     def box_for(self, width: int, height: int, rng: Rng) -> CropBox:

@@ -298,7 +298,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         """
         context = self.loader_context
         context.position.load_state_dict(self, state_dict)
-        context.history.load(state_dict)
+        context.history.load(context.position.loaded())
         context.left_out.load(state_dict.get("left_out", {}))
         context.digest.load(state_dict.get("digest", {}), *find_part(self))
         if context.log is not None:

@@ -117,7 +117,7 @@ def _name_row(a: Side, b: Side, place: Place) -> Proof:
         return Proof(False, why, epoch, step, row.rank, row.row)
     row = new[0]
     if any(one.sample == row.sample for one in gone):
-        what = f"sample {row.sample} has another key, version, label or random numbers than in {a.name}"
+        what = f"sample {row.sample} has another key, version, label, crop or random numbers than in {a.name}"
     elif gone:
         at_home = (one for one in gone if (one.rank, one.row) == (row.rank, row.row))
         what = f"sample {row.sample} stands where {a.name} has sample {next(at_home, gone[0]).sample}"

@@ -50,6 +50,10 @@ class LoaderState:
         self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up
         self._again: dict[str, Any] | None = None  # the position in the epoch that is resumed
 
+    def loaded(self) -> Mapping[str, Any]:
+        """The state that waits for the next iteration, in the form of this version; {} where none does."""
+        return self._loaded or {}
+
     def running(self) -> tuple[int, bool]:
         """(the epoch that runs, True), or (the next one, False)."""
         if self._loaded is not None:

@@ -396,3 +396,18 @@ def test_object_in_the_middle_of_a_sample_counts(tmp_path: Path) -> None:
         digests.add(digest_of(dataset))
         close(dataset)
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale": (0.2, 1.0)}, {"size": 20}, {"flip": 0.4}, {"interpolation": "nearest"}]
+)
+def test_another_argument_of_the_crop_gives_another_digest(folder: Path, change: dict[str, Any]) -> None:
+    """Although the random numbers are the same."""
+    digests = set()
+    for arguments in ({}, {}, change):
+        options: dict[str, Any] = {"size": 16, "flip": 0.5} | arguments
+        loader = DataLoader(ImageFolder(str(folder), RandomResizedCrop(**options)), 8, seed=1)
+        for _ in loader:
+            pass
+        digests.add((bool(arguments), loader.digest()))
+    assert len(digests) == 2 and len({digest for _, digest in digests}) == 2

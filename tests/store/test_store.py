@@ -20,7 +20,7 @@ import fsspec
 import pytest
 from faultserver import LIST, Fault, FaultServer
 
-from fastload.demo.s3_server import S3Server
+from fastload.demo.s3_server import S3Server, serve_s3
 from fastload.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -72,6 +72,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def gives_up(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds, not minutes, until it is enough."""
     monkeypatch.setattr(retry, "READ", retry.Policy(budget=1, first=0.01, longest=0.5))
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server with one object in `s3://bucket/pre/`."""
+    root = tmp_path_factory.mktemp("s3")
+    (root / "bucket" / "pre").mkdir(parents=True)
+    (root / "bucket" / "pre" / "a b.jpg").write_bytes(b"a b" * 100)
+    with serve_s3(root) as server:
+        yield server
 
 
 # --- Keys ---------------------------------------------------------------------------------------------------
