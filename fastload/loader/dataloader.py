@@ -441,6 +441,8 @@ def _check_log(dataset: Any, sample_log: Any) -> None:
         return
     if not isinstance(sample_log, str | os.PathLike):
         raise ArgumentError(f"sample_log must be the path of a directory or None, found {sample_log!r}")
+    if "://" in os.fsdecode(sample_log):
+        raise ArgumentError(f"sample_log must be a directory of this machine, found {sample_log!r}")
     if isinstance(dataset, IterableDataset):
         raise ArgumentError(
             f"sample_log names samples by their index, and {type(dataset).__name__} is iterable: leave it out"

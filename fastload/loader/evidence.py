@@ -62,6 +62,8 @@ class _Log:
     """The log of one rank."""
 
     def __init__(self, path: Path) -> None:
+        if not path.stat().st_size:
+            raise DecodeError("the log is empty: its run has handed out little, and did not write it yet")
         with path.open("rb") as file:
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.rank = rank_of(self._data)
@@ -110,6 +112,8 @@ class Side:
         parts: (how often the number of ranks had changed, number of ranks) -> the ranks that are known.
         uneven: the states of the ranks are of different steps.
         finished: of such a side: all its ranks have finished the epochs before this one.
+        begin: the steps that its run had made before the first one here. They are not 0 where sample_log= was
+            given only to a run that resumed.
     """
 
     def __init__(self, name: str, digests: list[Digest], logs: list[_Log]) -> None:
@@ -118,8 +122,10 @@ class Side:
         self.parts: dict[tuple[int, int], list[int]]
         self._digest = None
         self.uneven, self.finished = False, 0
+        self.begin = 0
         if logs:
             runs = [run.begins for log in logs for run in log.runs]
+            self.begin = min((one.run_step for one in runs), default=0)
             self._world_size = max(runs, key=lambda one: one.time).world_size if runs else 1
             self._tables = [(log, log.kept(runs)) for log in logs]
             sizes = [int(table[:, 4].max()) for _, table in self._tables if len(table)]
@@ -161,6 +167,14 @@ class Side:
         for (epoch, step), one in sorted(self.steps.items())[:steps]:
             digest.add(epoch, step, Witness(one.samples, one.sums, None))
         return digest
+
+    def check_begin(self, other: Side) -> None:
+        """Raise ArgumentError if the beginning is missing here, and is in the other."""
+        if self.begin > other.begin:
+            raise ArgumentError(
+                f"{self.name} is a log that begins at step {self.begin:,} of its run, and {other.name} "
+                "begins before: compare the states, or logs that begin at the same step"
+            )
 
     def check_whole(self) -> None:
         """Raise ArgumentError unless all ranks are there."""
@@ -227,12 +241,15 @@ def _read(given: Any, name: str) -> Sequence[Digest | _Log]:
     text = f"{name}: {str(path)!r}"
     try:
         if path.is_dir():
-            logs = sorted(path.glob(_LOGS))
+            logs, found = sorted(path.glob(_LOGS)), []
             if not logs:
                 raise ArgumentError(f"{text} has no sample log ({_LOGS})")
-            return [_Log(log) for log in logs]
+            for log in logs:
+                text = f"{name}: {str(log)!r}"
+                found.append(_Log(log))
+            return found
         with path.open("rb") as file:
-            if file.read(len(MAGIC)) == MAGIC:
+            if file.read(len(MAGIC)) == MAGIC or path.match(_LOGS):
                 return [_Log(path)]
     except OSError as error:
         raise ArgumentError(f"{text} cannot be read: {error.strerror or error}") from None

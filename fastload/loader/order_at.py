@@ -270,8 +270,8 @@ def record_to_come(
     sampler = getattr(outer, "sampler", outer)
     if not _is_known_by_epoch(order):
         raise ArgumentError(
-            f"epoch {epoch} has not begun, and {order.kind} draws its order then: ask when it runs, or use "
-            "fastload.DistributedSampler, which gives all epochs by their number"
+            f"epoch {epoch} has not begun, and {type(sampler).__qualname__} draws its order then: give an "
+            "epoch that has begun, or use fastload.DistributedSampler, which gives all epochs by their number"
         )
     sampler_epoch = order.epoch
     if sampler_epoch is not None:

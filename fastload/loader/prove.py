@@ -77,6 +77,8 @@ def prove(a: Any, b: Any) -> Proof:
     if left.parts != right.parts:
         left.check_whole()
         right.check_whole()
+    for side, other in ((left, right), (right, left)):
+        side.check_begin(other)
     if left.logged and right.logged:
         return _compare_logs(left, right)
     ends = [side.digest(None).steps for side in (left, right) if not side.logged]
@@ -149,9 +151,12 @@ def _without(rows: list[Row], others: list[Row]) -> list[Row]:
 
 def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
     if end_a == end_b:
-        return Proof(True, f"the same data in all {steps:,} steps")
+        return Proof(
+            True, "the same data in the only step" if steps == 1 else f"the same data in all {steps:,} steps"
+        )
     longer = a if end_a > end_b else b
-    return Proof(True, f"the same data as far as both go, {steps:,} steps; {longer.name} goes on after that")
+    counted = "1 step" if steps == 1 else f"{steps:,} steps"
+    return Proof(True, f"the same data as far as both go, {counted}; {longer.name} goes on after that")
 
 
 # --- states
@@ -243,16 +248,33 @@ def _differs_in_steps(epoch: int, first: int, last: int) -> Proof:
 
 def _compare_epochs(a: Side, b: Side, one: Digest, other: Digest) -> Proof:
     sizes = f"the global batches have {one.batch:,} and {other.batch:,} samples, so whole epochs are compared"
-    sums_a, sums_b = ({each.epoch: each for each in digest.epochs} for digest in (one, other))
-    compared = 0
-    for epoch in sorted(sums_a.keys() & sums_b.keys()):
+    last = min(digest.epochs[-1].epoch for digest in (one, other))
+    begun = sorted({each.epoch for each in one.epochs} & {each.epoch for each in other.epochs})
+    sums_a, sums_b = (_from_each(begun, last, digest) for digest in (one, other))
+    ends, end = [*begun[1:], last + 1], 0
+    for epoch, next_one in zip(begun, ends, strict=True):
         x, y = sums_a[epoch], sums_b[epoch]
-        over = epoch < one.epochs[-1].epoch and epoch < other.epochs[-1].epoch
-        if not over and x.samples != y.samples:
-            break
+        if epoch == begun[-1] and x.samples != y.samples:
+            break  # one of them ends within it
         if (x.samples, x.unordered) != (y.samples, y.unordered):
-            return _differs_in_epochs(epoch, epoch, sizes)
-        compared += 1
-    if not compared:
+            return _differs_in_epochs(epoch, next_one - 1, sizes)
+        end = next_one
+    if not end:
         raise ArgumentError(f"{sizes}, and there is no whole epoch that both have")
-    return Proof(True, f"the same data in {compared} epochs ({sizes})")
+    epochs = end - begun[0]
+    counted = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return Proof(True, f"the same data in {counted} ({sizes})")
+
+
+def _from_each(begun: list[int], last: int, digest: Digest) -> dict[int, EpochSums]:
+    """Each of these epochs -> the sums from it up to the next one of them, or up to epoch `last`.
+
+    A long run has one sum of several epochs, where a shorter run still has each.
+    """
+    found: dict[int, EpochSums] = {}
+    for one in digest.epochs:
+        if one.epoch in begun:
+            found[one.epoch] = replace(one)
+        elif found and one.epoch <= last:
+            found[max(found)].add(one)
+    return found

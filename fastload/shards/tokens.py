@@ -237,13 +237,18 @@ class _Corpus:
         return pieces
 
     def identities(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """A number for each sample: of the objects that it begins and ends in, and where it begins."""
+        """A number for each sample: of the objects that it is cut from, and where it begins."""
         first = samples * self._block
         begin = np.searchsorted(self._firsts, first, side="right") - 1
         end = np.searchsorted(self._firsts, first + self.length - 1, side="right") - 1
         start = first - self._firsts[begin]
         found = mix_all(self.shards.identities(begin) + start.view(np.uint64))
         found ^= np.where(end > begin, self.shards.identities(end), 0).astype(np.uint64)
+        for at in np.flatnonzero(end > begin + 1).tolist():
+            between = np.arange(begin[at] + 1, end[at])
+            found[at] ^= np.bitwise_xor.reduce(
+                mix_all(self.shards.identities(between) + between.view(np.uint64))
+            )
         return mix_all(found ^ self._form)
 
     def name(self, sample: int) -> str:

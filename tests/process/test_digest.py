@@ -382,6 +382,22 @@ def test_records_of_tables_and_tokens_count_by_what_they_are(tmp_path: Path) -> 
     close(*made)
 
 
+def test_object_in_the_middle_of_a_sample_counts(tmp_path: Path) -> None:
+    """A sample of tokens may be cut from more than two objects."""
+    digests = set()
+    for middle in (1, 2):
+        folder = tmp_path / str(middle)
+        folder.mkdir()
+        for number, value in enumerate((0, middle, 3)):
+            path = folder / f"{number}.bin"
+            np.full(4, value, np.uint16).tofile(path)
+            os.utime(path, (100 + value, 100 + value))
+        dataset = fastload.TokenDataset(str(folder), "uint16", 12)
+        digests.add(digest_of(dataset))
+        close(dataset)
+    assert len(digests) == 2
+
+
 @pytest.mark.parametrize(
     "change", [{"scale": (0.2, 1.0)}, {"size": 20}, {"flip": 0.4}, {"interpolation": "nearest"}]
 )

@@ -25,11 +25,11 @@ class Swapped(DistributedSampler):
 
     def __init__(self, *arguments: Any, at: int, epoch: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.at, self.wrong = at, epoch
+        self.swapped, self.wrong = at, epoch
 
     def __iter__(self) -> Any:
         for place, index in enumerate(super().__iter__()):
-            yield (index + 1) % COUNT if (place, self.epoch) == (self.at, self.wrong) else index
+            yield (index + 1) % COUNT if (place, self.epoch) == (self.swapped, self.wrong) else index
 
 
 class Run:
@@ -197,6 +197,46 @@ def test_evidence_that_proves_nothing_is_refused(tmp_path: Path) -> None:
     for side, message in cases:
         with pytest.raises(ArgumentError, match=message):
             prove(side, alone.log)
+
+
+@pytest.mark.parametrize("epochs", [(64, 65), (65, 64), (64, 63), (70, 129)])
+def test_other_global_batch_is_the_same_in_runs_of_many_epochs(epochs: tuple[int, int]) -> None:
+    """A state then has sums of several epochs, and those of two runs begin at other epochs."""
+    states = []
+    for batch, number in zip((4, 2), epochs, strict=True):
+        loader = DataLoader(Numbers(4), batch, seed=1)
+        for _ in range(number):
+            list(loader)
+        states.append(loader.state_dict())
+    proof = prove(*states)
+    assert proof, proof.why
+
+
+def test_log_without_its_beginning_is_refused(tmp_path: Path) -> None:
+    whole, stopped = Run(tmp_path / "a"), Run(tmp_path / "b", stop=(0, 1))
+    resumed = DataLoader(
+        Numbers(COUNT),
+        8,
+        sampler=DistributedSampler(Numbers(COUNT), 1, 0, seed=1),
+        seed=3,
+        sample_log=tmp_path / "c",
+    )
+    resumed.load_state_dict(stopped.states[0])
+    list(resumed)
+    for side in whole.sides():
+        with pytest.raises(ArgumentError, match="b is a log that begins at step 2 of its run"):
+            prove(side, tmp_path / "c")
+    assert prove(tmp_path / "c", tmp_path / "c")
+
+
+def test_log_that_is_not_written_yet_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "a", 2)
+    log = tmp_path / "b" / log_name(0)
+    log.parent.mkdir()
+    log.touch()
+    for side in (log, log.parent):
+        with pytest.raises(ArgumentError, match=r"b: .*the log is empty"):
+            prove(run.log, side)
 
 
 def test_command_answers_by_its_exit_code(tmp_path: Path) -> None:

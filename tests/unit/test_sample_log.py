@@ -167,6 +167,8 @@ def test_loader_with_a_log_pickles(tmp_path: Path) -> None:
 def test_argument_that_is_no_path_is_refused() -> None:
     with pytest.raises(ArgumentError, match="path of a directory"):
         DataLoader(Numbers(4), sample_log=True)
+    with pytest.raises(ArgumentError, match="directory of this machine"):
+        DataLoader(Numbers(4), sample_log="s3://bucket/logs")
 
 
 @pytest.mark.parametrize("indices", [[], [0, 5], [-(2**31), 2**31 - 1], [2**31, -1], [7 << 32 | 3]])

@@ -46,7 +46,9 @@ def replay(
     epoch: Annotated[
         int | None,
         typer.Option(
-            metavar="E", help="An iteration of the loader, from 0.", show_default="the epoch of the state"
+            metavar="E",
+            help="An iteration of the loader, from 0.",
+            show_default="the one that ran when the state was saved, or the next",
         ),
     ] = None,
     rank: Annotated[
