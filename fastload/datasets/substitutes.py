@@ -11,14 +11,16 @@ from fastload.datasets.seeds import digest
 
 __all__ = ["substitutes"]
 
-_DRAWS = 1000  # from then on the samples are tried one after the other: almost all are left out
+# From then on the samples are tried one after the other: almost all are left out, or there is only one.
+_DRAWS = 1000
 
 
 def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Container[int]) -> Iterator[int]:
     """The samples that may stand in the place of `index`, the first choice first; there is no end of them.
 
     They are a function of (seed, epoch, index), and of `left_out` only in that those samples are passed over.
-    So one more sample that is left out changes no choice but the choice of that sample.
+    So one more sample that is left out changes no choice but the choice of that sample. A sample stands in
+    its own place only where there is no other.
 
     Args:
         left_out: indices of the dataset, of a `Mixture` without the pass; not all of them.
@@ -31,7 +33,7 @@ def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Conta
             found = dataset.position(other)
         else:
             other = found = number % len(dataset)
-        if found in left_out:
+        if found in left_out or (other == index and passed < _DRAWS):
             passed += 1
         else:
             passed = 0

@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 from fastload.datasets.mixture import Mixture
@@ -145,9 +144,7 @@ class Rules:
             sample = first + row * reading.ranks + reading.column
             if number in excluded or (partly and _covered(self._skipped, sample, sample + 1)):
                 others = substitutes(reading.dataset, reading.seed, reading.epoch, indices[row], excluded)
-                # A skipped sample may be the choice for itself; another one stands in if there is one.
-                other = next((one for one in islice(others, 100) if one != indices[row]), indices[row])
-                replaced[row] = (other, indices[row])
+                replaced[row] = (next(others), indices[row])
                 indices[row] = replaced[row][0]
         if not replaced:
             return Revised(index, {})
