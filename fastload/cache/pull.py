@@ -7,6 +7,7 @@ A record of another version of its object has another key: it is pulled, and nev
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from fastload.cache.directory import Directory
 from fastload.cache.pack import Pack, Record
 from fastload.cache.published import REQUESTS, Published
 from fastload.cache.segment import checksum
-from fastload.errors import CacheError, NotFoundError, ObjectChangedError
+from fastload.errors import CacheError, NotFoundError, ObjectChangedError, StoreError
 from fastload.store import Store
 
 __all__ = ["Pulled", "pull"]
@@ -139,36 +140,59 @@ class _Pulling:
         self._store = store
         self._done = done
         self._full = False
+        self._ended = threading.Event()
 
     def run(self, spans: Iterator[_Span], after_each: Callable[[], None]) -> None:
         """Read all spans, until the cache takes no more."""
         flying = set[Future[int | None]]()
         with ThreadPoolExecutor(REQUESTS, "fastload-pull") as pool:
-            flying.update(pool.submit(self._read, span) for span in islice(spans, REQUESTS))
-            while flying:
-                ended, flying = wait(flying, return_when=FIRST_COMPLETED)
-                written = [future.result() for future in ended]
-                self._done.bytes += sum(filter(None, written))
-                if None not in written and not self._full:
-                    flying.update(pool.submit(self._read, span) for span in islice(spans, len(ended)))
-                else:
-                    self._full = True
-                after_each()
+            try:
+                flying.update(pool.submit(self._read, span) for span in islice(spans, REQUESTS))
+                while flying:
+                    ended, flying = wait(flying, return_when=FIRST_COMPLETED)
+                    written = [future.result() for future in ended]
+                    self._done.bytes += sum(filter(None, written))
+                    self._full = self._full or None in written
+                    if not self._full:
+                        flying.update(pool.submit(self._read, span) for span in islice(spans, len(ended)))
+                    after_each()
+            finally:  # after an error or Ctrl-C, no request is tried again
+                self._ended.set()
+
+    def _pause(self, error: StoreError, seconds: float) -> None:
+        if self._ended.wait(seconds):
+            raise error
 
     def _read(self, span: _Span) -> int | None:
-        """Read one span into the cache: the bytes of its records; None: the cache takes no more."""
+        """Read one span into the cache: the bytes of its records; None: the cache takes no more.
+
+        Meanwhile it has the in-flight locks of these records, so that a training on this node waits for them
+        instead of reading their objects.
+        """
+        locked = {record.key for record in span.records if self._cache.lock_inflight(record.key)}
+        try:
+            return self._write(span, locked)
+        finally:
+            for key in locked:
+                self._cache.unlock_inflight(key)
+
+    def _write(self, span: _Span, locked: set[bytes]) -> int | None:
+        """As `_read`. Takes out of `locked` what is handed to the cache, which gives these locks back."""
         pack, written = span.pack, 0
         try:
-            body = memoryview(self._store.read_range(pack.name, span.start, span.stop, pack.version))
+            found = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
         except (NotFoundError, ObjectChangedError) as error:
             self._done.damaged[pack.name] = error.message
             return 0
+        body = memoryview(found)
         for record in span.records:
             begin = record.offset - span.start
             payload = body[begin : begin + record.length]
             if checksum(payload) != record.checksum:
                 self._done.damaged[pack.name] = "is damaged: a record differs from its checksum"
-            elif self._cache.write(record.key, payload, _WRITE_SECONDS):
+                continue
+            locked.discard(record.key)
+            if self._cache.write(record.key, payload, _WRITE_SECONDS):
                 written += record.length
             elif self._cache.fits(record.length) != "too large":
                 return None

@@ -7,7 +7,9 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,49 @@ def test_full_cache_ends_the_pull(server: FaultServer, open_cache: MakeCache, tm
     pulled = pull(other, url_of(server))
     assert 30 < pulled.records < 50 and pulled.records + pulled.left == COUNT
     assert sum(other.read(key) == payload for key, payload in content.items()) == pulled.records
+
+
+def test_records_on_their_way_are_locked_until_they_can_be_read(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), 33)
+    push(open_cache(), url_of(server))
+    (name,) = server.objects
+    body = server.objects[name]
+    server.objects[name] = b"\xff" * 10 + body[10:]
+    (damaged,) = (record.key for record in packs(server)[name] if record.offset == 0)
+    server.script(name, None, Fault(delay=1), repeat=True)
+    other = open_cache(tmp_path / "other")
+    with ThreadPoolExecutor(1) as pool:
+        pulling = pool.submit(pull, other, url_of(server))
+
+        def on_its_way(key: bytes) -> bool:
+            if taken := other.lock_inflight(key):
+                other.unlock_inflight(key)
+            return not taken and not other.has(key)
+
+        wait_until(lambda: any(map(on_its_way, content)), "a record is on its way")
+        assert pulling.result(PATIENCE).records == 32
+    assert other.lock_inflight(damaged), "its object may be read"
+    other.unlock_inflight(damaged)
+
+
+def test_failed_request_ends_the_pull_and_gives_its_locks_back(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), 66)
+    push(open_cache(), url_of(server))
+    first, second = server.objects
+    server.script(first, None, Fault(status=403, code="AccessDenied"), repeat=True)
+    server.script(second, None, Fault(status=503, code="SlowDown"), repeat=True)
+    other = open_cache(tmp_path / "other")
+    began = time.monotonic()
+    with pytest.raises(AccessDeniedError):
+        pull(other, url_of(server))
+    assert time.monotonic() - began < PATIENCE / 2, "the other requests are not tried for three minutes"
+    for key in content:
+        assert other.lock_inflight(key)
+        other.unlock_inflight(key)
 
 
 # -- refused in words
