@@ -213,7 +213,8 @@ def test_full_cache_ends_the_pull(server: FaultServer, open_cache: MakeCache, tm
     other = open_cache(tmp_path / "other", size_limit=50 * SIZE)
     pulled = pull(other, url_of(server))
     assert 30 < pulled.records < 50 and pulled.records + pulled.left == COUNT
-    assert sum(other.read(key) == payload for key, payload in content.items()) == pulled.records
+    found = {key: other.read(key) for key in content}
+    assert sum(found[key] == memoryview(payload) for key, payload in content.items()) == pulled.records
 
 
 def test_records_on_their_way_are_locked_until_they_can_be_read(
@@ -360,6 +361,49 @@ def test_second_node_trains_from_packs_without_a_get(bucket: Bucket, tmp_path: P
     assert counters["cache.hits"] == 40 and not counters.get("get.requests")
 
 
+SMALL = (
+    "import sys; from fastload.cache import pull, push; push.PACK_BYTES = pull.RANGE_BYTES = 400_000;"
+    "from fastload.cli.app import app; app(sys.argv[1:])"
+)
+
+
+def start(bucket: Bucket, *words: object) -> subprocess.Popen[bytes]:
+    """A process that runs `fastload cache` with small packs and ranges."""
+    command = [sys.executable, "-c", SMALL, *bucket.words("cache", *words)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def test_nodes_that_push_side_by_side_publish_all_records(bucket: Bucket, tmp_path: Path) -> None:
+    content: dict[bytes, bytes] = {}
+    for name, count in (("one", 80), ("two", 120), ("three", 120)):
+        cache = Cache(tmp_path / name)
+        content |= fill(cache, count, 30_000)
+        cache.close()
+    url = "s3://packs/side-by-side"
+    nodes = [start(bucket, "push", tmp_path / name, url) for name in ("one", "two", "three")]
+    assert [node.wait(PATIENCE) for node in nodes] == [0, 0, 0]
+    code, document = bucket.run("pull", url, tmp_path / "empty")
+    assert (code, document["records"], document["left"]) == (0, 120, 0)
+    assert document["bytes"] == 120 * 30_000, "what was published twice is pulled once"
+    cache = Cache(tmp_path / "empty")
+    assert holds(cache, content)
+    cache.close()
+
+
+def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, tmp_path: Path) -> None:
+    epoch(bucket, tmp_path / "first")
+    url = "s3://packs/beside"
+    assert bucket.run("push", tmp_path / "first", url)[0] == 0
+    pulling = start(bucket, "pull", url, tmp_path / "second")
+    epoch(bucket, tmp_path / "second")
+    assert pulling.wait(PATIENCE) == 0
+    counters = epoch(bucket, tmp_path / "second")
+    assert counters["cache.hits"] == 40 and not counters.get("get.requests")
+    cache = Cache(tmp_path / "second")
+    assert cache.check().ok and cache.info()["entries"] == 40
+    cache.close()
+
+
 def test_commands_without_a_cache_or_packs_say_so(bucket: Bucket, tmp_path: Path) -> None:
     code, document = bucket.run("push", tmp_path / "absent", "s3://packs/none")
     assert code == 1 and "no cache here" in document["error"]["message"]
@@ -381,19 +425,14 @@ def test_killed_at_any_moment_then_run_again_has_each_record_once(
     url = f"s3://packs/killed-{victim}"
     pushing = ["push", tmp_path / "first", url]
     pulling = ["pull", url, tmp_path / "second"]
-    small = (
-        "import sys; from fastload.cache import pull, push; push.PACK_BYTES = pull.RANGE_BYTES = 400_000;"
-        "from fastload.cli.app import app; app(sys.argv[1:])"
-    )
     if victim == "pull":
         assert bucket.run(*pushing)[0] == 0
-    words = [sys.executable, "-c", small, *bucket.words("cache", *(pushing if victim == "push" else pulling))]
     draw = random.Random(victim)
     pushed, pulled = bucket.root / "packs" / "killed-push", tmp_path / "second" / "v1" / "segments"
     way = pushed if victim == "push" else pulled
     for _ in range(2):
         target = written(way) + draw.randrange(1, 1_500_000)
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+        process = start(bucket, *(pushing if victim == "push" else pulling))
         wait_until(lambda: written(way) >= target or process.poll() is not None, "it writes")  # noqa: B023
         process.send_signal(signal.SIGKILL)
         assert process.wait(PATIENCE) == -signal.SIGKILL
