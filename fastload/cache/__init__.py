@@ -6,7 +6,8 @@
 `cache` is the class to use, with the digests of `keys`; `access` is a process's use of it, and `disk` what
 it lies on. `segment` holds the records, `index` the way from key to record, `write_queue` and `writer` the
 thread that fills, `inflight` the locks on objects being read. `directory` is one opened directory, `registry`
-all that a process has open, `maintenance` the whole of one.
+all that a process has open, `maintenance` the whole of one. `push` and `pull` publish a
+cache in the objects of `pack`; `published` is what a URL has of them.
 """
 
 from fastload.cache.cache import Cache, as_cache

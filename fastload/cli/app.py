@@ -92,6 +92,8 @@ _CACHE_COMMANDS: list[tuple[Callable[..., None], str]] = [
     (cache.info, "fastload cache info /ssd/cache"),
     (cache.check, "fastload cache check /ssd/cache --fix"),
     (cache.clear, "fastload cache clear /ssd/cache --yes"),
+    (cache.push, "fastload cache push /ssd/cache s3://bucket/cache"),
+    (cache.pull, "fastload cache pull s3://bucket/cache /ssd/cache"),
 ]
 for _group, _commands in ((app, _COMMANDS), (cache.app, _CACHE_COMMANDS)):
     for _function, _line in _commands:

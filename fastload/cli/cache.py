@@ -1,7 +1,8 @@
-"""`fastload cache info|check|clear DIR`: inspect, verify or empty a cache directory."""
+"""`fastload cache info|check|clear DIR`, `push DIR URL` and `pull URL DIR`: whole cache directories."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,16 +10,20 @@ import typer
 from rich.progress import Progress
 
 from fastload.cli.output import JsonOption, answering
+from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import NotFoundError
 from fastload.metrics.units import format_size
 
-__all__ = ["app", "check", "clear", "info"]
+__all__ = ["app", "check", "clear", "info", "pull", "push"]
 
-app = typer.Typer(help="Inspect, verify or empty a cache directory.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, verify, empty, publish or fetch a cache directory.", no_args_is_help=True)
 
 _NO_CACHE = "no cache here: give the path of fastload.Cache"
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory given to fastload.Cache.")]
+PacksUrl = Annotated[
+    str, typer.Argument(metavar="URL", help="A prefix for packs alone: s3://bucket/cache, a path, ...")
+]
 
 
 def info(directory: Directory, as_json: JsonOption = False) -> None:
@@ -131,3 +136,96 @@ def clear(
         done = f"freed {format_size(freed)}" if found["exists"] else "no cache here, nothing to delete"
         output.console.print(f"{directory}: {done}", markup=False, soft_wrap=True)
         output.document({"path": str(directory), "bytes_freed": freed})
+
+
+def push(
+    directory: Directory,
+    url: PacksUrl,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Publish the records of a cache at a URL, in packs of about 256 MB, for other nodes to pull.
+
+    Training may go on meanwhile, and other nodes may push to the same URL: each record is published once, but
+    for a race of two nodes. After an interruption, run the same command again.
+    """
+    import fastload
+    from fastload.cache.push import Pushed
+    from fastload.cache.push import push as publish
+
+    with answering(as_json) as output:
+        store = fastload.open_store(url, **storage_options(storage_option, endpoint_url, anon))
+        cache = fastload.Cache(directory)
+        if not cache.exists():
+            raise NotFoundError(f"{directory}: {_NO_CACHE}", stage="cache")
+        with Progress(console=output.console, transient=True) as progress:
+            task = progress.add_task("pushing", total=None)
+
+            def show(done: Pushed, total: int) -> None:
+                progress.update(task, completed=done.records + done.present, total=total)
+
+            try:
+                done = publish(cache, store, show)
+            finally:
+                cache.close()
+        output.console.print(
+            f"{store.url}: {done.records:,} records ({format_size(done.bytes)}) published in {done.packs:,} "
+            f"packs, {done.present:,} were there",
+            markup=False,
+            soft_wrap=True,
+        )
+        if done.bad_entries:
+            output.console.print(
+                f"  {done.bad_entries:,} damaged records were left out: run fastload cache check --fix",
+                markup=False,
+                soft_wrap=True,
+            )
+        output.document({"path": str(directory), "url": store.url, **dataclasses.asdict(done)})
+        if done.bad_entries:
+            raise typer.Exit(1)
+
+
+def pull(
+    url: PacksUrl,
+    directory: Directory,
+    size_limit: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of the cache, such as 500GB.", show_default="the free disk"),
+    ] = None,
+    endpoint_url: EndpointUrl = None,
+    anon: Anon = False,
+    storage_option: StorageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the published records that a cache lacks into it, before or during a training.
+
+    After an interruption, run the same command again: what is in the cache is not read again. Exit code 1: a
+    pack is damaged; the records of all others are in the cache.
+    """
+    import fastload
+    from fastload.cache.pull import pull as fetch
+
+    with answering(as_json) as output:
+        store = fastload.open_store(url, **storage_options(storage_option, endpoint_url, anon))
+        cache = fastload.Cache(directory, size_limit=size_limit)
+        with Progress(console=output.console, transient=True) as progress:
+            task = progress.add_task("pulling", total=None)
+            try:
+                done = fetch(cache, store, lambda now, all_: progress.update(task, completed=now, total=all_))
+            finally:
+                cache.close()
+        output.console.print(
+            f"{directory}: {done.records:,} records ({format_size(done.bytes)}) pulled, {done.present:,} "
+            f"were there, {done.left:,} are left out",
+            markup=False,
+            soft_wrap=True,
+        )
+        for name, fault in done.damaged.items():
+            output.console.print(f"  {name} {fault}", markup=False, soft_wrap=True)
+        faults = [{"pack": name, "fault": fault} for name, fault in done.damaged.items()]
+        counts = {name: value for name, value in dataclasses.asdict(done).items() if name != "damaged"}
+        output.document({"path": str(directory), "url": store.url, **counts, "faults": faults})
+        if done.damaged:
+            raise typer.Exit(1)

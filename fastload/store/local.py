@@ -89,7 +89,11 @@ class LocalStore(Store):
                 if entry.is_dir():
                     directories.append(f"{key}/")
                 elif entry.is_file():
-                    yield _info(key, entry.stat())
+                    try:
+                        info = _info(key, entry.stat())
+                    except FileNotFoundError:  # deleted, or renamed, since the directory was read
+                        continue
+                    yield info
         for name in directories:
             yield from self._walk(name, parents | {identity})
 

@@ -1,0 +1,99 @@
+"""The packs at a URL: which records are published there."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from fastload.cache.pack import Pack, is_pack_name, tail_size
+from fastload.errors import CacheError, NotFoundError, ObjectChangedError
+from fastload.store import ObjectInfo, Store
+from fastload.store.files import is_part
+
+__all__ = ["REQUESTS", "Published"]
+
+REQUESTS = 8  # in flight
+
+
+class Published:
+    """What is published at a URL, as of the last `refresh`.
+
+    Attributes:
+        store: the URL, opened.
+        packs: name -> index, in the order of names.
+        keys: of all records in them.
+        damaged: name -> what is wrong with an object that is named like a pack.
+        foreign: names of other objects.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.packs: dict[str, Pack] = {}
+        self.keys: set[bytes] = set()
+        self.damaged: dict[str, str] = {}
+        self.foreign: list[str] = []
+
+    def refresh(self) -> None:
+        """List the URL, and read the index of each pack that was not there before.
+
+        Raises:
+            NotFoundError: there is no such directory or bucket.
+            StoreError: the store failed.
+        """
+        packs: list[ObjectInfo] = []
+        foreign: list[str] = []
+        for page in self.store.list():
+            for info in page:
+                if is_pack_name(info.key):
+                    packs.append(info)
+                elif not is_part(info.key):  # in a directory: a pack on its way
+                    foreign.append(info.key)
+        self.foreign = sorted(foreign)
+        new = [info for info in packs if info.key not in self.packs and info.key not in self.damaged]
+        with ThreadPoolExecutor(REQUESTS, "fastload-packs") as pool:
+            for found in pool.map(self._read, sorted(new)):
+                if found is not None:
+                    self.add(found)
+
+    def _read(self, info: ObjectInfo) -> Pack | None:
+        size = tail_size(info.key)
+        try:
+            if size > info.size:
+                raise CacheError("is cut: it is shorter than its name tells", key=info.key)
+            tail = self.store.read_range(info.key, info.size - size, info.size, info.version)
+            return Pack(info.key, info.version, info.size, bytes(tail))
+        except CacheError as error:
+            self.damaged[info.key] = error.message
+        except (NotFoundError, ObjectChangedError):  # deleted or written again meanwhile
+            pass
+        return None
+
+    def add(self, pack: Pack) -> None:
+        """Take in a pack that is published now."""
+        self.packs[pack.name] = pack
+        self.keys.update(record.key for record in pack)
+
+    def refuse_others(self, sources: frozenset[str]) -> None:
+        """Refuse a URL that is not for records of these sources: the identities of the listings.
+
+        A pack or a cache whose sources are not known passes: its keys tell its records apart anyway.
+
+        Raises:
+            CacheError: other objects are there, or packs of other data.
+        """
+        url = self.store.url
+        if self.foreign:
+            raise CacheError(
+                f"{url} holds objects that are no packs of a cache: give a prefix of its own",
+                key=self.foreign[0],
+            )
+        for pack in self.packs.values():
+            if sources and pack.sources and not sources & pack.sources:
+                raise CacheError(
+                    f"{url} holds records of {_named(pack.sources)}, and this cache is of {_named(sources)}: "
+                    "give a prefix of its own",
+                    key=pack.name,
+                )
+
+
+def _named(sources: frozenset[str]) -> str:
+    return ", ".join(repr(source) for source in sorted(sources))

@@ -1,0 +1,446 @@
+"""A cache that is published in packs: what is pushed is pulled, whole and once, whatever fails in between."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fastload
+from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
+from fastload.cache import pull as pull_module
+from fastload.cache import push as push_module
+from fastload.cache.pack import Pack
+from fastload.cache.pull import pull
+from fastload.cache.push import push
+from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import delay_proxy, serve_s3
+from fastload.errors import AccessDeniedError, CacheError, NotFoundError, StoreError
+from fastload.store import retry
+from tests.cachedata import fill, flip, segments
+from tests.faultserver import Fault, FaultServer
+from tests.patience import PATIENCE, wait_until
+
+pytestmark = pytest.mark.usefixtures("no_leaks", "no_aws_settings")
+
+COUNT = 200
+SIZE = 3000
+MakeCache = Callable[..., Cache]
+
+
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs of 33 records, and ranges of ten."""
+    monkeypatch.setattr(push_module, "PACK_BYTES", 33 * SIZE)
+    monkeypatch.setattr(pull_module, "RANGE_BYTES", 10 * SIZE)
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    with FaultServer({}) as server:
+        yield server
+
+
+def url_of(server: FaultServer) -> fastload.store.Store:
+    return open_store("s3://bucket/packs", **server.options)
+
+
+def packs(server: FaultServer) -> dict[str, Pack]:
+    """The packs of the server, each of which must be whole."""
+    found = {}
+    for key, body in server.objects.items():
+        name = key.removeprefix("packs/")
+        tail = int(name.partition("-")[2].removesuffix(".pack"))
+        found[key] = Pack(name, "", len(body), body[-tail:])
+    return found
+
+
+def holds(cache: Cache, content: dict[bytes, bytes]) -> bool:
+    """Whether a cache holds exactly these records."""
+    same = all(cache.read(key) == payload for key, payload in content.items())
+    return same and cache.info()["entries"] == len(content)
+
+
+def test_pull_of_pushed_cache_holds_the_same_records(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), COUNT)
+    done = push(open_cache(), url_of(server))
+    assert (done.records, done.bytes, done.present) == (COUNT, COUNT * SIZE, 0)
+    assert done.packs == len(server.objects) > 5
+    keys = [record.key for pack in packs(server).values() for record in pack]
+    assert sorted(keys) == sorted(content), "each record once"
+
+    server.requests.clear()
+    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    assert (pulled.records, pulled.bytes, pulled.present, pulled.left) == (COUNT, COUNT * SIZE, 0, 0)
+    assert holds(open_cache(tmp_path / "other"), content)
+    assert len(server.requests) < COUNT / 4
+    assert open_cache(tmp_path / "other").check().ok
+
+
+def test_push_again_writes_only_what_is_new(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    fill(open_cache(), 50)
+    push(open_cache(), url_of(server))
+    before = dict(server.objects)
+    assert push(open_cache(), url_of(server)).packs == 0
+    assert server.objects == before
+    content = fill(open_cache(), 60)
+    done = push(open_cache(), url_of(server))
+    assert (done.records, done.present) == (10, 50)
+    pull(open_cache(tmp_path / "other"), url_of(server))
+    assert holds(open_cache(tmp_path / "other"), content)
+
+
+def test_pull_reads_only_what_the_cache_lacks(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), COUNT)
+    push(open_cache(), url_of(server))
+    other = open_cache(tmp_path / "other")
+    fill(other, COUNT - 20)
+    pulled = pull(other, url_of(server))
+    assert (pulled.present, pulled.records, pulled.bytes) == (COUNT - 20, 20, 20 * SIZE)
+    assert holds(other, content)
+    before = len(server.requests)
+    assert pull(other, url_of(server)).bytes == 0
+    assert all(request.key == "\0list" or "range" in request.headers for request in server.requests[before:])
+
+
+def test_two_nodes_with_the_same_records_publish_each_once(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    fill(open_cache(), COUNT)
+    fill(open_cache(tmp_path / "other"), COUNT)
+    push(open_cache(), url_of(server))
+    assert push(open_cache(tmp_path / "other"), url_of(server)).records == 0
+    assert sum(len(pack) for pack in packs(server).values()) == COUNT
+
+
+def test_record_that_changed_on_disk_is_not_published(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), 50)
+    flip(segments(tmp_path / "cache")[0], 100)
+    done = push(open_cache(), url_of(server))
+    assert (done.records, done.bad_entries) == (49, 1)
+    pull(open_cache(tmp_path / "other"), url_of(server))
+    found = [key for key in content if open_cache(tmp_path / "other").read(key) is not None]
+    assert len(found) == 49
+
+
+def test_record_that_changed_in_the_store_is_left_out(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), 50)
+    push(open_cache(), url_of(server))
+    name, body = next((key, body) for key, body in server.objects.items() if len(body) > 33 * SIZE)
+    server.objects[name] = b"\xff" * 10 + body[10:]
+    other = open_cache(tmp_path / "other")
+    pulled = pull(other, url_of(server))
+    assert (pulled.records, pulled.left) == (49, 1)
+    assert pulled.damaged == {name.removeprefix("packs/"): "is damaged: a record differs from its checksum"}
+    assert sum(other.read(key) == payload for key, payload in content.items()) == 49
+
+
+@pytest.mark.parametrize("damage", ["cut", "index", "magic", "version", "empty", "longer"])
+def test_damaged_pack_is_named_and_the_others_are_pulled(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, damage: str
+) -> None:
+    content = fill(open_cache(), COUNT)
+    push(open_cache(), url_of(server))
+    name, body = max(server.objects.items(), key=lambda item: len(item[1]))
+    lost = len(packs(server)[name])
+    changed = {
+        "cut": body[:1000],
+        "index": body[:-100] + b"\0" + body[-99:],
+        "magic": body[:-24] + b"XXXX" + body[-20:],
+        "version": body[:-20] + b"\x09\0" + body[-18:],
+        "empty": b"",
+        "longer": b"x" + body,
+    }[damage]
+    assert changed != body
+    server.objects[name] = changed
+    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    assert list(pulled.damaged) == [name.removeprefix("packs/")]
+    assert pulled.records == COUNT - lost
+    # The owner's next push publishes them again, under the same name or another.
+    push(open_cache(), url_of(server))
+    pull(open_cache(tmp_path / "other"), url_of(server))
+    assert holds(open_cache(tmp_path / "other"), content)
+
+
+def test_pack_deleted_during_the_pull_is_named(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    fill(open_cache(), 33)
+    push(open_cache(), url_of(server))
+    (name,) = server.objects
+    server.script(name, None, Fault(status=404, code="NoSuchKey"), repeat=True)
+    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    assert (pulled.records, pulled.left, list(pulled.damaged)) == (0, 33, [name.removeprefix("packs/")])
+
+
+def test_faults_that_pass_lose_nothing(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
+    content = fill(open_cache(), 66)
+    server.script("\0list", Fault(status=503, code="SlowDown"), None)
+    push(open_cache(), url_of(server))
+    for name in server.objects:
+        server.script(
+            name, Fault(status=503, code="SlowDown"), Fault(cut_after=50), Fault(reset_after=70), None
+        )
+    pulled = pull(open_cache(tmp_path / "other"), url_of(server))
+    assert (pulled.records, pulled.damaged) == (66, {})
+    assert holds(open_cache(tmp_path / "other"), content)
+
+
+def test_full_cache_ends_the_pull(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
+    content = fill(open_cache(), COUNT)
+    push(open_cache(), url_of(server))
+    other = open_cache(tmp_path / "other", size_limit=50 * SIZE)
+    pulled = pull(other, url_of(server))
+    assert 30 < pulled.records < 50 and pulled.records + pulled.left == COUNT
+    found = {key: other.read(key) for key in content}
+    assert sum(found[key] == memoryview(payload) for key, payload in content.items()) == pulled.records
+
+
+def test_records_on_their_way_are_locked_until_they_can_be_read(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), 33)
+    push(open_cache(), url_of(server))
+    (name,) = server.objects
+    body = server.objects[name]
+    server.objects[name] = b"\xff" * 10 + body[10:]
+    (damaged,) = (record.key for record in packs(server)[name] if record.offset == 0)
+    server.script(name, None, Fault(delay=1), repeat=True)
+    other = open_cache(tmp_path / "other")
+    with ThreadPoolExecutor(1) as pool:
+        pulling = pool.submit(pull, other, url_of(server))
+
+        def on_its_way(key: bytes) -> bool:
+            if taken := other.lock_inflight(key):
+                other.unlock_inflight(key)
+            return not taken and not other.has(key)
+
+        wait_until(lambda: any(map(on_its_way, content)), "a record is on its way")
+        assert pulling.result(PATIENCE).records == 32
+    assert other.lock_inflight(damaged), "its object may be read"
+    other.unlock_inflight(damaged)
+
+
+def test_failed_request_ends_the_pull_and_gives_its_locks_back(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    content = fill(open_cache(), 66)
+    push(open_cache(), url_of(server))
+    first, second = server.objects
+    server.script(first, None, Fault(status=403, code="AccessDenied"), repeat=True)
+    server.script(second, None, Fault(status=503, code="SlowDown"), repeat=True)
+    other = open_cache(tmp_path / "other")
+    began = time.monotonic()
+    with pytest.raises(AccessDeniedError):
+        pull(other, url_of(server))
+    assert time.monotonic() - began < PATIENCE / 2, "the other requests are not tried for three minutes"
+    for key in content:
+        assert other.lock_inflight(key)
+        other.unlock_inflight(key)
+
+
+# -- refused in words
+
+
+def test_push_beside_foreign_objects_is_refused(server: FaultServer, open_cache: MakeCache) -> None:
+    fill(open_cache(), 5)
+    server.objects["packs/cat.jpg"] = b"a photo"
+    with pytest.raises(CacheError, match=r"'cat.jpg'.*no packs of a cache: give a prefix of its own"):
+        push(open_cache(), url_of(server))
+    assert list(server.objects) == ["packs/cat.jpg"]
+
+
+def test_push_of_other_data_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_dataset(tmp_path / name, 4, 2)
+        cache = Cache(tmp_path / f"cache-{name}")
+        dataset = ImageFolder(str(tmp_path / name), RandomResizedCrop(8), cache=cache)
+        list(DataLoader(dataset, 2))
+        dataset.close()
+    store = open_store(tmp_path / "packs")
+    push(Cache(tmp_path / "cache-one"), store)
+    before = sorted((tmp_path / "packs").iterdir())
+    with pytest.raises(CacheError, match=r"holds records of '.*one'.*this cache is of '.*two'"):
+        push(Cache(tmp_path / "cache-two"), store)
+    assert sorted((tmp_path / "packs").iterdir()) == before
+
+
+def test_pull_from_where_no_packs_are_says_so(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path
+) -> None:
+    with pytest.raises(NotFoundError, match="no packs of a cache: fastload cache push writes them"):
+        pull(open_cache(), url_of(server))
+    server.objects["packs/cat.jpg"] = b"a photo"
+    with pytest.raises(NotFoundError, match=r"'cat.jpg' is none"):
+        pull(open_cache(), url_of(server))
+    with pytest.raises(NotFoundError, match="does not exist"):
+        pull(open_cache(), open_store(tmp_path / "absent"))
+
+
+def test_refused_write_is_the_stores_error(
+    server: FaultServer, open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "CONTACT_SECONDS", 0.3)
+    fill(open_cache(), 5)
+    store = url_of(server)
+    list(store.list())
+    server.token = "another"
+    with pytest.raises(StoreError) as caught:
+        push(open_cache(), store)
+    assert isinstance(caught.value, AccessDeniedError | StoreError) and "another" not in str(caught.value)
+    assert not server.objects
+
+
+# -- the command line, on a real S3 server
+
+
+class Bucket:
+    def __init__(self, url: str, server: Any, root: Path) -> None:
+        self.root = root
+        self.options = {"endpoint_url": url, "key": server.key, "secret": server.secret}
+
+    def words(self, *words: object) -> list[str]:
+        pairs = [f"{name}={value}" for name, value in self.options.items()]
+        return [*map(str, words), "--json", *(word for pair in pairs for word in ("--storage-option", pair))]
+
+    def run(self, *words: object) -> tuple[int, dict[str, Any]]:
+        done = CliRunner().invoke(app, self.words("cache", *words))
+        assert done.stdout, done.output
+        return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    root = tmp_path_factory.mktemp("s3")
+    make_dataset(root / "photos", 40, 2)
+    (root / "packs").mkdir()
+    with serve_s3(root, read_only=False) as server, delay_proxy(server.endpoint_url, 0.001) as proxy:
+        found = Bucket(proxy.url, server, root)
+        found.proxy = proxy  # type: ignore[attr-defined]
+        yield found
+
+
+def epoch(bucket: Bucket, cache: Path) -> dict[str, float]:
+    dataset = ImageFolder(
+        "s3://photos", RandomResizedCrop(16), cache=Cache(cache), storage_options=bucket.options
+    )
+    loader = DataLoader(dataset, 8, num_workers=2)
+    assert sum(len(images) for images, _ in loader) == 40
+    dataset.close()
+    return dict(loader.stats()["counters"])
+
+
+def test_second_node_trains_from_packs_without_a_get(bucket: Bucket, tmp_path: Path) -> None:
+    epoch(bucket, tmp_path / "first")
+    code, document = bucket.run("push", tmp_path / "first", "s3://packs/run")
+    assert (code, document["records"]) == (0, 40)
+    code, document = bucket.run("pull", "s3://packs/run", tmp_path / "second")
+    assert (code, document["records"], document["left"], document["faults"]) == (0, 40, 0, [])
+    counters = epoch(bucket, tmp_path / "second")
+    assert counters["cache.hits"] == 40 and not counters.get("get.requests")
+
+
+SMALL = (
+    "import sys; from fastload.cache import pull, push; push.PACK_BYTES = pull.RANGE_BYTES = 400_000;"
+    "from fastload.cli.app import app; app(sys.argv[1:])"
+)
+
+
+def start(bucket: Bucket, *words: object) -> subprocess.Popen[bytes]:
+    """A process that runs `fastload cache` with small packs and ranges."""
+    command = [sys.executable, "-c", SMALL, *bucket.words("cache", *words)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+
+def test_nodes_that_push_side_by_side_publish_all_records(bucket: Bucket, tmp_path: Path) -> None:
+    content: dict[bytes, bytes] = {}
+    for name, count in (("one", 80), ("two", 120), ("three", 120)):
+        cache = Cache(tmp_path / name)
+        content |= fill(cache, count, 30_000)
+        cache.close()
+    url = "s3://packs/side-by-side"
+    nodes = [start(bucket, "push", tmp_path / name, url) for name in ("one", "two", "three")]
+    assert [node.wait(PATIENCE) for node in nodes] == [0, 0, 0]
+    code, document = bucket.run("pull", url, tmp_path / "empty")
+    assert (code, document["records"], document["left"]) == (0, 120, 0)
+    assert document["bytes"] == 120 * 30_000, "what was published twice is pulled once"
+    cache = Cache(tmp_path / "empty")
+    assert holds(cache, content)
+    cache.close()
+
+
+def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, tmp_path: Path) -> None:
+    epoch(bucket, tmp_path / "first")
+    url = "s3://packs/beside"
+    assert bucket.run("push", tmp_path / "first", url)[0] == 0
+    pulling = start(bucket, "pull", url, tmp_path / "second")
+    epoch(bucket, tmp_path / "second")
+    assert pulling.wait(PATIENCE) == 0
+    counters = epoch(bucket, tmp_path / "second")
+    assert counters["cache.hits"] == 40 and not counters.get("get.requests")
+    cache = Cache(tmp_path / "second")
+    assert cache.check().ok and cache.info()["entries"] == 40
+    cache.close()
+
+
+def test_commands_without_a_cache_or_packs_say_so(bucket: Bucket, tmp_path: Path) -> None:
+    code, document = bucket.run("push", tmp_path / "absent", "s3://packs/none")
+    assert code == 1 and "no cache here" in document["error"]["message"]
+    code, document = bucket.run("pull", "s3://packs/none", tmp_path / "absent")
+    assert code == 1 and "no packs of a cache" in document["error"]["message"]
+    assert not (tmp_path / "absent").exists()
+
+
+def written(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*")) if folder.is_dir() else 0
+
+
+@pytest.mark.parametrize("victim", ["push", "pull"])
+def test_killed_at_any_moment_then_run_again_has_each_record_once(
+    bucket: Bucket, tmp_path: Path, victim: str
+) -> None:
+    content = fill(Cache(tmp_path / "first"), 200, 30_000)
+    Cache(tmp_path / "first").close()
+    url = f"s3://packs/killed-{victim}"
+    pushing = ["push", tmp_path / "first", url]
+    pulling = ["pull", url, tmp_path / "second"]
+    if victim == "pull":
+        assert bucket.run(*pushing)[0] == 0
+    draw = random.Random(victim)
+    pushed, pulled = bucket.root / "packs" / "killed-push", tmp_path / "second" / "v1" / "segments"
+    way = pushed if victim == "push" else pulled
+    for _ in range(2):
+        target = written(way) + draw.randrange(1, 1_500_000)
+        process = start(bucket, *(pushing if victim == "push" else pulling))
+        wait_until(lambda: written(way) >= target or process.poll() is not None, "it writes")  # noqa: B023
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+    assert bucket.run(*pushing)[0] == 0
+    code, document = bucket.run(*pulling)
+    assert (code, document["left"], document["records"] + document["present"]) == (0, 0, 200)
+    cache = Cache(tmp_path / "second")
+    assert holds(cache, content)
+    cache.close()
+    left = list((tmp_path / "first" / "v1").glob(".*.part"))
+    assert not left, "the next process to open the cache removes them"
