@@ -7,8 +7,8 @@ batches are spread, not how many cores there are. A step takes as long as the wo
 by --load.
 
 Contenders take turns, each time in new processes: torch's loader, and fastload's with two batches made ahead
-(torch's default), with eight, and with num_workers="auto". The limit of "auto" is --workers here, as the
-machine may have fewer cores. Each runs --epochs epochs, of which the last one counts.
+(torch's default), with eight, and with num_workers="auto". The limit of "auto" is --workers here, and all
+cores count as idle, as the samples only sleep. Each runs --epochs epochs, of which the last one counts.
 
 The table has the job's wait at a step, in milliseconds: median, p99 and maximum; the part of the time in
 which the job did not wait; and the part of the workers' time in which they were held back, as they had
@@ -92,10 +92,12 @@ def run_rank(job: Job) -> None:
     sampler = fastload.DistributedSampler(dataset, num_replicas=job.ranks, rank=rank, seed=1)
     loader = kind(dataset, job.batch, sampler=sampler, multiprocessing_context="fork", **options)
     if job.contender == "auto":
-        loader.loader_context.autoscaler = Autoscaler(job.workers)
+        cores = float(job.ranks * job.workers)
+        loader.loader_context.autoscaler = Autoscaler(job.workers, cores=cores, busy=lambda: 0.0)
     waits, found, seconds = list[float](), list[int](), 0.0
+    held_back = 0.0
     for _ in range(job.epochs):
-        waits, found, seconds = [], [], -time.perf_counter()
+        waits, found, seconds, held_back = [], [], -time.perf_counter(), -held_back_seconds(loader)
         batches = iter(loader)
         while True:
             dist.barrier()
@@ -111,13 +113,20 @@ def run_rank(job: Job) -> None:
     if isinstance(loader, fastload.DataLoader):
         stats = loader.stats()
         workers = stats["rates"]["workers"]
-        report["held_back"] = stats["counters"].get("slot.seconds", 0.0) / (workers * seconds)
+        report["held_back"] = (held_back + held_back_seconds(loader)) / (workers * seconds)
         report["choice"] = stats["autoscale"]
     reports: list[Any] = [None] * job.ranks
     dist.all_gather_object(reports, report)
     if rank == 0:
         print(json.dumps(reports))
     dist.destroy_process_group()
+
+
+def held_back_seconds(loader: Any) -> float:
+    """Of all epochs and workers; 0 for torch's loader."""
+    if not isinstance(loader, fastload.DataLoader):
+        return 0.0
+    return float(loader.stats()["counters"].get("slot.seconds", 0.0))
 
 
 def run(job: Job) -> list[dict[str, Any]]:
@@ -176,7 +185,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--workers", type=int, default=4, help="of a rank")
     parser.add_argument("--batch-size", type=int, default=8, help="of a rank")
-    parser.add_argument("--steps", type=int, default=300, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=600, help="of an epoch")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--slow", type=float, default=0.02, help="part of the samples that are slow")
     parser.add_argument("--times", type=float, default=50, help="as slow as the others")

@@ -67,6 +67,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             `stats()["autoscale"]` says why. The upper limit is this rank's share of the node's cores, less
             one core and one more for every 16; a share of two cores or less is not reduced.
             `loader.num_workers` is that limit, an int. The number does not change the samples or the states.
+            Without `prefetch_factor`, workers may also make up to 16 batches ahead, in 64 MB each, where
+            some batches take far longer than others.
             A dataset that is split by worker gets the upper limit at once.
         device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU
             (not yet run on one); one or two batches are copied ahead, during the training step, and
@@ -173,7 +175,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         context = LoaderContext()
         if num_workers == "auto":
             num_workers = most_workers(memory_limit, multiprocessing_context)
-            context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers)
+            context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers, prefetch_factor)
         super().__init__(
             dataset,
             batch_size,

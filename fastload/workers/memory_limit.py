@@ -41,6 +41,9 @@ _FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
 # For `num_workers=0`: the process that reads from the store, and the heaps of this process's threads, which
 # cannot be measured beside the training's own memory. 115-136 MB by four runs of the stress test.
 _CLIENT = 136 * _MB
+# More batches than `prefetch_factor` are made ahead as long as they take no more. Small batches vary most in
+# what they cost; 12 workers on each of 8 ranks take 6 GB at most.
+_AHEAD = 64 * _MB
 _COUNT_EVERY = 5.0  # seconds; a dataset of many Python objects is copied page by page as it is read
 _FILL = 0.9  # of the room; the rest is for what happens between two measurements
 
@@ -167,7 +170,7 @@ class WorkerMemory:
 
     Args:
         limit: of the loader, or None.
-        prefetch_factor: finished batches that may wait for the trainer.
+        prefetch_factor: finished batches that may wait for the trainer at first, however large they are.
 
     Attributes:
         ahead: finished batches that may wait now.
@@ -176,7 +179,7 @@ class WorkerMemory:
 
     def __init__(self, limit: MemoryLimit | None, prefetch_factor: int) -> None:
         self._limit = limit
-        self._prefetch_factor = prefetch_factor
+        self._prefetch_factor = self._allowed = prefetch_factor
         self._process = self._before = self._room = 0
         self._copied = 0  # inherited pages that were written to, beyond the usual
         self._count_at = 0.0
@@ -199,6 +202,15 @@ class WorkerMemory:
         self.used = self._process
         limit_payloads(self, self._room // 4)
 
+    def allow_ahead(self, batches: int) -> None:
+        """So many finished batches may wait, if they are small."""
+        self._allowed = batches
+        if self._limit is None:
+            self.ahead = self._most_ahead()
+
+    def _most_ahead(self) -> int:
+        return max(self._prefetch_factor, min(self._allowed, _AHEAD // max(1, self._largest)))
+
     def check_batch(self, nbytes: int) -> None:
         """A batch takes this many bytes of slots, and is about to be handed over.
 
@@ -216,6 +228,7 @@ class WorkerMemory:
             slots: bytes of all slots of this worker.
         """
         if self._limit is None:
+            self.ahead = self._most_ahead()
             return
         room = int(_FILL * self._room)
         grown = anonymous_bytes() - self._before
@@ -235,7 +248,7 @@ class WorkerMemory:
         payloads = budgeted_bytes() + (left // 2 if left > 0 else left)
         limit_payloads(self, max(_LEAST_PAYLOADS, min(payloads, (room - slots) // 2)))
         batches = room // 2 // max(1, self._largest)
-        self.ahead = min(self._prefetch_factor, max(1, batches - 1))
+        self.ahead = min(self._most_ahead(), max(1, batches - 1))
 
     def _grown_by_count(self) -> int:
         """What this process has taken since `begin`, counted anew where the difference of its heaps misleads.

@@ -189,3 +189,19 @@ def test_memory_of_a_worker_is_its_own_memory_however_it_was_measured(
     process.heap -= 80 * MB  # inherited pages go, which other processes still have
     memory.look(0)
     assert memory.used == process.private == 80 * MB
+
+
+def test_small_batches_are_made_further_ahead_when_allowed_and_large_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Process(monkeypatch)
+    for limit, large in ((None, 2), (MemoryLimit.of("150MB", 1, "fork"), 1)):
+        memory = WorkerMemory(limit, 2)
+        memory.begin()
+        memory.check_batch(MB)
+        memory.allow_ahead(16)
+        memory.look(0)
+        assert memory.ahead == 16
+        memory.check_batch(40 * MB if limit is None else 30 * MB)
+        memory.look(0)
+        assert memory.ahead == large
