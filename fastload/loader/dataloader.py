@@ -110,9 +110,10 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             of fastload's datasets; each sample gets the same random numbers as without threads. Without
             `seed=` the threads draw from the process's generators in any order. No effect on samples that
             fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
-        memory_limit: of all worker processes and their batches together: bytes, or text such as "2GB". None:
-            no limit. The workers share it equally, and measure themselves after each batch. What is read
-            ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
+        memory_limit: of all worker processes and their batches together: bytes, or text such as "2GB", for
+            this rank; or "50%" of the memory of the machine or container, shared equally by the ranks of this
+            node. None: no limit. The workers share it equally, and measure themselves after each batch. What
+            is read ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
             fastload cannot give back is counted but not reduced: batches that the training keeps, the
             dataset's own memory, `shuffle_buffer=` of shards, `threads=`. A sample that is larger than what
             may be read ahead is read alone. With num_workers=0: of the bytes that are read ahead, and of the

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import re
 import time
 from typing import Any, NamedTuple
 
+from fastload.distributed import known_local_ranks
 from fastload.errors import ArgumentError
 from fastload.fetch.byte_budget import budgeted_bytes
-from fastload.metrics.memory import anonymous_bytes, limit_payloads, private_bytes, trim
+from fastload.metrics.memory import anonymous_bytes, limit_payloads, private_bytes, trim, usable_bytes
 from fastload.metrics.units import format_size, parse_size
 from fastload.workers.autoscale import ceiling
 
 __all__ = ["MemoryLimit", "MemoryUse", "WorkerMemory", "most_workers"]
+
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 
 _log = logging.getLogger("fastload")
 
@@ -68,12 +72,13 @@ class MemoryLimit(NamedTuple):
         """The argument `memory_limit` of a loader with these workers and this multiprocessing context.
 
         Raises:
-            ArgumentError: it is no size, or below the smallest one that is possible.
+            ArgumentError: it is no size, or below the smallest one that is possible; or it is a part of the
+                node's memory, and nobody knows among how many ranks.
         """
         if given is None:
             return None
         method = context if isinstance(context, str) else _start_method(context)
-        limit = cls(given, parse_size(given, "memory_limit"), workers, method)
+        limit = cls(given, _bytes_of_rank(given), workers, method)
         limit.check(limit.least())
         return limit
 
@@ -100,6 +105,8 @@ class MemoryLimit(NamedTuple):
         if self.bytes >= least:
             return
         who = f"{self.workers} workers (start method {self.method!r})" if self.workers else "num_workers=0"
+        if isinstance(self.given, str) and "%" in self.given:
+            who += f" with {format_size(self.bytes)} of this node"
         fewer = ", fewer workers or smaller batches" if self.workers else ""
         raise ArgumentError(
             f"memory_limit={self.given!r} is too little for {who}: give at least {-(-least // _MB)} MB{fewer}"
@@ -113,6 +120,23 @@ def most_workers(memory_limit: Any, context: Any) -> int:
         return ceiling()
     each = limit.least(room=_AUTO_ROOM) - limit.common
     return min(ceiling(), max(1, (limit.bytes - limit.common) // each))
+
+
+def _bytes_of_rank(given: Any) -> int:
+    """Bytes, from what `parse_size` takes or from "50%": that part of the node's memory, shared by its ranks.
+
+    Shares that move between ranks were rejected, as those that move between workers are.
+    """
+    match = _PERCENT.fullmatch(given) if isinstance(given, str) else None
+    if match is None or not 0 < (percent := float(match[1])) <= 100:
+        return parse_size(given, "memory_limit")
+    ranks = known_local_ranks()
+    if ranks is None:
+        raise ArgumentError(
+            f"memory_limit={given!r} is shared by the ranks of this node, and this launcher does not tell "
+            "how many there are: set LOCAL_WORLD_SIZE, or give this rank's bytes"
+        )
+    return int(usable_bytes() * percent / 100) // ranks
 
 
 def _start_method(context: Any) -> str:
