@@ -18,7 +18,7 @@ import torch.distributed
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Launched", "cores_of_rank", "find_launched", "find_rank", "local_ranks"]
+__all__ = ["Launched", "cores_of_rank", "find_launched", "find_rank", "known_local_ranks", "local_ranks"]
 
 
 class Launched(NamedTuple):
@@ -77,6 +77,11 @@ def find_launched(rank: int, replicas: int) -> Iterator[Launched]:
 
 def local_ranks() -> int:
     """The number of ranks of this job on this node; 1 where no launcher tells it."""
+    return known_local_ranks() or 1
+
+
+def known_local_ranks() -> int | None:
+    """The number of ranks of this job on this node; None where there are several and no launcher tells."""
     with contextlib.suppress(ArgumentError):  # raised where the rank itself is needed
         for said in find_launched(*find_rank()):
             if said.local_ranks:
@@ -84,7 +89,9 @@ def local_ranks() -> int:
     for names in (_TORCHRUN, _HOROVOD, _OPEN_MPI, _MPICH):  # a script may set nothing but this
         if names.rank not in os.environ and (count := _number(names.local_ranks)):
             return count
-    return 1
+    with contextlib.suppress(ArgumentError):
+        return 1 if find_rank()[1] == 1 else None
+    return None
 
 
 def cores_of_rank() -> int | None:

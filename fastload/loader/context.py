@@ -76,6 +76,10 @@ class LoaderContext:
         if self.log is not None:
             self.log.flush()
 
+    def batches_ahead(self, given: int) -> int:
+        """Batches that each worker may make ahead: the given number, unless num_workers="auto" found more."""
+        return given if self.autoscaler is None else max(given, self.autoscaler.ahead)
+
     def workers_wanted(self, most: int) -> int:
         """How many of `most` workers make batches: all, unless num_workers="auto" has found fewer."""
         return most if self.autoscaler is None else int(self.autoscaler.workers)

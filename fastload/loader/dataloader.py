@@ -67,6 +67,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             `stats()["autoscale"]` says why. The upper limit is this rank's share of the node's cores, less
             one core and one more for every 16; a share of two cores or less is not reduced.
             `loader.num_workers` is that limit, an int. The number does not change the samples or the states.
+            Without `prefetch_factor`, workers may also make up to 16 batches ahead, in 64 MB each, where
+            some batches take far longer than others.
             A dataset that is split by worker gets the upper limit at once.
         device: the device of the batches. None: host memory. "cuda", "cuda:1" or a torch.device: that GPU
             (not yet run on one); one or two batches are copied ahead, during the training step, and
@@ -108,9 +110,10 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             of fastload's datasets; each sample gets the same random numbers as without threads. Without
             `seed=` the threads draw from the process's generators in any order. No effect on samples that
             fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
-        memory_limit: of all worker processes and their batches together: bytes, or text such as "2GB". None:
-            no limit. The workers share it equally, and measure themselves after each batch. What is read
-            ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
+        memory_limit: of all worker processes and their batches together: bytes, or text such as "2GB", for
+            this rank; or "50%" of the memory of the machine or container, shared equally by the ranks of this
+            node. None: no limit. The workers share it equally, and measure themselves after each batch. What
+            is read ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
             fastload cannot give back is counted but not reduced: batches that the training keeps, the
             dataset's own memory, `shuffle_buffer=` of shards, `threads=`. A sample that is larger than what
             may be read ahead is read alone. With num_workers=0: of the bytes that are read ahead, and of the
@@ -173,7 +176,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         context = LoaderContext()
         if num_workers == "auto":
             num_workers = most_workers(memory_limit, multiprocessing_context)
-            context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers)
+            context.autoscaler = None if why_fixed(dataset) else Autoscaler(num_workers, prefetch_factor)
         super().__init__(
             dataset,
             batch_size,

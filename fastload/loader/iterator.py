@@ -317,6 +317,11 @@ class LoaderIterator(TorchIterator):
         if autoscaler is None or not isinstance(schedule, IndexSchedule) or not schedule.turn:
             return
         wanted = autoscaler.look(self._context.counters, len(self._reorder))
+        ahead = self._context.batches_ahead(schedule.ahead)
+        self._executor.allow_ahead(autoscaler.ahead)
+        if ahead > schedule.ahead:
+            schedule.ahead = ahead
+            self._fill()
         schedule.park(wanted)
         while (worker_id := schedule.next_worker(wanted)) is not None:
             if worker_id == len(self._workers):
@@ -383,7 +388,7 @@ class LoaderIterator(TorchIterator):
         streams, inline = self._progress.streams, not self._executor.concurrent
         if streams is not None:  # each reads ahead by itself, so what is announced need not be more
             return StreamSchedule(streams, ahead=1 if inline else loader.prefetch_factor)
-        ahead = 1 if inline else loader.prefetch_factor
+        ahead = 1 if inline else self._context.batches_ahead(loader.prefetch_factor)
         if as_rows(self._dataset) is not None:
             ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
         elif loader.threads:

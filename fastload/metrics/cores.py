@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Cores", "usable_cores"]
+__all__ = ["Cores", "control_groups", "usable_cores"]
 
 
 def usable_cores() -> int:
@@ -37,7 +37,7 @@ class Cores:
         self._cpus = _affinity()
         self.usable = float(len(self._cpus))
         self._group: Path | None = None  # the folder whose quota binds
-        for folder in self._groups():
+        for folder in control_groups("cpu", self._root):
             quota = _quota(folder)
             if quota is not None and quota < self.usable:
                 self.usable, self._group = quota, folder
@@ -64,22 +64,23 @@ class Cores:
                 ticks += user + nice + system + irq + soft
         return ticks / os.sysconf("SC_CLK_TCK")
 
-    def _groups(self) -> Iterator[Path]:
-        """The folders of our control group and of its parents.
 
-        A container sees its own group as the root of the file system, whatever its path on the host is.
-        """
-        try:
-            lines = (self._root / "proc/self/cgroup").read_text().splitlines()
-        except OSError:
-            return
-        for line in lines:
-            _, kinds, path = line.split(":", 2)
-            if kinds and "cpu" not in kinds.split(","):
-                continue
-            top = self._root / "sys/fs/cgroup" / ("cpu" if kinds else "")
-            inside = top / path.lstrip("/")
-            yield from [inside, *(parent for parent in inside.parents if parent.is_relative_to(top))]
+def control_groups(kind: str, root: Path) -> Iterator[Path]:
+    """The folders of our control group and of its parents, for "cpu" or "memory".
+
+    A container sees its own group as the root of the file system, whatever its path on the host is.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and kind not in kinds.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (kind if kinds else "")
+        inside = top / path.lstrip("/")
+        yield from [inside, *(parent for parent in inside.parents if parent.is_relative_to(top))]
 
 
 def _quota(folder: Path) -> float | None:

@@ -8,7 +8,17 @@ import os
 import weakref
 from pathlib import Path
 
-__all__ = ["anonymous_bytes", "limit_payloads", "payload_limit", "private_bytes", "trim", "use_one_arena"]
+from fastload.metrics.cores import control_groups
+
+__all__ = [
+    "anonymous_bytes",
+    "limit_payloads",
+    "payload_limit",
+    "private_bytes",
+    "trim",
+    "usable_bytes",
+    "use_one_arena",
+]
 
 _NONE = 1 << 62
 _M_ARENA_MAX = -8  # from <malloc.h>
@@ -39,6 +49,24 @@ def private_bytes() -> int:
             counts = "/memfd:" not in line
         elif counts and line.startswith(("Private_Clean:", "Private_Dirty:")):
             total += int(line.split()[1]) << 10
+    return total
+
+
+def usable_bytes(root: str = "/") -> int:
+    """The memory of this machine, or less where a control group (of a container, of a job) has a limit."""
+    top = Path(root)
+    try:
+        total = next(
+            int(line.split()[1]) << 10
+            for line in (top / "proc/meminfo").read_text().splitlines()
+            if line.startswith("MemTotal:")
+        )
+    except (OSError, StopIteration):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder in control_groups("memory", top):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2: "max" is no limit; version 1
+            with contextlib.suppress(OSError, ValueError):
+                total = min(total, int((folder / name).read_text()))
     return total
 
 

@@ -1,9 +1,15 @@
-"""`num_workers="auto"`: the number of workers, found while the first epoch runs.
+"""`num_workers="auto"`: the number of workers, and of batches made ahead, found while the first epoch runs.
 
     cores of this process / ranks of the node, minus the trainer's own threads   =  the ceiling
-    start at half of it ──▶ look at the counters about once a second ──▶ add workers, park some, or wait
+    start at half of it ──▶ look at the counters about once a second ──▶ let each make more batches ahead,
+                                                                        add workers, park some, or wait
 
 The samples do not depend on it: only the worker that makes a batch changes.
+
+Where a few samples take far longer than the others, a batch is waited for although workers are free: they
+have made all that they may make ahead. Then more batches ahead help, as a slow one begins earlier. That other
+ranks' workers make batches of this one was rejected: while a rank waits for a slow batch, its own workers are
+free too, and simulated waits were the same.
 """
 
 from __future__ import annotations
@@ -28,6 +34,11 @@ _log = logging.getLogger("fastload")
 
 _INTERVAL = 1.0  # seconds between looks, at least
 _ENOUGH = 0.03  # of its time; a consumer that waits less has enough workers
+# Of its time; a consumer that waits more may want batches made further ahead. Less than `_ENOUGH`: the other
+# ranks wait with it at each step, and count that as their training's.
+_LATE = 0.02
+_HELD_BACK = 0.1  # of their time; workers that wait more for the consumer may make more ahead
+_MOST_AHEAD = 16  # batches; in one step: many looks would put off that of more workers
 _GROWTH = 1.5
 _GAIN = 1.05  # minimum speed-up; otherwise the added workers are removed
 _SLACK = 0.5  # of their time; workers that wait more for the consumer are parked in part
@@ -67,21 +78,25 @@ class Autoscaler:
     Where the consumer waits and cores are idle, it adds half as many workers again. If the rate does not
     rise, it removes them and does not try again. Where workers wait for the consumer most of the time, it
     keeps the number that their work needs, and 30 % more. Once that was too few, it parks no more workers.
+    Before all this, where the consumer waits although workers are held back, each may make 16 batches ahead.
 
     Args:
         most: the ceiling.
+        ahead: finished batches of each worker that may wait for the consumer, for good; None: 2 at first.
         clock: in seconds.
         cores: that this process may use, see `Cores`.
         busy: core-seconds worked on these cores, see `Cores`.
 
     Attributes:
         workers: the chosen number.
+        ahead: the chosen number of batches. Where they are large, workers make fewer ahead.
         why: one sentence.
     """
 
     def __init__(
         self,
         most: int,
+        ahead: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         cores: float | None = None,
@@ -89,7 +104,9 @@ class Autoscaler:
     ) -> None:
         self.most = most
         self.workers = min(most, max(2, most // 2))
+        self.ahead = ahead or 2
         self.why = "the first epoch has not shown yet how many are needed"
+        self._most_ahead = ahead or _MOST_AHEAD
         self._clock = clock
         node = Cores()
         self._cores = node.usable if cores is None else cores
@@ -117,7 +134,8 @@ class Autoscaler:
 
     def sentence(self) -> str:
         """The choice and its reason."""
-        return f"num_workers='auto': {self.workers} of at most {self.most} workers: {self.why}"
+        ahead = f", {self.ahead} batches ahead each" if self.ahead != 2 else ""
+        return f"num_workers='auto': {self.workers} of at most {self.most} workers{ahead}: {self.why}"
 
     def look(self, counters: Counters, in_flight: int) -> int:
         """The number of workers that there should be.
@@ -138,9 +156,10 @@ class Autoscaler:
             return self.workers
         measured = {name: value - before.get(name, 0) for name, value in counters.as_dict().items()}
         idle_cores = self._cores - (self._busy() - busy) / elapsed
+        ahead = self.ahead
         wanted = self._decide(measured, measured["wait.batches"] / elapsed, idle_cores)
         self._start = None
-        if wanted != self.workers:
+        if wanted != self.workers or ahead != self.ahead:
             _log.debug("num_workers='auto': %d -> %d: %s", self.workers, wanted, self.why)
             self.workers, self._due = wanted, counters["wait.batches"] + in_flight
         return self.workers
@@ -155,6 +174,9 @@ class Autoscaler:
                 return self._at_most(
                     workers, f"more workers did not help: the bottleneck is {find_bottleneck(counters)}"
                 )
+        if share > _LATE and self._held_back(counters) > _HELD_BACK and self.ahead < self._most_ahead:
+            self.ahead = self._most_ahead
+            return self._say(f"the consumer waited for {share:.1%} of its time, while workers were held back")
         if share <= _ENOUGH:
             self.why = f"the consumer waited for {share:.1%} of its time"
             return self._fewer(counters)
@@ -176,13 +198,18 @@ class Autoscaler:
         self.why = why
         return self.workers
 
-    def _fewer(self, counters: Mapping[str, float]) -> int:
-        """The number that the work needs, where workers wait for the consumer most of the time."""
+    def _held_back(self, counters: Mapping[str, float]) -> float:
+        """The part of the workers' time in which their finished batches waited for the consumer."""
         working = sum(counters.get(f"{stage}.seconds", 0.0) for stage in _WORKING)
         waiting = counters.get("slot.seconds", 0.0)
-        if waiting <= _SLACK * (working + waiting):
+        return waiting / max(working + waiting, 1e-9)
+
+    def _fewer(self, counters: Mapping[str, float]) -> int:
+        """The number that the work needs, where workers wait for the consumer most of the time."""
+        held_back = self._held_back(counters)
+        if held_back <= _SLACK:
             return self.workers
-        needed = math.ceil(self.workers * working / (working + waiting) * _ROOM)
+        needed = math.ceil(self.workers * (1 - held_back) * _ROOM)
         fewer = min(self.workers, max(self._least, needed))
         self._parked |= fewer < self.workers
         return fewer

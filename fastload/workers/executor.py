@@ -103,6 +103,9 @@ class Executor(Protocol):
     def end_work(self) -> None:
         """There is no more work in this epoch."""
 
+    def allow_ahead(self, batches: int) -> None:
+        """Each worker may make so many batches ahead, where they are small."""
+
     def grow(self) -> None:
         """Start one worker more, in the epoch that runs."""
 
@@ -152,6 +155,7 @@ class ProcessExecutor:
         self.submit = self.pool.submit
         self.consume = self.pool.consume
         self.finish = self.pool.finish
+        self.allow_ahead = self.pool.allow_ahead
         self.grow = self.pool.grow
         self.check_open = self.pool.check_open
         self.close = self.pool.shutdown

@@ -65,7 +65,7 @@ class InlineExecutor:
         self._source.leave_out(samples)
 
     def submit(self, worker_id: int, seq: int, index: Any, *, encoded: bool, again: bool = False) -> None:
-        work = Work(0, [], [], seq, index, encoded, again)
+        work = Work(0, [], [], seq, index, encoded, again=again)
         if not again:
             self._work.append(work)
             return
@@ -157,6 +157,9 @@ class InlineExecutor:
         self._last_known = True
         if not self._work:
             self._source.flush_cache()  # a dataset that is not read ahead shows its last batch only now
+
+    def allow_ahead(self, batches: int) -> None:
+        pass  # a batch is made when it is asked for
 
     def grow(self) -> None:
         raise NotImplementedError("this process is the only one")

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import re
 import time
 from typing import Any, NamedTuple
 
+from fastload.distributed import known_local_ranks
 from fastload.errors import ArgumentError
 from fastload.fetch.byte_budget import budgeted_bytes
-from fastload.metrics.memory import anonymous_bytes, limit_payloads, private_bytes, trim
+from fastload.metrics.memory import anonymous_bytes, limit_payloads, private_bytes, trim, usable_bytes
 from fastload.metrics.units import format_size, parse_size
 from fastload.workers.autoscale import ceiling
 
 __all__ = ["MemoryLimit", "MemoryUse", "WorkerMemory", "most_workers"]
+
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 
 _log = logging.getLogger("fastload")
 
@@ -41,6 +45,9 @@ _FORK_SERVER = 200 * _MB  # it has imported torch once for all workers
 # For `num_workers=0`: the process that reads from the store, and the heaps of this process's threads, which
 # cannot be measured beside the training's own memory. 115-136 MB by four runs of the stress test.
 _CLIENT = 136 * _MB
+# More batches than `prefetch_factor` are made ahead as long as they take no more. Small batches vary most in
+# what they cost; 12 workers on each of 8 ranks take 6 GB at most.
+_AHEAD = 64 * _MB
 _COUNT_EVERY = 5.0  # seconds; a dataset of many Python objects is copied page by page as it is read
 _FILL = 0.9  # of the room; the rest is for what happens between two measurements
 
@@ -65,12 +72,13 @@ class MemoryLimit(NamedTuple):
         """The argument `memory_limit` of a loader with these workers and this multiprocessing context.
 
         Raises:
-            ArgumentError: it is no size, or below the smallest one that is possible.
+            ArgumentError: it is no size, or below the smallest one that is possible; or it is a part of the
+                node's memory, and nobody knows among how many ranks.
         """
         if given is None:
             return None
         method = context if isinstance(context, str) else _start_method(context)
-        limit = cls(given, parse_size(given, "memory_limit"), workers, method)
+        limit = cls(given, _bytes_of_rank(given), workers, method)
         limit.check(limit.least())
         return limit
 
@@ -97,6 +105,8 @@ class MemoryLimit(NamedTuple):
         if self.bytes >= least:
             return
         who = f"{self.workers} workers (start method {self.method!r})" if self.workers else "num_workers=0"
+        if isinstance(self.given, str) and "%" in self.given:
+            who += f" with {format_size(self.bytes)} of this node"
         fewer = ", fewer workers or smaller batches" if self.workers else ""
         raise ArgumentError(
             f"memory_limit={self.given!r} is too little for {who}: give at least {-(-least // _MB)} MB{fewer}"
@@ -110,6 +120,23 @@ def most_workers(memory_limit: Any, context: Any) -> int:
         return ceiling()
     each = limit.least(room=_AUTO_ROOM) - limit.common
     return min(ceiling(), max(1, (limit.bytes - limit.common) // each))
+
+
+def _bytes_of_rank(given: Any) -> int:
+    """Bytes, from what `parse_size` takes or from "50%": that part of the node's memory, shared by its ranks.
+
+    Shares that move between ranks were rejected, as those that move between workers are.
+    """
+    match = _PERCENT.fullmatch(given) if isinstance(given, str) else None
+    if match is None or not 0 < (percent := float(match[1])) <= 100:
+        return parse_size(given, "memory_limit")
+    ranks = known_local_ranks()
+    if ranks is None:
+        raise ArgumentError(
+            f"memory_limit={given!r} is shared by the ranks of this node, and this launcher does not tell "
+            "how many there are: set LOCAL_WORLD_SIZE, or give this rank's bytes"
+        )
+    return int(usable_bytes() * percent / 100) // ranks
 
 
 def _start_method(context: Any) -> str:
@@ -167,7 +194,7 @@ class WorkerMemory:
 
     Args:
         limit: of the loader, or None.
-        prefetch_factor: finished batches that may wait for the trainer.
+        prefetch_factor: finished batches that may wait for the trainer at first, however large they are.
 
     Attributes:
         ahead: finished batches that may wait now.
@@ -176,7 +203,7 @@ class WorkerMemory:
 
     def __init__(self, limit: MemoryLimit | None, prefetch_factor: int) -> None:
         self._limit = limit
-        self._prefetch_factor = prefetch_factor
+        self._prefetch_factor = self._allowed = prefetch_factor
         self._process = self._before = self._room = 0
         self._copied = 0  # inherited pages that were written to, beyond the usual
         self._count_at = 0.0
@@ -199,6 +226,15 @@ class WorkerMemory:
         self.used = self._process
         limit_payloads(self, self._room // 4)
 
+    def allow_ahead(self, batches: int) -> None:
+        """So many finished batches may wait, if they are small."""
+        self._allowed = batches
+        if self._limit is None:
+            self.ahead = self._most_ahead()
+
+    def _most_ahead(self) -> int:
+        return max(self._prefetch_factor, min(self._allowed, _AHEAD // max(1, self._largest)))
+
     def check_batch(self, nbytes: int) -> None:
         """A batch takes this many bytes of slots, and is about to be handed over.
 
@@ -216,6 +252,7 @@ class WorkerMemory:
             slots: bytes of all slots of this worker.
         """
         if self._limit is None:
+            self.ahead = self._most_ahead()
             return
         room = int(_FILL * self._room)
         grown = anonymous_bytes() - self._before
@@ -235,7 +272,7 @@ class WorkerMemory:
         payloads = budgeted_bytes() + (left // 2 if left > 0 else left)
         limit_payloads(self, max(_LEAST_PAYLOADS, min(payloads, (room - slots) // 2)))
         batches = room // 2 // max(1, self._largest)
-        self.ahead = min(self._prefetch_factor, max(1, batches - 1))
+        self.ahead = min(self._most_ahead(), max(1, batches - 1))
 
     def _grown_by_count(self) -> int:
         """What this process has taken since `begin`, counted anew where the difference of its heaps misleads.

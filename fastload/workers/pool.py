@@ -71,6 +71,7 @@ class WorkerPool:
         self._workers: list[_Handle] = []
         self._setup = setup
         self._epoch: EpochStart | None = None  # the current one
+        self._ahead = setup.prefetch_factor
         self._context = context
         self._pin = pin
         self._open = True
@@ -86,6 +87,10 @@ class WorkerPool:
     @property
     def processes(self) -> list[Any]:
         return [worker.process for worker in self._workers]
+
+    def allow_ahead(self, batches: int) -> None:
+        """From its next work on, each worker may make so many batches ahead, where they are small."""
+        self._ahead = batches
 
     def grow(self) -> None:
         """Start one more worker, in the current epoch."""
@@ -170,7 +175,8 @@ class WorkerPool:
     def _tell(
         self, worker: _Handle, seq: int, index: Any, encoded: bool = False, again: bool = False
     ) -> None:
-        self._send(worker, Work(worker.consumed, *worker.slots.take_returned(), seq, index, encoded, again))
+        returned = worker.slots.take_returned()
+        self._send(worker, Work(worker.consumed, *returned, seq, index, encoded, self._ahead, again))
 
     def _send(self, worker: _Handle, message: EpochStart | LeaveOut | Work) -> None:
         # A death is reported when the worker's batch is due, after the batches that it sent before.

@@ -82,6 +82,7 @@ class Work(NamedTuple):
     seq: int  # -1: there are no more index batches in this epoch
     index: Any
     encoded: bool  # the trainer's process decodes its images
+    ahead: int = 2  # finished batches that may wait for the trainer, where they are small
     again: bool = False  # it was made by rules that have changed: it comes before all other work
 
 

@@ -150,7 +150,7 @@ class _Worker:
         self.source: BatchSource | None = None
 
     def run(self, worker_id: int) -> None:
-        """Make batches in the order of the work, at most `prefetch_factor` ahead of the consumer."""
+        """Make batches in the order of the work, and no more ahead of the consumer than it may."""
         try:
             self._prepare(worker_id)
         except Exception as error:
@@ -204,6 +204,8 @@ class _Worker:
     def _accept(self, work: Work) -> None:
         """Queue an index batch, and announce it to the dataset."""
         self._consumed = work.consumed
+        self._memory.allow_ahead(work.ahead)
+        self._slots.keep = max(self._setup.prefetch_factor, work.ahead) + 2
         for slot_id in work.released:
             self._slots.release(slot_id)
         for slot_id in work.given_up:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from fastload.metrics.counters import Counters
 from fastload.workers.autoscale import Autoscaler, ceiling
 from fastload.workers.pool import WorkerPool
 from tests.loaderdata import Numbers, Stream
+from tests.patience import wait_until
 from tests.photos import pillow_jpeg, scene
 
 pytestmark = [
@@ -92,6 +94,34 @@ def test_parked_too_many_comes_back_and_does_not_swing() -> None:
     assert found == [3, 3, 3]
 
 
+def test_more_batches_are_made_ahead_while_the_consumer_waits_and_workers_are_held_back() -> None:
+    run = Run(most=12)
+    found = [run.stretch(100, wait=0.2, consumer=1.8, decode=8, slot=4) for _ in range(5)]
+    assert (found[0], run.scaler.ahead) == (6, 16)
+    assert found[1] == 9  # now more workers are tried
+    assert "16 batches ahead each" in run.scaler.sentence()
+
+
+@pytest.mark.parametrize(
+    "stretch",
+    [{"wait": 1.9, "consumer": 0.1, "decode": 12}, {"wait": 0.02, "consumer": 1.98, "decode": 2, "slot": 10}],
+    ids=["decode bound", "consumer bound"],
+)
+def test_batches_ahead_stay_where_more_would_not_help(stretch: dict[str, float]) -> None:
+    run = Run(most=12)
+    for _ in range(5):
+        run.stretch(100, **stretch)
+    assert run.scaler.ahead == 2 and "ahead" not in run.scaler.sentence()
+
+
+def test_prefetch_factor_that_is_given_stays() -> None:
+    loader: DataLoader[Any] = DataLoader(Numbers(4), num_workers="auto", prefetch_factor=3)
+    scaler = loader.loader_context.autoscaler
+    assert scaler is not None and scaler.ahead == 3
+    scaler._decide({"wait.seconds": 1, "consumer.seconds": 1, "decode.seconds": 1, "slot.seconds": 1}, 1, 0)
+    assert scaler.ahead == 3
+
+
 def test_looks_neither_too_early_nor_too_often() -> None:
     run = Run(most=12)
     run.stretch(100, seconds=0.5, wait=0.5, decode=3)  # not a second yet
@@ -134,6 +164,7 @@ class Scripted:
 
     def __init__(self, numbers: list[int]) -> None:
         self.workers = numbers[0]
+        self.ahead = 2
         self.numbers: Iterator[int] = itertools.cycle(numbers)
 
     def start_epoch(self, handed_over: float) -> None:
@@ -224,6 +255,31 @@ def test_resume(then: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert state is not None
     other.load_state_dict(state)
     assert [batch.tolist() for batch in other] == whole[12:]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("size", "most"), [(8, 6), (33_000_000, 2)], ids=["small", "large"])
+def test_workers_make_as_many_batches_ahead_as_they_may(
+    size: int, most: int, persistent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large batches stay at `prefetch_factor`, so that the memory does."""
+    made = mmap.mmap(-1, 1)  # the worker counts in it
+
+    def sample(index: int) -> torch.Tensor:
+        made[0] += 1
+        return torch.full((size,), index % 100, dtype=torch.uint8)
+
+    options = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
+    loader = auto(Numbers(24, sample), 1, [1], monkeypatch, **options)
+    loader.loader_context.autoscaler.ahead = 6
+    for _ in range(2):
+        made[0] = 0
+        for handed_out, batch in enumerate(loader, 1):
+            assert batch[0, 0] == handed_out - 1
+            if handed_out == 10:
+                wait_until(lambda: made[0] >= 10 + most, "the batches ahead")
+                time.sleep(0.1)
+                assert made[0] == 10 + most
 
 
 def test_processes_start_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from fastload import DataLoader
 from fastload.errors import ArgumentError
 from fastload.fetch.byte_budget import ByteBudget, budgeted_bytes
-from fastload.metrics.memory import limit_payloads, payload_limit
+from fastload.metrics.memory import limit_payloads, payload_limit, usable_bytes
 from fastload.workers.memory_limit import MemoryLimit, WorkerMemory, most_workers
 from tests.loaderdata import Numbers
 
@@ -29,6 +30,74 @@ class Owner:
 def test_memory_limit_that_is_no_size_is_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match=rf"memory_limit={re.escape(repr(value))}; give bytes"):
         DataLoader(Numbers(4), memory_limit=value)
+
+
+@pytest.mark.parametrize("value", ["0%", "101%", "%", "-5%", "5 % of it"])
+def test_memory_limit_that_is_no_percentage_is_refused(value: str) -> None:
+    with pytest.raises(ArgumentError, match="give bytes"):
+        DataLoader(Numbers(4), memory_limit=value)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(None, 4000 * MB), ("1", 4000 * MB), ("8", 500 * MB)])
+def test_percentage_is_shared_by_the_ranks_of_the_node(
+    ranks: str | None, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastload.workers.memory_limit.usable_bytes", lambda: 8000 * MB)
+    if ranks is not None:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": ranks}.items():
+            monkeypatch.setenv(name, value)
+    limit = MemoryLimit.of("50%", 2, "fork")
+    assert limit is not None and limit.bytes == size
+    loader = DataLoader(Numbers(4), num_workers=1, multiprocessing_context="fork", memory_limit="50 %")
+    assert len(list(loader)) == 4
+    assert loader.stats()["memory"]["limit"] == size
+
+
+def test_percentage_without_the_number_of_local_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ArgumentError, match=r"memory_limit='50%' is shared .* set LOCAL_WORLD_SIZE"):
+        DataLoader(Numbers(4), memory_limit="50%")
+    DataLoader(Numbers(4), memory_limit="2GB")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    DataLoader(Numbers(4), memory_limit="50%")
+
+
+def test_percentage_that_is_too_small_says_what_a_rank_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.workers.memory_limit.usable_bytes", lambda: 1000 * MB)
+    with pytest.raises(
+        ArgumentError, match="'1%' is too little for num_workers=0 with 10 MB of this node: give"
+    ):
+        DataLoader(Numbers(4), memory_limit="1%")
+
+
+@pytest.mark.parametrize(
+    ("files", "size"),
+    [
+        ({}, 8000 << 10),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "5000\n"}, 5000),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"}, 8000 << 10),
+        ({"proc/self/cgroup": "4:memory:/a\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "7"}, 7),
+        (
+            {"proc/self/cgroup": "4:memory:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "9" * 19},
+            8000 << 10,
+        ),
+        ({"proc/self/cgroup": "4:cpu:/\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "7"}, 8000 << 10),
+    ],
+    ids=[
+        "machine",
+        "version 2, of a parent",
+        "version 2, none",
+        "version 1",
+        "version 1, none",
+        "another kind",
+    ],
+)
+def test_usable_memory_is_within_the_control_groups(files: dict[str, str], size: int, tmp_path: Path) -> None:
+    for name, text in ({"proc/meminfo": "MemTotal:  8000 kB\nMemFree: 1 kB\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_bytes(str(tmp_path)) == size
 
 
 @pytest.mark.parametrize("workers", [0, 1, 6])
@@ -189,3 +258,19 @@ def test_memory_of_a_worker_is_its_own_memory_however_it_was_measured(
     process.heap -= 80 * MB  # inherited pages go, which other processes still have
     memory.look(0)
     assert memory.used == process.private == 80 * MB
+
+
+def test_small_batches_are_made_further_ahead_when_allowed_and_large_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Process(monkeypatch)
+    for limit, large in ((None, 2), (MemoryLimit.of("150MB", 1, "fork"), 1)):
+        memory = WorkerMemory(limit, 2)
+        memory.begin()
+        memory.check_batch(MB)
+        memory.allow_ahead(16)
+        memory.look(0)
+        assert memory.ahead == 16
+        memory.check_batch(40 * MB if limit is None else 30 * MB)
+        memory.look(0)
+        assert memory.ahead == large
