@@ -78,6 +78,7 @@ _TRUTHS = (
 )
 _TYPED: dict[str, Callable[[str], Any]] = {
     "max_requests": _whole_number,
+    "max_gets": _whole_number,
     **dict.fromkeys(_TRUTHS, _truth),
 }
 
