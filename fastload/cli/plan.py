@@ -158,14 +158,14 @@ def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
 
 def _add_bill(document: dict[str, Any], prices: Any) -> None:
     """Add the prices, and the cost of all epochs in each mode; null where no price is known."""
+    from fastload.plan.prices import describe_prices
+
     later = document["settings"]["epochs"] - 1
     for mode in document["modes"].values():
         gets = mode["first"]["requests"] + later * mode["later"]["requests"]
         egress = mode["first"]["egress_bytes"] + later * mode["later"]["egress_bytes"]
-        requests, traffic = (None, None) if prices is None else prices.bill(gets, egress)
-        mode["cost"] = {"requests": requests, "egress": traffic}
-    names = ("currency", "get", "list", "egress", "source")
-    document["prices"] = dict.fromkeys(names) if prices is None else prices._asdict()
+        described = describe_prices(prices, gets, egress)
+        mode["cost"], document["prices"] = described["cost"], described["prices"]
     document["assumptions"].append(
         "no prices: give --prices FILE, see the guide on cost"
         if prices is None

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Prices", "find_prices"]
+__all__ = ["Prices", "describe_prices", "find_prices"]
 
 _NUMBERS = ("get", "list", "egress")
 
@@ -78,3 +78,12 @@ def find_prices(url: str, file: Path | None) -> Prices | None:
         raise ArgumentError(f"--prices {str(file)!r}: currency must be a code, such as 'USD'")
     get, listing, egress = (float(found[name]) for name in _NUMBERS)
     return Prices(found["currency"], get, listing, egress, str(found.get("source", file)))
+
+
+def describe_prices(prices: Prices | None, gets: float, egress_bytes: float) -> dict[str, Any]:
+    """The keys "cost" and "prices" of a JSON document; null in them where no price is known."""
+    requests, egress = (None, None) if prices is None else prices.bill(gets, egress_bytes)
+    return {
+        "cost": {"requests": requests, "egress": egress},
+        "prices": dict.fromkeys(Prices._fields) if prices is None else prices._asdict(),
+    }

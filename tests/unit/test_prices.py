@@ -79,3 +79,17 @@ def test_plan_with_own_prices_quotes_all_epochs(tmp_path: Path) -> None:
     egress = mode["first"]["egress_bytes"] + 2 * mode["later"]["egress_bytes"]
     assert gets >= 20 and mode["cost"]["requests"] == pytest.approx(gets / 1000 * 0.5)
     assert mode["cost"]["egress"] == pytest.approx(egress / 1e9 * 0.25)
+
+
+def test_warm_with_own_prices_quotes_what_it_has_read(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "photos", 20, 2)
+    (tmp_path / "prices.toml").write_text(OWN)
+    paths = [str(tmp_path / "photos"), "--cache", str(tmp_path / "cache"), "--num-workers", "0"]
+    for gets in (20, 0):
+        command = ["warm", *paths, "--mode", "raw", "--prices", str(tmp_path / "prices.toml"), "--json"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout.splitlines()[-1])
+        assert found["requests"] == gets
+        assert found["cost"]["requests"] == pytest.approx(gets / 1000 * 0.5)
+        assert found["cost"]["egress"] == pytest.approx(found["read_bytes"] / 1e9 * 0.25)
