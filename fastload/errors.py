@@ -205,7 +205,7 @@ class LimitError(StoreError):
         try:
             dataset.payload(0), dataset.payload(1)
         except fastload.errors.LimitError as error:
-            print(error)  # [get 'cat/0001.jpg'] max_gets=1 requests of this dataset were made, ...
+            print(error)  # [get 'cat/0001.jpg'] max_gets=1 requests of this dataset were reserved, ...
     """
 
 

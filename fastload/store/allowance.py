@@ -92,7 +92,7 @@ class Allowance:
             most_gets, most_egress = self.limits
             if most_gets is not None and gets >= most_gets:
                 raise LimitError(
-                    f"max_gets={most_gets:,} requests of this dataset were made, and this one is more; "
+                    f"max_gets={most_gets:,} requests of this dataset were reserved, and this one is more; "
                     "raise max_gets, give the dataset a cache, or take fewer samples",
                     key=key,
                 )
