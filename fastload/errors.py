@@ -5,6 +5,7 @@
     ├── StoreError         (OSError)             the object store failed, after all retries that could help
     │   ├── NotFoundError      (FileNotFoundError)   no such object, bucket or prefix
     │   ├── AccessDeniedError  (PermissionError)     credentials missing, refused or expired
+    │   ├── LimitError                               a request would pass max_gets= or max_egress=
     │   ├── ObjectChangedError                       the object is not the version that was listed
     │   ├── ShortReadError                           fewer bytes than the store promised
     │   └── StoreTimeoutError  (TimeoutError)        no progress within the deadline
@@ -32,6 +33,7 @@ __all__ = [
     "CacheError",
     "DecodeError",
     "FastloadError",
+    "LimitError",
     "NotFoundError",
     "ObjectChangedError",
     "PlatformError",
@@ -189,6 +191,21 @@ class AccessDeniedError(StoreError, PermissionError):
             fastload.ImageFolder("s3://bucket/train", storage_options={"key": "wrong", "secret": "wrong"})
         except fastload.errors.AccessDeniedError as error:  # a PermissionError too
             print(error)  # names the places where credentials were looked for, never a secret
+    """
+
+
+class LimitError(StoreError):
+    """A request would pass the storage option `max_gets` or `max_egress`, and was not made.
+
+    Example::
+
+        import fastload
+
+        dataset = fastload.ImageFolder("s3://bucket/train", storage_options={"max_gets": 1})
+        try:
+            dataset.payload(0), dataset.payload(1)
+        except fastload.errors.LimitError as error:
+            print(error)  # [get 'cat/0001.jpg'] max_gets=1 requests of this dataset were reserved, ...
     """
 
 

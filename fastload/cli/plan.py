@@ -6,7 +6,8 @@
  "measured": {"objects", "object_bytes", "request_seconds", "get_cpu", "network", "probed", "disk_write",
  "disk_read", "others_busy_cores",
  "modes": {MODE: {"stored_bytes", "prepare_cpu", "read_cpu", "transform_cpu"}}},
- "modes": {MODE: {"disk_bytes", "hit_rate", "total_seconds", "first": EPOCH, "later": EPOCH}},
+ "modes": {MODE: {"disk_bytes", "hit_rate", "total_seconds", "first": EPOCH, "later": EPOCH,
+  "cost": {"requests", "egress"}}}, "prices": {"currency", "get", "list", "egress", "source"},
  "demand" (samples/s of the GPUs), "best" (MODE), "advice": [...], "assumptions": [...]}
 
 EPOCH = {"rate", "limit", "stages": {name: samples/s}, "requests", "egress_bytes", "connections", "seconds"}
@@ -30,12 +31,13 @@ from fastload.cli.store_options import (
     CropSize,
     EndpointUrl,
     FolderUrl,
+    PricesFile,
     Quality,
     ShortSide,
     StorageOption,
     storage_options,
 )
-from fastload.metrics.units import format_size
+from fastload.metrics.units import format_money, format_size
 
 __all__ = ["plan"]
 
@@ -74,6 +76,7 @@ def plan(
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,
+    prices: PricesFile = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read some objects, and predict rates, cache hits, disk space, requests and the limit."""
@@ -81,7 +84,10 @@ def plan(
         options = storage_options(storage_option, endpoint_url, anon)
         from fastload.metrics.units import parse_size
         from fastload.plan.model import Demand, Node, cores_left
+        from fastload.plan.prices import find_prices
         from fastload.plan.probe import probe_disk, probe_store
+
+        found = find_prices(url, prices)
 
         capacity = parse_size(cache_size)
         disk = None if cache_dir is None else probe_disk(cache_dir)
@@ -106,6 +112,7 @@ def plan(
             "size": size,
             **kept,
         }
+        _add_bill(document, found)
         _print_report(document, output)
         output.document(document)
 
@@ -147,6 +154,23 @@ def _predict(probe: Any, node: Any, demand: Any) -> dict[str, Any]:
         "advice": _advice(predictions[best], best, node),
         "assumptions": _assumptions(probe, node),
     }
+
+
+def _add_bill(document: dict[str, Any], prices: Any) -> None:
+    """Add the prices, and the cost of all epochs in each mode; null where no price is known."""
+    from fastload.plan.prices import describe_prices
+
+    later = document["settings"]["epochs"] - 1
+    for mode in document["modes"].values():
+        gets = mode["first"]["requests"] + later * mode["later"]["requests"]
+        egress = mode["first"]["egress_bytes"] + later * mode["later"]["egress_bytes"]
+        described = describe_prices(prices, gets, egress)
+        mode["cost"], document["prices"] = described["cost"], described["prices"]
+    document["assumptions"].append(
+        "no prices: give --prices FILE, see the guide on cost"
+        if prices is None
+        else f"prices by {prices.source}; egress is often free within a region"
+    )
 
 
 def _advice(prediction: Any, best: str, node: Any) -> list[str]:
@@ -203,6 +227,10 @@ def _print_report(document: dict[str, Any], output: Output) -> None:
         table.add_column(name + (" *" if name == document["best"] else ""), justify="right")
     for title, cell in _ROWS:
         table.add_row(title, *(cell(measured["modes"][name], mode) for name, mode in modes.items()))
+    if document["prices"]["currency"] is not None:
+        for title, kind in (("GETs, all epochs", "requests"), ("egress, all epochs", "egress")):
+            currency = document["prices"]["currency"]
+            table.add_row(title, *(format_money(mode["cost"][kind], currency) for mode in modes.values()))
     console.print(table)
     for line in document["advice"]:
         console.print(line, soft_wrap=True)

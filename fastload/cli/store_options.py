@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ __all__ = [
     "EndpointUrl",
     "FolderUrl",
     "NumWorkers",
+    "PricesFile",
     "Quality",
     "ShortSide",
     "StorageOption",
@@ -54,6 +56,12 @@ ShortSide = Annotated[
 ]
 Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Mode shrunk: JPEG quality.")]
 
+PricesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prices", metavar="FILE", help="TOML with currency, get, list (of 1,000) and egress (of a GB)."
+    ),
+]
 EndpointUrl = Annotated[
     str | None, typer.Option(metavar="URL", help="The S3 server, for MinIO, R2, OBS and others.")
 ]
@@ -78,6 +86,7 @@ _TRUTHS = (
 )
 _TYPED: dict[str, Callable[[str], Any]] = {
     "max_requests": _whole_number,
+    "max_gets": _whole_number,
     **dict.fromkeys(_TRUTHS, _truth),
 }
 

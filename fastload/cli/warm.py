@@ -6,8 +6,9 @@
  "objects" (of the shard), "stored", "skipped" (in the cache already), "failed", "left" (not in the cache;
  null: not known),
  "too_large" (of these: for a record, or for the room left), "full", "interrupted",
- "failures": [{"key", "error"}, ...] (the first), "read_bytes", "seconds", "objects_per_second",
- "megabytes_per_second", "listing_seconds", "cache": {"entries", "bytes"}}
+ "failures": [{"key", "error"}, ...] (the first), "read_bytes", "requests" (GETs),
+ "seconds", "objects_per_second", "megabytes_per_second", "listing_seconds", "cost": {"requests", "egress"},
+ "prices": {"currency", "get", "list", "egress", "source"}, "cache": {"entries", "bytes"}}
 
 Exit code 1: an object cannot be read or decoded. 130: interrupted. A cache that is full, or an object too
 large for it, is 0: training reads these from the store.
@@ -33,13 +34,14 @@ from fastload.cli.store_options import (
     EndpointUrl,
     FolderUrl,
     NumWorkers,
+    PricesFile,
     Quality,
     ShortSide,
     StorageOption,
     storage_options,
 )
 from fastload.errors import ArgumentError, CacheError
-from fastload.metrics.units import format_size
+from fastload.metrics.units import format_money, format_size
 
 __all__ = ["check_usable", "warm"]
 
@@ -80,6 +82,7 @@ def warm(
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,
+    prices: PricesFile = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fill a cache before training. After an interruption, run the same command again to resume."""
@@ -87,7 +90,9 @@ def warm(
         wanted = _parse_shard(shard)
         options = storage_options(storage_option, endpoint_url, anon)
         import fastload
+        from fastload.plan.prices import describe_prices, find_prices
 
+        found = find_prices(url, prices)
         kept = fastload.Cache(
             cache, mode.value, size_limit=size_limit, short_side=short_side, quality=quality
         )
@@ -116,6 +121,7 @@ def warm(
         document = _fill(dataset, wanted, num_workers, output)
         document["listing_seconds"] = listing_seconds
         document["settings"] = {"url": dataset.url, "kind": kind.value, **document["settings"]}
+        document |= describe_prices(found, document["requests"], document["read_bytes"])
         _print_summary(document, output)
         output.document(document)
         if document["interrupted"]:
@@ -158,6 +164,7 @@ class Tally:
         self.outcomes: Counter[str] = Counter()
         self.stored: list[int] = []
         self.read_bytes = 0
+        self.requests = 0  # known at the end
         self.failures: list[Any] = []
         self.start = time.perf_counter()
         self._recent = deque([(self.start, 0, 0, 0)])  # (time, samples, their progress, bytes read)
@@ -240,6 +247,7 @@ def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output:
             {"key": one.key or dataset.key(one.sample), "error": one.error} for one in tally.failures
         ],
         "read_bytes": tally.read_bytes,
+        "requests": tally.requests,
         "seconds": round(seconds, 3),
         "objects_per_second": round((counts["stored"] + counts["failed"]) / seconds, 1),
         "megabytes_per_second": round(tally.read_bytes / seconds / 1e6, 2),
@@ -276,10 +284,15 @@ def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
     else:
         total = len(warming.samples)
         bar = bars.add("warming", total)
-    for outcomes in warming_loader(warming, num_workers):
-        for warmed in outcomes:
-            tally.add(warmed)
-        bar.show(tally.progress, tally.describe(total))
+    loader = warming_loader(warming, num_workers)
+    try:
+        for outcomes in loader:
+            for warmed in outcomes:
+                tally.add(warmed)
+            bar.show(tally.progress, tally.describe(total))
+    finally:
+        counters = loader.stats()["counters"]
+        tally.requests = int(counters.get("get.requests", 0) + counters.get("get.retries", 0))
 
 
 def _announcement(warming: Any, found: tuple[int, int], given: tuple[int, int] | None) -> str:
@@ -300,6 +313,17 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         f"{document['objects_per_second']:,.0f} objects/s, {document['megabytes_per_second']:,.1f} MB/s",
         soft_wrap=True,
     )
+    if document["prices"]["currency"] is not None:
+        requests, egress = (
+            format_money(document["cost"][kind], document["prices"]["currency"])
+            for kind in ("requests", "egress")
+        )
+        console.print(
+            f"{document['requests']:,} GETs cost {requests}, their egress {egress}; "
+            f"prices by {document['prices']['source']}; egress is often free within a region",
+            markup=False,
+            soft_wrap=True,
+        )
     held = document["cache"]
     console.print(
         f"{document['settings']['cache']} holds {held['entries']:,} entries, {format_size(held['bytes'])}",

@@ -36,7 +36,7 @@ from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
 from fastload.images.crop import is_fused
 from fastload.images.rng import mix_all
-from fastload.store import open_store
+from fastload.store import limited_together, open_store
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
 
@@ -131,7 +131,8 @@ class TableDataset(FieldsDataset):
                 "the column 'image' names"
             )
         self.transform = transform
-        self._read(table, storage_options or {}, None if kept_in is None else kept_in.manifests, refresh)
+        options = limited_together(storage_options)
+        self._read(table, options, None if kept_in is None else kept_in.manifests, refresh)
         kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
         self.cache = kept_in if kept else None
         if self._files:

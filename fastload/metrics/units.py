@@ -6,7 +6,7 @@ import re
 
 from fastload.errors import ArgumentError
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["format_money", "format_size", "parse_size"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
@@ -35,3 +35,8 @@ def format_size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:,.3g} TB"
+
+
+def format_money(amount: float, currency: str) -> str:
+    """`amount` for people: "USD 12.30"; two digits of less than a cent, such as "USD 0.0042"."""
+    return f"{currency} {amount:,.2f}" if amount == 0 or amount >= 0.01 else f"{currency} {amount:.2g}"

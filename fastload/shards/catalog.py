@@ -20,7 +20,7 @@ from fastload.formats.shard_index import Offsets, parse_wids
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import Named, Wanted, is_index, resolve
-from fastload.store import Store, open_store
+from fastload.store import Store, limited_together, open_store
 from fastload.store.listing import Selection
 from fastload.store.manifest import Manifest
 
@@ -72,8 +72,8 @@ class ShardList:
         self._compressed = None if compression is None else bool(compression)
         self._directory = directory
         self._refresh = refresh
-        self._options = storage_options
-        names, counts = _through_index(urls, storage_options)
+        self._options = limited_together(storage_options)
+        names, counts = _through_index(urls, self._options)
         named = resolve(names, shards)
         self.store, self._manifest = self._find(named)
         self.cacheable = not self._manifest.why_not_cached(self.store)

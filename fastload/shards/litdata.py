@@ -30,7 +30,7 @@ from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import OwnIndexForm, check_name, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
-from fastload.store import Store
+from fastload.store import Store, limited_together
 from fastload.store.retry import Wait
 
 __all__ = ["LitDataset"]
@@ -142,7 +142,8 @@ class LitDataset(ShardDataset):
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        root, found = read_json(url, "chunks", "LitDataset", storage_options or {})
+        options = limited_together(storage_options)
+        root, found = read_json(url, "chunks", "LitDataset", options)
         try:
             told = parse_index(found)
         except DecodeError as error:
@@ -169,7 +170,7 @@ class LitDataset(ShardDataset):
             [check_name(name, root) for name in told.chunks],
             None if kept_in is None else kept_in.manifests,
             refresh=refresh,
-            storage_options=storage_options or {},
+            storage_options=options,
         )
         counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
         split = functools.partial(split_sample, names=told.names)

@@ -21,7 +21,7 @@ from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import OwnIndexForm, check_name, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
-from fastload.store import Store
+from fastload.store import Store, limited_together
 from fastload.store.retry import Wait
 
 __all__ = ["MDSDataset"]
@@ -110,7 +110,8 @@ class MDSDataset(ShardDataset):
         shape = None if fields is None else Shape(fields)
         check_decode(fields, decode)
         kept_in = as_cache(cache)
-        root, told = read_json(url, "shards", "MDSDataset", storage_options or {})
+        options = limited_together(storage_options)
+        root, told = read_json(url, "shards", "MDSDataset", options)
         found = _shards(root, told["shards"])
         columns = next(iter(found.values())).columns
         opened = {
@@ -127,7 +128,7 @@ class MDSDataset(ShardDataset):
             list(found),
             None if kept_in is None else kept_in.manifests,
             refresh=refresh,
-            storage_options=storage_options or {},
+            storage_options=options,
         )
         split = functools.partial(split_sample, columns=columns)
         super().__init__(

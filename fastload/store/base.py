@@ -19,6 +19,7 @@ from fastload.errors import (
     StoreError,
 )
 from fastload.store import retry
+from fastload.store.allowance import Allowance
 from fastload.store.client_process import ClientProcess, clients_live_here
 from fastload.store.ranged_file import RangedFile
 from fastload.store.retry import Wait
@@ -71,6 +72,7 @@ class Store(ABC):
         unidentified: the reason why `identity` may stand for several places, in words, or "". Nothing of such
             a store is cached.
         reading: how a loader reads it.
+        allowance: what may be asked of it, or None: without limit.
         reached: whether it ever answered. A store that never answered fails fast; one that has is retried.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
@@ -84,6 +86,7 @@ class Store(ABC):
         self.identity = identity
         self.unidentified = ""
         self.reading = Reading()
+        self.allowance: Allowance | None = None
         self.reached = self._written = False
         self._process = ClientProcess()
 
@@ -108,7 +111,7 @@ class Store(ABC):
 
     def _state(self) -> dict[str, Any]:
         """The state that a copy in another process takes over."""
-        return {"reading": self.reading, "reached": self.reached}
+        return {"reading": self.reading, "reached": self.reached, "allowance": self.allowance}
 
     @property
     @abstractmethod
@@ -146,6 +149,9 @@ class Store(ABC):
 
         `wait(error, seconds)` is called before the request is made again; it may raise to end that.
         """
+        if size is None and self.allowance is not None and self.allowance.limits.egress is not None:
+            info = self.head(key, wait=wait)  # what is asked for must be known before
+            size, version = info.size, version or info.version or None
         return self._retried(lambda: self._attempt("_read", key, version, size), wait)
 
     def read_range(
@@ -206,9 +212,22 @@ class Store(ABC):
 
     def _attempt(self, method: str, *arguments: Any) -> Any:
         """One attempt of a method below, in the process that has the client."""
+        reserve = functools.partial(self._reserve, method, *arguments)
+        reserve()
         if self._client_is_here():
             return getattr(self, method)(*arguments)
-        return self._process.call(self, method, *arguments)
+        return self._process.call(self, method, *arguments, before_repeat=reserve)
+
+    def _reserve(self, method: str, *arguments: Any) -> None:
+        """Count a request that reads. Never called in a client process, which closes inherited files."""
+        if self.allowance is None:
+            return
+        if method == "_head":
+            self.allowance.reserve(arguments[0], 0)
+        elif method == "_read":
+            self.allowance.reserve(arguments[0], arguments[2] or 0)
+        elif method == "_read_range":
+            self.allowance.reserve(arguments[0], arguments[2] - arguments[1])
 
     # One attempt each.
 

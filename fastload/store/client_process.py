@@ -31,7 +31,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,8 +87,13 @@ class ClientProcess:
     def __reduce__(self) -> tuple[Any, ...]:
         return ClientProcess, ()
 
-    def call(self, target: Any, method: str, *arguments: Any) -> Any:
+    def call(
+        self, target: Any, method: str, *arguments: Any, before_repeat: Callable[[], None] = lambda: None
+    ) -> Any:
         """The result of `target.method(*arguments)` there. One with the buffer protocol comes as `bytes`.
+
+        Args:
+            before_repeat: called before the request is made again in a new process.
 
         Raises:
             FastloadError: what the method raised.
@@ -110,6 +115,7 @@ class ClientProcess:
                     running.close()
                     if last:
                         raise _killed() from None
+                    before_repeat()
         if kind == ERROR:
             raise value
         return value

@@ -195,6 +195,12 @@ class NativeStore(Store):
             except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
                 if not _range_ignored(error):
                     raise
+                if self.allowance is not None:
+                    raise StoreError(
+                        "the server sends whole objects where ranges are asked for, so max_gets and "
+                        "max_egress cannot be kept: remove them from the storage options",
+                        key=key,
+                    ) from error
                 result = obstore.get(client, key, options=_conditions(version))
                 return _cut(_up_to(iter(result), stop), key, start, stop, result, version)
             return _cut(result.bytes(), key, start, stop, result, version)

@@ -10,10 +10,12 @@ from typing import Any
 
 from fastload.errors import ArgumentError
 from fastload.metrics.platform import need_linux
+from fastload.metrics.units import parse_size
+from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
 from fastload.store.translate import redacted
 
-__all__ = ["open_store"]
+__all__ = ["limited_together", "open_store"]
 
 # fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
 _CHAIN = re.compile(
@@ -49,6 +51,12 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             all ranks and workers together (default: found by measuring, at most 1,024), and `hedge=True`: a
             read that takes longer than 95 % of the reads is requested a second time, for at most 3 % of them.
 
+            `max_gets` and `max_egress` limit what is asked of the store as long as it is open, by all
+            processes of one trainer: GETs and HEADs, and bytes (a number, or text such as "50GB"). The
+            request that would pass a limit is not made; it raises `LimitError`. Repeated requests count, and
+            what a cache has does not. A dataset has one limit for all URLs that it opens, and each rank has
+            its own.
+
     Raises:
         ArgumentError: an unknown scheme or option, a malformed URL, or a missing package.
     """
@@ -58,9 +66,9 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             "For several, make one dataset each and join them with torch.utils.data.ConcatDataset; only "
             "datasets of shards take a list"
         )
-    reading = _reading(storage_options)
+    reading, allowance = _reading(storage_options), _allowance(storage_options)
     store = _open(os.fspath(url), storage_options)
-    store.reading = reading
+    store.reading, store.allowance = reading, allowance
     return store
 
 
@@ -72,6 +80,26 @@ def _reading(options: dict[str, Any]) -> Reading:
     if not isinstance(hedge, bool):
         raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
     return Reading(most, hedge)
+
+
+def limited_together(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The same options, with which all stores that a dataset opens count against one limit."""
+    copy = dict(options or {})
+    allowance = _allowance(copy)
+    return copy if allowance is None else {**copy, "max_gets": allowance}
+
+
+def _allowance(options: dict[str, Any]) -> Allowance | None:
+    """Take the limits out of `options`; None where there are none."""
+    gets, egress = options.pop("max_gets", None), options.pop("max_egress", None)
+    if isinstance(gets, Allowance):
+        return gets
+    if gets is None and egress is None:
+        return None
+    if gets is not None and (not isinstance(gets, int) or isinstance(gets, bool) or gets < 1):
+        raise ArgumentError(f"storage option max_gets must be a whole number >= 1, found {gets!r}")
+    size = None if egress is None else parse_size(egress, "storage option max_egress")
+    return Allowance(Limits(gets, size))
 
 
 def _open(url: str, storage_options: dict[str, Any]) -> Store:

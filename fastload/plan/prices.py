@@ -1,0 +1,89 @@
+"""Prices of requests and egress, and the bill of what was asked for.
+
+The table has only rows that the provider's own page confirms. Looked for on 2026-11-22, and left out:
+
+* Amazon S3: aws.amazon.com/s3/pricing loads its prices by script, and was not readable. Articles quote it;
+  `docs/how-to/cost.md` has a file with these figures.
+* Azure Blob Storage: azure.microsoft.com/pricing/details/storage/blobs does the same; Microsoft's
+  documentation has "sample prices" only.
+* Huawei OBS: support.huaweicloud.com/intl/en-us/price-obs has examples "for reference only", and prices by
+  region in its calculator.
+
+Rejected: asking the providers' price interfaces, which need an account and a network.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastload.errors import ArgumentError
+
+__all__ = ["Prices", "describe_prices", "find_prices"]
+
+_NUMBERS = ("get", "list", "egress")
+
+
+class Prices(NamedTuple):
+    """Of one store.
+
+    Args:
+        currency: its code, such as "USD".
+        get, list: of 1,000 requests. HEADs cost as much as GETs, and PUTs as much as LISTs.
+        egress: of a GB that leaves the store, which is 10^9 bytes here. A provider that means 2^30 bills 7 %
+            less.
+        source: where the prices are from, and the day.
+    """
+
+    currency: str
+    get: float
+    list: float
+    egress: float
+    source: str
+
+    def bill(self, gets: float, egress_bytes: float) -> tuple[float, float]:
+        """(requests, egress) in money."""
+        return gets / 1000 * self.get, egress_bytes / 1e9 * self.egress
+
+
+_TABLE = {
+    # Standard storage in a region; class A operations are lists and writes, class B are reads. Egress: to the
+    # internet, the first tier.
+    "gs": Prices("USD", 0.0004, 0.005, 0.12, "cloud.google.com/storage/pricing-examples, read on 2026-11-22"),
+}
+_TABLE["gcs"] = _TABLE["gs"]
+
+
+def find_prices(url: str, file: Path | None) -> Prices | None:
+    """The prices in a TOML file, else those of the store of `url`; None: they are not known.
+
+    Raises:
+        ArgumentError: the file cannot be read, or lacks something.
+    """
+    if file is None:
+        return _TABLE.get(url.partition("://")[0].lower())
+    try:
+        found: dict[str, Any] = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--prices {str(file)!r} cannot be read as TOML: {error}") from None
+    unknown = sorted(found.keys() - set(Prices._fields))
+    if unknown:
+        raise ArgumentError(f"--prices {str(file)!r} has {unknown}; known are {list(Prices._fields)}")
+    for name in _NUMBERS:
+        value = found.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+            raise ArgumentError(f"--prices {str(file)!r}: {name} must be a number >= 0, found {value!r}")
+    if not isinstance(found.get("currency"), str) or not found["currency"]:
+        raise ArgumentError(f"--prices {str(file)!r}: currency must be a code, such as 'USD'")
+    get, listing, egress = (float(found[name]) for name in _NUMBERS)
+    return Prices(found["currency"], get, listing, egress, str(found.get("source", file)))
+
+
+def describe_prices(prices: Prices | None, gets: float, egress_bytes: float) -> dict[str, Any]:
+    """The keys "cost" and "prices" of a JSON document; null in them where no price is known."""
+    requests, egress = (None, None) if prices is None else prices.bill(gets, egress_bytes)
+    return {
+        "cost": {"requests": requests, "egress": egress},
+        "prices": dict.fromkeys(Prices._fields) if prices is None else prices._asdict(),
+    }

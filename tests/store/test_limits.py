@@ -1,0 +1,217 @@
+"""`max_gets` and `max_egress`: the server counts what it was asked for, over all processes.
+
+A loader that reads ahead may end before all that it reserved went out: its requests have an upper bound only.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faultserver import Fault, FaultServer
+
+from fastload import DataLoader, ObjectDataset
+from fastload.errors import ArgumentError, LimitError
+from fastload.store import limited_together, open_store
+from fastload.store.allowance import Allowance, Limits
+from tests.patience import wait_until
+
+OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(48)}
+
+
+def value(body: Any) -> int:
+    assert bytes(body) == bytes([body[0]]) * 1000
+    return int(body[0])
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    with FaultServer(OBJECTS) as running:
+        yield running
+
+
+def gets(server: FaultServer) -> int:
+    return sum(server.count(key) for key in OBJECTS)
+
+
+def dataset_of(server: FaultServer, cache: Path | None = None, **limits: Any) -> ObjectDataset:
+    return ObjectDataset("s3://bucket", value, cache=cache, storage_options={**server.options, **limits})
+
+
+def take(dataset: ObjectDataset, **arguments: Any) -> list[int]:
+    """What was handed out before the limit; whole batches only."""
+    found: list[int] = []
+    with pytest.raises(LimitError) as caught:
+        for batch in DataLoader(dataset, 4, **arguments):
+            assert len(batch) == 4
+            found += torch.as_tensor(batch).tolist()
+    assert caught.value.stage == "get" and caught.value.key in OBJECTS
+    assert "raise max_" in str(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_under_max_gets_make_no_more_requests(server: FaultServer, context: str) -> None:
+    found = take(dataset_of(server, max_gets=17), num_workers=2, multiprocessing_context=context)
+    assert gets(server) <= 17
+    assert found == list(range(len(found))) and len(found) <= gets(server)
+
+
+def test_trainer_and_workers_share_one_limit(server: FaultServer) -> None:
+    dataset = dataset_of(server, max_gets=10)
+    assert [dataset[number] for number in (40, 41, 42)] == [40, 41, 42]
+    take(dataset, num_workers=2)
+    assert gets(server) <= 10
+
+
+@pytest.mark.parametrize("on_error", ["skip", "replace"])
+def test_policy_for_bad_samples_does_not_skip_a_limit(server: FaultServer, on_error: str) -> None:
+    take(dataset_of(server, max_gets=9), num_workers=1, on_error=on_error)
+    assert gets(server) <= 9
+
+
+def test_max_egress_is_never_passed(server: FaultServer) -> None:
+    take(dataset_of(server, max_egress="10500"), num_workers=2)
+    assert gets(server) <= 10
+
+
+def test_limit_that_is_just_enough_is_no_error(server: FaultServer) -> None:
+    loader = DataLoader(dataset_of(server, max_gets=48, max_egress=48_000), 4, num_workers=2)
+    assert torch.cat([torch.as_tensor(batch) for batch in loader]).tolist() == list(range(48))
+    assert gets(server) == 48
+
+
+def test_cache_hits_do_not_count(server: FaultServer, tmp_path: Path) -> None:
+    dataset = dataset_of(server, tmp_path / "cache", max_gets=48)
+    loader = DataLoader(dataset, 4, num_workers=2)
+    for _ in range(3):
+        assert sum(len(batch) for batch in loader) == 48
+    assert gets(server) == 48
+
+
+def test_retries_count(server: FaultServer) -> None:
+    server.script("000.bin", Fault(status=503), repeat=True)
+    store = open_store("s3://bucket", **server.options, max_gets=3)
+    with pytest.raises(LimitError, match="max_gets=3"):
+        store.read("000.bin")
+    assert gets(server) == 3
+
+
+def test_read_of_unknown_size_under_max_egress_asks_for_the_size_first(server: FaultServer) -> None:
+    store = open_store("s3://bucket", **server.options, max_egress=1500, max_gets=9)
+    assert len(store.read("001.bin")) == 1000
+    with pytest.raises(LimitError, match="1 KB were asked for, and this request is for 1 KB more"):
+        store.read("002.bin")
+    assert server.count("002.bin") == 0
+    assert len(store.read_range("003.bin", 0, 500)) == 500
+
+
+def test_threads_never_pass_the_limit() -> None:
+    allowance = Allowance(Limits(500, None))
+
+    def ask(_: int) -> bool:
+        try:
+            allowance.reserve("key", 1)
+        except LimitError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as threads:
+        assert sum(threads.map(ask, range(2000))) == 500
+    assert allowance.used() == (500, 500)
+
+
+def ask_until_refused(allowance: Allowance, made: Any) -> None:
+    while True:
+        try:
+            allowance.reserve("key", 0)
+        except LimitError:
+            return
+        with made.get_lock():
+            made.value += 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_never_pass_the_limit(method: str) -> None:
+    context: Any = multiprocessing.get_context(method)
+    allowance, made = Allowance(Limits(3000, None)), context.Value("i", 0)
+    processes = [context.Process(target=ask_until_refused, args=(allowance, made)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert made.value == 3000 and allowance.used() == (3000, 0)
+
+
+def hold(allowance: Allowance, held: Any) -> None:
+    with allowance._locked():
+        held.set()
+        signal.pause()
+
+
+def test_process_killed_with_the_lock_stops_nobody() -> None:
+    context = multiprocessing.get_context("fork")
+    allowance, held = Allowance(Limits(5, None)), context.Event()
+    process = context.Process(target=hold, args=(allowance, held))
+    process.start()
+    assert held.wait(30) and process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    allowance.reserve("key", 0)
+    assert allowance.used() == (1, 0)
+
+
+def test_copy_shares_the_limit_and_a_pickle_goes_on_from_it() -> None:
+    allowance = Allowance(Limits(3, None))
+    copy.deepcopy(allowance).reserve("key", 7)
+    other = pickle.loads(pickle.dumps(allowance))
+    other.reserve("key", 1)
+    assert allowance.used() == (1, 7) and other.used() == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_gets": 0}, {"max_gets": "many"}, {"max_gets": True}, {"max_egress": "much"}]
+)
+def test_limit_that_is_no_number_is_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(limits))):
+        open_store("s3://bucket", key="k", secret="s", **limits)
+
+
+def test_hedged_reads_count(server: FaultServer) -> None:
+    for key in OBJECTS:
+        server.script(key, Fault(delay=0.3), None)
+    found = take(dataset_of(server, max_gets=30, hedge=True), num_workers=1)
+    assert gets(server) <= 30 and found == list(range(len(found)))
+
+
+def test_request_repeated_after_its_client_process_was_killed_counts_again(server: FaultServer) -> None:
+    server.script("000.bin", Fault(delay=3.0), None)
+    store: Any = open_store("s3://bucket", **server.options, max_gets=2)
+    store.pid = os.getpid  # the client process is forked with it
+    client = store._process.call(store, "pid")
+    assert client != os.getpid()
+    with ThreadPoolExecutor(1) as thread:
+        read = thread.submit(store.read, "000.bin")
+        wait_until(lambda: gets(server) == 1, "the request has come")
+        os.kill(client, signal.SIGKILL)
+        assert bytes(read.result(30)) == OBJECTS["000.bin"]
+    assert gets(server) == 2
+    with pytest.raises(LimitError):
+        store.read("001.bin")
+
+
+def test_dataset_that_opens_two_stores_has_one_limit(server: FaultServer) -> None:
+    both = limited_together({**server.options, "max_gets": 3})
+    first, second = open_store("s3://bucket", **both), open_store("s3://bucket", **both)
+    first.read("000.bin"), second.read("001.bin"), first.read("002.bin")
+    with pytest.raises(LimitError):
+        second.read("003.bin")

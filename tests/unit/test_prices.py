@@ -1,0 +1,95 @@
+"""The bill of `fastload plan`: whose prices, and how much."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
+from fastload.errors import ArgumentError
+from fastload.metrics.units import format_money
+from fastload.plan.prices import find_prices
+
+OWN = 'currency = "EUR"\nget = 0.5\nlist = 5\negress = 0.25\nsource = "contract, 2026-11-22"\n'
+
+
+def test_bill_of_imagenet_over_the_internet_equals_the_hand_computed_one() -> None:
+    prices = find_prices("gs://bucket/train", None)
+    assert prices is not None and prices.currency == "USD" and "2026-11-22" in prices.source
+    requests, egress = prices.bill(1_281_167, 1_281_167 * 115_000)
+    assert (round(requests, 4), round(egress, 2)) == (0.5125, 17.68)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "az://box", "https://host/a", "/data", "gs/train"])
+def test_store_without_a_confirmed_price_has_none(url: str) -> None:
+    assert find_prices(url, None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("get = ", "TOML"),
+        (OWN.replace("get", "gets"), "gets"),
+        (OWN.replace("0.5", "-1"), "get must be a number >= 0, found -1"),
+        (OWN.replace("0.5", "nan"), "found nan"),
+        (OWN.replace("0.5", "true"), "found True"),
+        (OWN.replace("egress = 0.25\n", ""), "egress must be a number >= 0, found None"),
+        (OWN.replace('"EUR"', '""'), "currency must be a code"),
+        (OWN.replace('"EUR"', "1"), "currency must be a code"),
+        (None, "cannot be read"),
+    ],
+)
+def test_file_of_prices_that_is_wrong_is_refused(text: str | None, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "prices.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ArgumentError, match=words):
+        find_prices("gs://bucket", file)
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(0, "EUR 0.00"), (0.0042, "EUR 0.0042"), (0.00001, "EUR 1e-05"), (1234.5, "EUR 1,234.50")],
+)
+def test_money_is_written_with_its_currency(amount: float, text: str) -> None:
+    assert format_money(amount, "EUR") == text
+
+
+def test_plan_with_own_prices_quotes_all_epochs(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "photos", 20, 2)
+    (tmp_path / "prices.toml").write_text(OWN)
+    common = [*("--cache-size", "1GB", "--gpus", "1", "--gpu-rate", "100"), "--epochs", "3", "--json"]
+    made: list[Any] = []
+    for more in ([], ["--prices", str(tmp_path / "prices.toml")]):
+        result = CliRunner().invoke(app, ["plan", str(tmp_path / "photos"), *common, *more])
+        assert result.exit_code == 0, result.output
+        made.append(json.loads(result.stdout.splitlines()[-1]))
+    without, quoted = made
+    assert without["prices"]["currency"] is None
+    assert without["modes"]["raw"]["cost"] == {"requests": None, "egress": None}
+    assert any("--prices" in line for line in without["assumptions"])
+    assert quoted["prices"]["currency"] == "EUR" and quoted["prices"]["source"] == "contract, 2026-11-22"
+    mode = quoted["modes"]["raw"]
+    gets = mode["first"]["requests"] + 2 * mode["later"]["requests"]
+    egress = mode["first"]["egress_bytes"] + 2 * mode["later"]["egress_bytes"]
+    assert gets >= 20 and mode["cost"]["requests"] == pytest.approx(gets / 1000 * 0.5)
+    assert mode["cost"]["egress"] == pytest.approx(egress / 1e9 * 0.25)
+
+
+def test_warm_with_own_prices_quotes_what_it_has_read(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "photos", 20, 2)
+    (tmp_path / "prices.toml").write_text(OWN)
+    paths = [str(tmp_path / "photos"), "--cache", str(tmp_path / "cache"), "--num-workers", "0"]
+    for gets in (20, 0):
+        command = ["warm", *paths, "--mode", "raw", "--prices", str(tmp_path / "prices.toml"), "--json"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout.splitlines()[-1])
+        assert found["requests"] == gets
+        assert found["cost"]["requests"] == pytest.approx(gets / 1000 * 0.5)
+        assert found["cost"]["egress"] == pytest.approx(found["read_bytes"] / 1e9 * 0.25)
