@@ -1,4 +1,5 @@
-"""`warm --ray` and `convert --ray` on a Ray cluster of two nodes: Ray's simulation, on this machine.
+"""`warm --ray`, `convert --ray` and the trainer under Ray Train, on a Ray cluster of two
+nodes: Ray's simulation, on this machine.
 
 Each node has an address and a raylet of its own. They share the disk, and so a cache directory.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[
 from ray.cluster_utils import Cluster as Simulation  # noqa: E402
 
 IMAGES, CLASSES = 48, 3
+EXAMPLE = Path(fastload.__file__).parents[1] / "examples" / "resnet50"
 OTHER = "127.0.0.2"  # the address of the second node
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -172,6 +176,46 @@ def test_other_version_is_refused(
 def test_address_without_a_cluster_is_refused_at_once(address: str, says: str, tmp_path: Path) -> None:
     code, document = run("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", address)
     assert code == 2 and says in document["error"]["message"]
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "epochs.jsonl").read_text().splitlines()]
+
+
+def test_trainer_goes_on_exactly_after_a_killed_worker(
+    nodes: Simulation, photos: Path, tmp_path: Path
+) -> None:
+    """A rank on each node. One is killed after a checkpoint; Ray starts both again, and no sample is lost.
+
+    Each epoch's loss is, to the last bit, that of an unbroken run under torchrun.
+    """
+    made = photos.parent / "set" / "train"
+    made.parent.mkdir()
+    made.symlink_to(photos)
+    options = ["--epochs", "1", "--no-eval", "--batch-size", "4", "--resolution", "32", "--num-workers", "1"]
+    options += ["--checkpoint-steps", "2", "--ceiling-steps", "1", str(made.parent)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[1])}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun += [str(EXAMPLE / "train.py"), "--out", str(tmp_path / "unbroken"), *options]
+    subprocess.run(torchrun, env=environment, check=True, timeout=PATIENCE, capture_output=True)
+
+    command = [sys.executable, str(EXAMPLE / "ray_train.py"), "--ranks", "2", "--cpus", "1", "--cpu", "--"]
+    command += [*options, "--cache", str(tmp_path / "ssd"), "--out", str(tmp_path / "out")]
+    environment |= {"RAY_ADDRESS": nodes.address}
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path) as job,
+    ):
+        try:
+            wait_until(lambda: (tmp_path / "out" / "checkpoint.pt").exists() or job.poll(), "a checkpoint")
+            kill_one("ray::RayTrainWorker", killed := list[int]()).join(PATIENCE)
+            code = job.wait(PATIENCE)
+        finally:
+            job.kill()
+    assert killed and code == 0, (tmp_path / "log").read_text()[-3000:]
+    assert losses(tmp_path / "out") == losses(tmp_path / "unbroken")
+    reported = json.loads((tmp_path / "out" / "epochs.jsonl").read_text().splitlines()[-1])
+    assert (reported["node"], reported["GPUs"]) == (2, 2)
 
 
 @pytest.mark.stress
