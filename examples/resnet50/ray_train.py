@@ -5,7 +5,7 @@
         --partition node --out /shared/runs/a
 
 The options after `--` are those of train.py. --out must be on storage that all nodes share. The tests run
-this file on two nodes of Ray's cluster simulation and kill a rank (tests/store/test_ray.py); no GPU has run it.
+it on two nodes of Ray's cluster simulation and kill a rank (tests/store/test_ray.py). No GPU has run it yet.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class Cluster:
                 ) from None
             raise
         except RayError as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = _line(error)
             if task.node is not None and isinstance(error, NodeDiedError | TaskUnschedulableError):
                 return (Lost(reason),)
             if tried == TRIES:
@@ -211,8 +211,8 @@ class Cluster:
             self._ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except ConnectionError as error:
             raise ArgumentError(
-                f"--ray {address!r}: no Ray cluster there: start one by `ray start --head`, or give "
-                "--ray local"
+                f"--ray {address!r}: no Ray cluster let this process in ({_line(error)}): start one by "
+                "`ray start --head`, give the cluster's token in RAY_AUTH_TOKEN, or give --ray local"
             ) from error
         except RuntimeError as error:
             text = " ".join(str(error).split())
@@ -253,6 +253,10 @@ class Cluster:
                 f"{task.name} has fastload {found}, and this is {fastload.__version__}: install the same "
                 "version on all nodes"
             )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 def _version() -> str:
