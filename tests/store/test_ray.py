@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +90,23 @@ def test_task_runs_on_its_node(nodes: Simulation) -> None:
 
 
 def kill_one(title: str, killed: list[int]) -> threading.Thread:
-    """Kill the first process that runs the task `title`."""
+    """Kill the first process that runs the task `title`: in the middle of it, for it is stopped before."""
 
-    def look() -> None:
-        def processes() -> list[psutil.Process]:
-            return [one for one in psutil.process_iter(["name", "cmdline"]) if title in named(one)]
+    def hit() -> bool:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if title in process.cmdline()[0:1]:
+                    process.suspend()
+                    if title in process.cmdline()[0:1]:
+                        process.kill()
+                        killed.append(process.pid)
+                        return True
+                    process.resume()  # its task had ended
+        return False
 
-        process = wait_until(processes, f"a process runs {title}")[0]
-        os.kill(process.pid, signal.SIGKILL)
-        killed.append(process.pid)
-
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=wait_until, args=(hit, f"a process runs {title}"), daemon=True)
     thread.start()
     return thread
-
-
-def named(process: psutil.Process) -> str:
-    return " ".join(process.info["cmdline"] or ())
 
 
 def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
