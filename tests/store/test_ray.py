@@ -95,9 +95,9 @@ def kill_one(title: str, killed: list[int]) -> threading.Thread:
     def hit() -> bool:
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if title in process.cmdline()[0:1]:
+                if "".join(process.cmdline()[:1]).startswith(title):
                     process.suspend()
-                    if title in process.cmdline()[0:1]:
+                    if "".join(process.cmdline()[:1]).startswith(title):
                         process.kill()
                         killed.append(process.pid)
                         return True
