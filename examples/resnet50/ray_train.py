@@ -4,8 +4,8 @@
     python examples/resnet50/ray_train.py --ranks 16 --cpus 8 -- s3://bucket/imagenet --cache /ssd/cache \\
         --partition node --out /shared/runs/a
 
-The options after `--` are those of train.py. --out must be on storage that all nodes share. The tests do not
-run this file, as they have no Ray; it was run by hand with Ray 2.60 and two ranks on CPUs.
+The options after `--` are those of train.py. --out must be on storage that all nodes share. The tests run
+it on two nodes of Ray's cluster simulation and kill a rank (tests/store/test_ray.py). No GPU has run it yet.
 """
 
 from __future__ import annotations

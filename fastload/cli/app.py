@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import fastload
 from fastload.cli import bench, cache, demo, doctor, index, plan, prove, warm
+from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.convert import command as convert
 from fastload.cli.output import JSON_FLAG, error_document, write_document
 from fastload.cli.replay import command as replay
@@ -29,6 +30,13 @@ class _Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """--ray alone is the cluster of this machine: Typer has no options with an optional value."""
+        for at, word in reversed(list(enumerate(args))):
+            if word == RAY_FLAG and (at + 1 == len(args) or args[at + 1].startswith("-")):
+                args[at] = f"{RAY_FLAG}=auto"
+        return super().parse_args(ctx, args)
 
 
 class _App(TyperGroup):

@@ -25,7 +25,7 @@ from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.shard_source import list_shards, open_shards
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
-from fastload.cli.warm import check_usable
+from fastload.cli.warm_target import check_usable
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.metrics.units import format_size
 

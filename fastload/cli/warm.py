@@ -12,6 +12,11 @@
 
 Exit code 1: an object cannot be read or decoded. 130: interrupted. A cache that is full, or an object too
 large for it, is 0: training reads these from the store.
+
+With --ray the numbers are the sums of all nodes, "settings" has "ray", and there are "redone" (slices whose
+process was lost) and "nodes": [{"address", "shard", "objects", "stored", "skipped", "failed", "too_large",
+"read_bytes", "requests", "left", "cache", "lost" (null, or why the node is gone)}, ...]. A lost node is exit
+code 1.
 """
 
 from __future__ import annotations
@@ -23,27 +28,27 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.kinds import SHARDS, Kind, find_kind
+from fastload.cli.cluster import RayOption
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.shard_source import FeaturesOption, FieldsOption, open_shards
+from fastload.cli.shard_source import FeaturesOption, FieldsOption
 from fastload.cli.store_options import (
     CORES,
     Anon,
     CacheMode,
     EndpointUrl,
     FolderUrl,
-    NumWorkers,
     PricesFile,
     Quality,
     ShortSide,
     StorageOption,
     storage_options,
 )
-from fastload.errors import ArgumentError, CacheError
+from fastload.cli.warm_target import Target
+from fastload.errors import ArgumentError
 from fastload.metrics.units import format_money, format_size
 
-__all__ = ["check_usable", "warm"]
+__all__ = ["warm"]
 
 FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
@@ -67,7 +72,15 @@ def warm(
     ] = False,
     fields: FieldsOption = None,
     features: FeaturesOption = None,
-    num_workers: NumWorkers = CORES,
+    num_workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Worker processes, of each node.",
+            show_default="the cores; with --ray the node's CPUs",
+        ),
+    ] = None,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -83,63 +96,38 @@ def warm(
     anon: Anon = False,
     storage_option: StorageOption = None,
     prices: PricesFile = None,
+    ray: RayOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fill a cache before training. After an interruption, run the same command again to resume."""
     with answering(as_json) as output:
-        wanted = _parse_shard(shard)
-        options = storage_options(storage_option, endpoint_url, anon)
-        import fastload
         from fastload.plan.prices import describe_prices, find_prices
 
-        found = find_prices(url, prices)
-        kept = fastload.Cache(
-            cache, mode.value, size_limit=size_limit, short_side=short_side, quality=quality
+        wanted, found = _parse_shard(shard), find_prices(url, prices)
+        target = Target(
+            url,
+            *(str(cache), mode, size_limit, short_side, quality),
+            *(objects, fields, features, storage_options(storage_option, endpoint_url, anon)),
         )
-        check_usable(kept)
-        kind = Kind.objects if objects else find_kind(url, options)
-        start = time.perf_counter()
-        arguments: dict[str, Any] = {"cache": kept, "storage_options": options, "refresh": refresh}
-        as_training: dict[str, Any] = {}
-        if mode is CacheMode.dct:  # its records are for transforms that decode them
-            as_training["transform"] = fastload.CenterCrop(224)
-        dataset: Any
-        if kind in SHARDS:
-            if kind is Kind.tfrecord:
-                arguments |= as_training
-            dataset = open_shards(kind, url, fields, features, **arguments)
-        elif fields is not None or features is not None:
-            raise ArgumentError(f"--fields and --features are for shards, and {url!r} holds none")
+        if ray is None:
+            start = time.perf_counter()
+            dataset, kind = target.open(refresh)
+            listing_seconds = round(time.perf_counter() - start, 3)
+            document = _fill(dataset, wanted, CORES if num_workers is None else num_workers, output)
+            document["listing_seconds"] = listing_seconds
+            document["settings"] = {"url": dataset.url, "kind": kind.value, **document["settings"]}
         else:
-            kind = Kind.objects if objects else Kind.folder
-            if objects:
-                arguments |= as_training
-            dataset = (fastload.ObjectDataset if objects else fastload.ImageFolder)(url, **arguments)
-        if dataset.cache is None:
-            raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
-        listing_seconds = round(time.perf_counter() - start, 3)
-        document = _fill(dataset, wanted, num_workers, output)
-        document["listing_seconds"] = listing_seconds
-        document["settings"] = {"url": dataset.url, "kind": kind.value, **document["settings"]}
+            from fastload.cli.warm_nodes import NodesWarming
+
+            nodes = NodesWarming(_fill_slice, target, wanted, num_workers, refresh)
+            document = nodes.run(ray, output)
         document |= describe_prices(found, document["requests"], document["read_bytes"])
         _print_summary(document, output)
         output.document(document)
         if document["interrupted"]:
             raise typer.Exit(130)
-        if document["failed"]:
+        if document["failed"] or any(node["lost"] for node in document.get("nodes", ())):
             raise typer.Exit(1)
-
-
-def check_usable(cache: Any) -> None:
-    """Check the cache before any listing. Unlike training, this command cannot continue without it."""
-    try:
-        cache.open_or_raise()
-    except OSError as error:
-        if isinstance(error, CacheError):
-            raise
-        raise CacheError(f"cache {cache.path} cannot be used: {error}") from error
-    finally:
-        cache.close()
 
 
 def _parse_shard(text: str | None) -> tuple[int, int] | None:
@@ -199,17 +187,25 @@ class Tally:
         return f"{rate:6,.0f} objects/s {(self.read_bytes - read) / seconds / 1e6:6,.1f} MB/s, {left} left"
 
 
-def _fill(dataset: Any, shard: tuple[int, int] | None, num_workers: int, output: Output) -> dict[str, Any]:
-    """Run the workers until all samples are done, the cache is full, or the user interrupts."""
-    import fastload
-    from fastload.cli.measurement import describe_machine
-    from fastload.cli.warming import Warming, share_of, share_of_shards
+def _fill_slice(target: Target, shard: tuple[int, int], part: slice, num_workers: int) -> dict[str, Any]:
+    """A part of a node's share; the document of a run over it."""
+    dataset, _ = target.open(False)
+    return _fill(dataset, shard, num_workers, Output(as_json=True), part)
 
-    if isinstance(dataset, fastload.ObjectDataset):
-        samples, found = share_of(dataset, shard)
-        warming = Warming(dataset, samples)
-    else:
-        warming, found = share_of_shards(dataset, shard)
+
+def _fill(
+    dataset: Any,
+    shard: tuple[int, int] | None,
+    num_workers: int,
+    output: Output,
+    part: slice = slice(None),
+) -> dict[str, Any]:
+    """Run the workers until all samples are done, the cache is full, or the user interrupts."""
+    from fastload.cli.measurement import describe_machine
+    from fastload.cli.warming import find_share
+
+    warming, found = find_share(dataset, shard)
+    warming.samples = warming.samples[part]
     output.console.print(_announcement(warming, found, shard), markup=False)
     tally, interrupted = Tally(warming.by_shard), False
     with Bars(output.console) as bars:
@@ -266,9 +262,11 @@ def _recount(dataset: Any, samples: Any, tally: Tally) -> None:
 
 
 def _number_of_samples(warming: Any) -> int | None:
-    """Of the share; None: of shards that are not indexed."""
+    """Of the share; None: of shards that are not indexed, or of some shards only."""
     if not warming.by_shard:
         return len(warming.samples)
+    if len(warming.samples) < len(warming.dataset.shards()):
+        return None
     try:
         return int(warming.dataset.indexed_length())
     except TypeError:
@@ -325,11 +323,22 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
             soft_wrap=True,
         )
     held = document["cache"]
+    of_nodes = f" of {len(document['nodes'])} nodes" if "nodes" in document else ""
     console.print(
-        f"{document['settings']['cache']} holds {held['entries']:,} entries, {format_size(held['bytes'])}",
+        f"{document['settings']['cache']}{of_nodes} holds {held['entries']:,} entries, "
+        f"{format_size(held['bytes'])}",
         markup=False,
         soft_wrap=True,
     )
+    for node in document.get("nodes", ()):
+        if node["lost"]:
+            share = "{}/{}".format(*node["shard"])
+            console.print(
+                f"node {node['address']} is gone, and its share {share} with it ({node['lost']}): "
+                "run the same command when it is back",
+                markup=False,
+                soft_wrap=True,
+            )
     for failure in document["failures"]:
         console.print(f"  {failure['key']}: {failure['error']}", markup=False, soft_wrap=True)
     if document["failed"] > len(document["failures"]):

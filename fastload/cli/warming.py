@@ -13,7 +13,7 @@ import fastload
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError
 
-__all__ = ["Warming", "share_of", "share_of_shards", "warming_loader"]
+__all__ = ["Warming", "find_share", "share_of", "share_of_shards", "warming_loader"]
 
 OUTCOMES_A_MESSAGE = 16
 
@@ -48,6 +48,14 @@ def warming_loader(warming: Warming, num_workers: int) -> Any:
         collate_fn=list,
         in_order=False,
     )
+
+
+def find_share(dataset: Any, shard: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:
+    """What this node warms, and (shard, shards)."""
+    if isinstance(dataset, fastload.ObjectDataset):
+        samples, found = share_of(dataset, shard)
+        return Warming(dataset, samples), found
+    return share_of_shards(dataset, shard)
 
 
 def share_of_shards(dataset: Any, shard: tuple[int, int] | None) -> tuple[Warming, tuple[int, int]]:

@@ -7,6 +7,8 @@ The JSON document:
  "samples", "bytes" (of the shards), "shards" (whole), "kept" (of an earlier run), "complete", "interrupted",
  "faults": [{"shard", "fault"}, ...], "read_bytes", "seconds", "verify_seconds", "samples_per_second",
  "megabytes_per_second"}
+
+With --ray, "settings" has "ray" too, and there is "redone" (shards whose process was lost).
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
+from fastload.cli.cluster import Cluster, RayOption
 from fastload.cli.kinds import Kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
@@ -64,6 +68,7 @@ def convert(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="A --storage-option for DST. The options above are for SRC."),
     ] = None,
+    ray: RayOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write shards with indexes, and read them again to verify them. After an interruption, run it again.
@@ -81,7 +86,15 @@ def convert(
         opened = open_input(source, kind.value, options, size, shuffle)
         try:
             wanted = {"name": called, "to": to.value, "shard_size": size, "shuffle": shuffle}
-            document = _run(opened, destination, storage_options(dst_option, None, False), wanted, output)
+            stored = storage_options(dst_option, None, False)
+            with contextlib.ExitStack() as stack:
+                cluster = None
+                if ray is not None:
+                    from fastload.cli.convert.nodes_writing import check_source
+
+                    check_source(opened)
+                    cluster = stack.enter_context(Cluster(ray))
+                document = _run(opened, destination, stored, wanted, cluster, output)
         finally:
             opened.close()
         _print_summary(document, output)
@@ -103,11 +116,15 @@ def _name(given: str | None, source: str) -> str:
 
 
 def _run(
-    source: Any, destination: str, options: dict[str, Any], wanted: dict[str, Any], output: Output
+    source: Any,
+    destination: str,
+    options: dict[str, Any],
+    wanted: dict[str, Any],
+    cluster: Cluster | None,
+    output: Output,
 ) -> dict[str, Any]:
     """Write the missing shards, then read all of them again."""
     from fastload.cli.convert.shard_set import Form, ShardSet
-    from fastload.cli.convert.verify import verify
     from fastload.cli.measurement import describe_machine
     from fastload.store import open_store
 
@@ -123,7 +140,7 @@ def _run(
     )
     kept, start = len(shards.shards), time.perf_counter()
     _announce(source, shards, output)
-    writing, interrupted, faults = Writing(source, shards), False, list[tuple[str, str]]()
+    writing, interrupted, faults = Writing(source, shards, cluster), False, list[tuple[str, str]]()
     verify_seconds = 0.0
     with Bars(output.console) as bars:
         try:
@@ -131,7 +148,7 @@ def _run(
             seconds = time.perf_counter() - start
             bar = bars.add("verifying", sum(shard.bytes for shard in shards.shards), format_size)
             read = Rate()
-            faults = verify(shards, lambda shard: bar.show(*read.add(shard.samples, shard.bytes)))
+            faults = writing.verify(lambda shard: bar.show(*read.add(shard.samples, shard.bytes)))
             verify_seconds = time.perf_counter() - start - seconds
         except KeyboardInterrupt:
             interrupted, seconds = True, time.perf_counter() - start
@@ -141,7 +158,13 @@ def _run(
     return {
         "command": "convert",
         **describe_machine(),
-        "settings": {"source": source.url, "destination": store.url, "from": source.kind, **wanted},
+        "settings": {
+            "source": source.url,
+            "destination": store.url,
+            "from": source.kind,
+            **wanted,
+            **({} if cluster is None else {"ray": cluster.address}),
+        },
         "samples": sum(shard.samples for shard in shards.shards),
         "bytes": sum(shard.bytes for shard in shards.shards),
         "shards": len(shards.shards),
@@ -154,6 +177,7 @@ def _run(
         "verify_seconds": round(verify_seconds, 3),
         "samples_per_second": round(writing.rate.samples / seconds, 1),
         "megabytes_per_second": round(writing.rate.bytes / seconds / 1e6, 2),
+        **({} if cluster is None else {"redone": cluster.redone}),
     }
 
 
@@ -174,10 +198,21 @@ class Rate:
 
 
 class Writing:
-    """Makes shards and sends each while the next one is made: two temporary files at a time."""
+    """Makes shards and sends each while the next one is made: two temporary files at a time.
 
-    def __init__(self, source: Any, shards: Any) -> None:
+    Args:
+        source: an `Input`.
+        shards: a `ShardSet`.
+        cluster: does both on its nodes; None: this process does.
+    """
+
+    def __init__(self, source: Any, shards: Any, cluster: Cluster | None) -> None:
         self._source, self._shards = source, shards
+        self._nodes: Any = None
+        if cluster is not None:
+            from fastload.cli.convert.nodes_writing import NodesWriting
+
+            self._nodes = NodesWriting(cluster, source, shards)
         self.rate = Rate()
         self._sending: tuple[threading.Thread, Any, list[BaseException]] | None = None
 
@@ -188,6 +223,9 @@ class Writing:
             source.position = done[-1].next
         bar = bars.add("writing", source.total_bytes, format_size)
         try:
+            if self._nodes is not None:
+                self._nodes.write(lambda samples, size: bar.show(*self.rate.add(samples, size)))
+                return
             while source.position is not None:
                 made = self._shards.make(
                     len(done) + (self._sending is not None),
@@ -206,6 +244,15 @@ class Writing:
             with contextlib.suppress(FastloadError):
                 self._shards.save(wait=_give_up)
             raise
+
+    def verify(self, progress: Callable[[Any], None]) -> list[tuple[str, str]]:
+        """(name, fault) of each shard that differs from what was written."""
+        from fastload.cli.convert.verify import verify
+
+        if self._nodes is not None:
+            faults: list[tuple[str, str]] = self._nodes.verify(progress)
+            return faults
+        return verify(self._shards, progress)
 
     def _send(self, made: Any) -> None:
         errors: list[BaseException] = []

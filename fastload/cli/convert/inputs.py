@@ -29,7 +29,7 @@ from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, 
 from fastload.store import ObjectInfo, Store, open_store
 from fastload.store.manifest import Manifest
 
-__all__ = ["Input", "open_input"]
+__all__ = ["Input", "ObjectsInput", "open_input"]
 
 _TAR = (".tar", ".tar.gz", ".tgz")
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz", ".tfrec.gz")
@@ -83,7 +83,7 @@ def open_input(url: str, kind: str, options: dict[str, Any], shard_size: int, se
     if kind == "auto":
         kind = _guess(store)
     if kind in ("folder", "objects"):
-        return _ObjectsInput(kind, url, store, shard_size, seed)
+        return ObjectsInput(kind, url, store, shard_size, seed)
     return _ShardsInput(kind, store, shard_size, seed)
 
 
@@ -102,12 +102,25 @@ def _fingerprint(manifest: Manifest) -> str:
     return str(digest.hexdigest())
 
 
-class _ObjectsInput:
-    """See `Input`: a sample per object, hundreds of which are read at a time."""
+class ObjectsInput:
+    """See `Input`: a sample per object, hundreds of which are read at a time.
 
-    def __init__(self, kind: str, url: str, store: Store, shard_size: int, seed: int | None) -> None:
+    A pickle has the listing: other processes read the versions that were listed here.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        url: str,
+        store: Store,
+        shard_size: int,
+        seed: int | None,
+        manifest: Manifest | None = None,
+    ) -> None:
         folder = kind == "folder"
-        manifest = Manifest.open(store, images_only=folder, labels=folder)
+        if manifest is None:
+            manifest = Manifest.open(store, images_only=folder, labels=folder)
+        self._made_from = kind, url, store, shard_size, seed, manifest
         self.kind, self.url, self.identity = kind, url, manifest.identity
         self.classes = list(manifest.classes or []) if folder else None
         self.total_bytes = manifest.total_bytes
@@ -126,7 +139,19 @@ class _ObjectsInput:
         self._ends = [*(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(manifest)]
         self.shards: int | None = len(self._ends)
         self.position: Any = 0
-        self._requested = 0
+        self._requested, self._wanted = 0, len(manifest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectsInput, self._made_from
+
+    def starts(self) -> list[int]:
+        """The position of each part."""
+        return [0, *self._ends[:-1]]
+
+    def seek(self, position: int) -> None:
+        """Go to a part, and read nothing ahead that belongs to the parts after it."""
+        self.position = position
+        self._wanted = next(end for end in self._ends if end > position)
 
     def part(self) -> Iterator[Sample]:
         start = int(self.position)
@@ -134,7 +159,7 @@ class _ObjectsInput:
         stop = next(end for end in self._ends if end > start)
         for at in range(start, stop):
             if self._requested - at < _AHEAD // 2:
-                ahead = self._order[self._requested : at + _AHEAD]
+                ahead = self._order[self._requested : min(at + _AHEAD, self._wanted)]
                 self._prefetcher.request(ahead.tolist())
                 self._requested += len(ahead)
             yield self._sample(int(self._order[at]))

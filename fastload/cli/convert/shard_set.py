@@ -12,6 +12,7 @@ A shard is made in a temporary file. Readers see it whole or not at all.
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -201,6 +202,12 @@ class ShardSet:
         with made.file:
             self.store.write(index_name(made.shard.name), made.places)
             self.store.write(made.shard.name, Path(f"/proc/self/fd/{made.file.fileno()}"))
+
+    def unfilled(self) -> ShardSet:
+        """A copy that makes and sends shards in another process, without the list of those that are whole."""
+        other = copy.copy(self)
+        other.shards = []
+        return other
 
     def add(self, shard: WrittenShard) -> None:
         """A shard was sent."""

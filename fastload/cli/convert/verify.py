@@ -19,7 +19,7 @@ from fastload.metrics.counters import Counters
 from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
 from fastload.store import ObjectInfo
 
-__all__ = ["verify"]
+__all__ = ["find_fault", "verify"]
 
 _READ_AHEAD = 64 << 20  # bytes
 _READS = 8  # at once
@@ -36,7 +36,7 @@ def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[t
     wrong = []
     try:
         for shard in shards.shards:
-            why = _fault(shards, pool, present.get(shard.name), shard)
+            why = find_fault(shards, pool, present.get(shard.name), shard)
             if why:
                 wrong.append((shard.name, why))
             progress(shard)
@@ -45,7 +45,8 @@ def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[t
     return wrong
 
 
-def _fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: WrittenShard) -> str:
+def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: WrittenShard) -> str:
+    """In what a shard differs from what was written; "": in nothing."""
     if info is None or info.size != shard.bytes:
         return f"has {0 if info is None else info.size:,} bytes instead of {shard.bytes:,}"
     whole, content, offsets = xxh3_64(), Digest(), list[list[int]]()

@@ -1,0 +1,247 @@
+"""`warm --ray`, `convert --ray` and the trainer under Ray Train, on a Ray cluster of two
+nodes: Ray's simulation, on this machine.
+
+Each node has an address and a raylet of its own. They share the disk, and so a cache directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+import fastload
+from fastload import Cache, ImageFolder
+from fastload.cli import cluster, warm_nodes
+from fastload.cli.app import app
+from fastload.demo.photos import make_dataset
+from tests.patience import PATIENCE, wait_until
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
+from ray.cluster_utils import Cluster as Simulation  # noqa: E402
+
+IMAGES, CLASSES = 48, 3
+EXAMPLE = Path(fastload.__file__).parents[1] / "examples" / "resnet50"
+OTHER = "127.0.0.2"  # the address of the second node
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Simulation]:
+    """A cluster of two nodes with one CPU each."""
+    small = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    simulation = Simulation(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        simulation.add_node(node_ip_address=OTHER, **small)
+        yield simulation
+    finally:
+        ray.shutdown()
+        simulation.shutdown()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("data") / "photos"
+    make_dataset(root, IMAGES, CLASSES)
+    return root
+
+
+def run(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """(exit code, JSON document)"""
+    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert done.stdout, (done.output, done.exception)
+    return done.exit_code, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_node_warms_its_own_share(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
+    arguments = ["warm", photos, "--cache", tmp_path / "ssd", "--mode", "raw", "--ray", nodes.address]
+    code, document = run(*arguments)
+    assert code == 0, document
+    assert document["settings"]["ray"] == nodes.address
+    assert (document["stored"], document["left"], document["redone"]) == (IMAGES, 0, 0)
+    addresses = [node["address"] for node in document["nodes"]]
+    assert addresses == sorted(addresses) and OTHER in addresses
+    assert [node["shard"] for node in document["nodes"]] == [[0, 2], [1, 2]]
+    assert [node["stored"] for node in document["nodes"]] == [IMAGES // 2] * 2
+    code, again = run(*arguments)
+    assert (code, again["stored"], again["skipped"], again["read_bytes"]) == (0, 0, IMAGES, 0)
+
+
+def test_task_runs_on_its_node(nodes: Simulation) -> None:
+    with cluster.Cluster(nodes.address) as found:
+        lanes = [
+            iter([cluster.Task(ray.util.get_node_ip_address, (), node.address, node=node)])
+            for node in found.nodes
+        ]
+        assert {task.name: address for task, address in found.run(lanes)} == {
+            node.address: node.address for node in found.nodes
+        }
+
+
+def kill_one(title: str, killed: list[int]) -> threading.Thread:
+    """Kill the first process that runs the task `title`: in the middle of it, for it is stopped before."""
+
+    def hit() -> bool:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if "".join(process.cmdline()[:1]).startswith(title):
+                    process.suspend()
+                    if "".join(process.cmdline()[:1]).startswith(title):
+                        process.kill()
+                        killed.append(process.pid)
+                        return True
+                    process.resume()  # its task had ended
+        return False
+
+    thread = threading.Thread(target=wait_until, args=(hit, f"a process runs {title}"), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_slice_of_a_killed_process_is_done_again(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
+    killed: list[int] = []
+    thread = kill_one("ray::_fill_slice", killed)
+    code, document = run("warm", photos, "--cache", tmp_path, "--mode", "raw", "--ray", nodes.address)
+    thread.join(PATIENCE)
+    assert killed and code == 0, document
+    assert document["redone"] >= 1
+    assert (document["left"], document["objects"], document["failed"]) == (0, IMAGES, 0)
+    dataset = ImageFolder(str(photos), cache=Cache(tmp_path, "raw"))
+    assert all(dataset.contains(index) for index in range(IMAGES)), "all are in the cache"
+
+
+def test_convert_writes_the_shards_of_one_machine(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
+    """With a process that is killed: its shard is done again, and no byte differs."""
+    arguments = ["--to", "tar", "--shard-size", "500KB", "--shuffle", 3, "--name", "p"]
+    code, alone = run("convert", photos, tmp_path / "alone", *arguments)
+    assert code == 0 and alone["shards"] >= 6
+    killed: list[int] = []
+    thread = kill_one("ray::_write_shard", killed)
+    code, document = run("convert", photos, tmp_path / "ray", *arguments, "--ray", nodes.address)
+    thread.join(PATIENCE)
+    assert killed and code == 0, document
+    assert document["complete"] and document["redone"] >= 1
+    assert files(tmp_path / "ray") == files(tmp_path / "alone")
+
+    # A run of one machine goes on where the cluster's was, and the other way round.
+    (tmp_path / "ray" / "p-000003.tar").unlink()
+    code, document = run("convert", photos, tmp_path / "ray", *arguments, "--ray", nodes.address)
+    assert (code, document["kept"]) == (0, 3), document
+    assert files(tmp_path / "ray") == files(tmp_path / "alone")
+    code, document = run("convert", photos, tmp_path / "ray", *arguments)
+    assert (code, document["kept"]) == (0, alone["shards"])
+
+
+def test_convert_of_shards_is_refused_on_a_cluster(nodes: Simulation, photos: Path, tmp_path: Path) -> None:
+    run("convert", photos, tmp_path / "tars", "--to", "tar")
+    code, document = run(
+        "convert", tmp_path / "tars", tmp_path / "out", "--to", "tar", "--ray", nodes.address
+    )
+    assert code == 2
+    assert "run the command without --ray" in document["error"]["message"]
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Without the temporary file of a writer that was killed."""
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.name[0] != "."}
+
+
+@pytest.mark.parametrize("name", ["ray.__version__", "fastload.__version__"])
+def test_other_version_is_refused(
+    name: str, nodes: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ray.__version__ if name.startswith("ray") else fastload.__version__
+    monkeypatch.setattr(name, "9.9.9")
+    code, document = run("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", nodes.address)
+    message = document["error"]["message"]
+    assert code == 2 and "9.9.9" in message and there in message and "install" in message
+    assert not (tmp_path / "ssd").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [("127.0.0.1:1", "nothing answers there"), ("ray://127.0.0.1:1", "ray job submit"), ("h:x", "HOST:PORT")],
+)
+def test_address_without_a_cluster_is_refused_at_once(address: str, says: str, tmp_path: Path) -> None:
+    code, document = run("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", address)
+    assert code == 2 and says in document["error"]["message"]
+
+
+def losses(out: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (out / "epochs.jsonl").read_text().splitlines()]
+
+
+def test_trainer_goes_on_exactly_after_a_killed_worker(
+    nodes: Simulation, photos: Path, tmp_path: Path
+) -> None:
+    """A rank on each node. One is killed after a checkpoint; Ray starts both again, and no sample is lost.
+
+    Each epoch's loss is, to the last bit, that of an unbroken run under torchrun.
+    """
+    made = photos.parent / "set" / "train"
+    made.parent.mkdir()
+    made.symlink_to(photos)
+    options = ["--epochs", "1", "--no-eval", "--batch-size", "4", "--resolution", "32", "--num-workers", "1"]
+    options += ["--checkpoint-steps", "2", "--ceiling-steps", "1", str(made.parent)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parents[1])}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun += [str(EXAMPLE / "train.py"), "--out", str(tmp_path / "unbroken"), *options]
+    subprocess.run(torchrun, env=environment, check=True, timeout=PATIENCE, capture_output=True)
+
+    command = [sys.executable, str(EXAMPLE / "ray_train.py"), "--ranks", "2", "--cpus", "1", "--cpu", "--"]
+    command += [*options, "--cache", str(tmp_path / "ssd"), "--out", str(tmp_path / "out")]
+    environment |= {"RAY_ADDRESS": nodes.address}
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=tmp_path) as job,
+    ):
+        try:
+            wait_until(lambda: (tmp_path / "out" / "checkpoint.pt").exists() or job.poll(), "a checkpoint")
+            kill_one("ray::RayTrainWorker", killed := list[int]()).join(PATIENCE)
+            code = job.wait(PATIENCE)
+        finally:
+            job.kill()
+    assert killed and code == 0, (tmp_path / "log").read_text()[-3000:]
+    assert losses(tmp_path / "out") == losses(tmp_path / "unbroken")
+    reported = json.loads((tmp_path / "out" / "epochs.jsonl").read_text().splitlines()[-1])
+    assert (reported["node"], reported["GPUs"]) == (2, 2)
+
+
+@pytest.mark.stress
+def test_share_of_a_lost_node_is_named_and_resumed(
+    nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test, for it changes the cluster. The other node's share is complete."""
+    monkeypatch.setattr(warm_nodes, "SLICE", 6)
+    arguments = ["warm", photos, "--cache", tmp_path, "--mode", "raw", "--ray", nodes.address]
+    (lost,) = nodes.worker_nodes
+
+    def remove() -> None:
+        wait_until(lambda: Cache(tmp_path).info()["entries"] >= 4, "the warming has begun")
+        nodes.remove_node(lost, allow_graceful=False)
+
+    thread = threading.Thread(target=remove, daemon=True)
+    thread.start()
+    code, document = run(*arguments)
+    thread.join(PATIENCE)
+    assert code == 1
+    gone = {node["address"]: node for node in document["nodes"] if node["lost"]}
+    assert list(gone) == [OTHER] and gone[OTHER]["left"] > 0
+    assert document["left"] == gone[OTHER]["left"]
+
+    nodes.add_node(node_ip_address=OTHER, num_cpus=1, object_store_memory=80 << 20)
+    code, document = run(*arguments)
+    assert code == 0
+    assert (document["left"], document["objects"]) == (0, IMAGES)
+    assert document["stored"] < IMAGES, "what was stored is not read again"
