@@ -116,7 +116,7 @@ def segments_from(
     order, step = Order(loader), int(place["batches"])
     segment = {
         "step": step,
-        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "batch_size": order.batch_size,
         "replicas": order.replicas,
         "sampler": _place_of(order, place["sampler"]),
     }

@@ -286,7 +286,7 @@ def record_to_come(
         place["exchange"] = sampler.exchange
     segment = {
         "step": 0,
-        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "batch_size": order.batch_size,
         "replicas": order.replicas,
         "sampler": place,
     }

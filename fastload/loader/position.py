@@ -63,6 +63,8 @@ class Order:
 
     Attributes:
         kind: the names of the samplers' classes.
+        batch_size: samples of a batch that is full; None where a sampler of the user's own gives batches
+            without saying it, and where single samples are handed out.
         stateful: the sampler with `state_dict` and `load_state_dict`, if there is one.
         followed: after each batch its state is that of the position. torch's BatchSampler takes no more from
             its sampler than it gives out. One of the user's own may, so there the state is used as it was
@@ -76,6 +78,7 @@ class Order:
         inner = getattr(self.index_sampler, "sampler", None)
         self._parts = parts = [part for part in (self.index_sampler, inner) if part is not None]
         self.kind = [type(part).__qualname__ for part in parts]
+        self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         self.stateful = next((part for part in parts if is_stateful(part)), None)
         self.followed = self.stateful is not None and (
             self.stateful is self.index_sampler

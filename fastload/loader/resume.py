@@ -265,7 +265,7 @@ def _description(loader: Any, order: Order) -> dict[str, Any]:
         "samplers": order.kind,
         "sampler_length": None if iterable else _length(order.index_sampler),
         "num_replicas": order.replicas,
-        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "batch_size": order.batch_size,
         "num_workers": loader.num_workers,
         "seed": loader.seed,
     }

@@ -107,9 +107,7 @@ def reading_of(
 
 def samples_per_step(loader: Any, replicas: int) -> int:
     """Over all ranks. 1 where batches have no fixed size, see `Segment`."""
-    size = loader.batch_size or 1
-    if loader.batch_sampler is not None:
-        size = getattr(loader.batch_sampler, "batch_size", None)
+    size = 1 if loader.batch_sampler is None else Order(loader).batch_size
     return size * replicas if isinstance(size, int) else 1
 
 

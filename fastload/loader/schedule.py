@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from fastload.loader.position import Order
 from fastload.loader.stream_epoch import StreamEpoch
 
 __all__ = ["IndexSchedule", "Schedule", "StreamSchedule", "index_batches_ahead"]
@@ -160,5 +161,4 @@ def _remove(lanes: deque[int], ended: int) -> None:
 
 def index_batches_ahead(loader: Any, least: int, samples: int = _READ_AHEAD) -> int:
     """How many index batches are announced in advance, so that these samples are, or more."""
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    return max(least, -(-samples // size))
+    return max(least, -(-samples // (Order(loader).batch_size or 1)))
