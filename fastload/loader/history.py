@@ -15,7 +15,7 @@ from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.loader.position import Order, Progress
 
-__all__ = ["EpochRecord", "History", "segments_from"]
+__all__ = ["EpochRecord", "History", "segment_from", "segments_from"]
 
 EpochRecord = dict[str, Any]
 """One epoch, as JSON.
@@ -114,17 +114,22 @@ def segments_from(
 ) -> list[dict[str, Any]]:
     """The segments of an epoch that this loader reads from a place on."""
     order, step = Order(loader), int(place["batches"])
-    segment = {
-        "step": step,
-        "batch_size": order.batch_size,
-        "replicas": order.replicas,
-        "sampler": _place_of(order, place["sampler"]),
-    }
+    segment = segment_from(order, step, _place_of(order, place["sampler"]))
     earlier = [one for one in before if one["step"] < step]
     alike = ("batch_size", "replicas")
     if not earlier or any(earlier[-1][name] != segment[name] for name in alike):
         earlier.append(segment)
     return earlier
+
+
+def segment_from(order: Order, step: int, sampler: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps that a loader reads from this one on, while its sampler stands there."""
+    return {
+        "step": step,
+        "batch_size": order.batch_size,
+        "replicas": order.replicas,
+        "sampler": sampler,
+    }
 
 
 def _forget_states(record: EpochRecord) -> None:

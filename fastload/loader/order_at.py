@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
-from fastload.loader.history import EpochRecord
+from fastload.loader.history import EpochRecord, segment_from
 from fastload.loader.position import Order, check_of
 from fastload.workers.dataset_state import is_stateful
 from fastload.workers.turns import GeneratorStates
@@ -284,12 +284,6 @@ def record_to_come(
     if isinstance(sampler, DistributedSampler):
         place = {"epoch": sampler_epoch, "consumed": 0, "nodes": sampler.place.nodes}
         place["exchange"] = sampler.exchange
-    segment = {
-        "step": 0,
-        "batch_size": order.batch_size,
-        "replicas": order.replicas,
-        "sampler": place,
-    }
     persistent = loader.persistent_workers and loader.num_workers > 0
     seed = last["base_seed"] if last is not None and persistent else None
-    return {"epoch": epoch, "streamed": False, "segments": [segment], "base_seed": seed}
+    return {"epoch": epoch, "streamed": False, "segments": [segment_from(order, 0, place)], "base_seed": seed}
