@@ -9,23 +9,26 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
-from fastload.datasets.inner import inner_datasets
-from fastload.datasets.mixture import Mixture, MixtureRows
-from fastload.datasets.protocols import check_dataset
-from fastload.datasets.seen_rows import Rows
-from fastload.datasets.wrappers import as_encoded_rows, as_streams, see
+from fastload.datasets.mixture import Mixture
+from fastload.datasets.wrappers import as_encoded_rows, as_streams
 from fastload.distributed import find_rank
 from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import ShardSampler
-from fastload.errors import ArgumentError, address, refuse_class
 from fastload.gpu.cuda import resolve_device
+from fastload.loader.argument_checks import (
+    check_log,
+    check_own,
+    check_threads,
+    check_weights,
+    warn_of_an_empty_epoch,
+    warn_of_lone_reads,
+)
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
 from fastload.loader.digest import find_part
@@ -44,8 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
-
-_ON_ERROR = ("raise", "skip", "replace")
 
 
 class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
@@ -165,10 +166,10 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         memory_limit: int | str | None = None,
         sample_log: str | os.PathLike[str] | None = None,
     ) -> None:
-        _check(dataset, batch_size, num_workers, batch_transform, on_error, seed)
-        _check_log(dataset, sample_log)
-        _check_threads(dataset, threads)
-        _check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
+        check_own(dataset, batch_size, num_workers, batch_transform, on_error, seed)
+        check_log(dataset, sample_log)
+        check_threads(dataset, threads)
+        check_weights(dataset, sampler if batch_sampler is None else getattr(batch_sampler, "sampler", None))
         if num_workers:
             need_linux()
         if sampler is None and batch_sampler is None:
@@ -211,9 +212,9 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         if decode != "cpu":
             context.decoding = self._new_decoding(decode)
         if not threads:
-            _warn_of_lone_reads(dataset)
+            warn_of_lone_reads(dataset)
         if drop_last:
-            _warn_of_an_empty_epoch(self)
+            warn_of_an_empty_epoch(self)
 
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
@@ -390,101 +391,3 @@ def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bo
     if as_streams(dataset) is not None:
         return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
     return None, shuffle
-
-
-def _check_weights(dataset: Any, sampler: Any) -> None:
-    """Raise `ArgumentError` where the weights of a mixture would not be used."""
-    if isinstance(dataset, Mixture):
-        if sampler is not None and not isinstance(sampler, MixtureSampler):
-            raise ArgumentError(
-                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
-                "pass a fastload.MixtureSampler"
-            )
-        return
-    inside = getattr(dataset, "__dict__", {}).get("dataset")  # no property: that would run the user's code
-    if isinstance(inside, Mixture) or _has_mixture(see(dataset)):
-        raise ArgumentError(
-            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
-            "instead, and mix the results"
-        )
-
-
-def _has_mixture(rows: Rows) -> bool:
-    return isinstance(rows, MixtureRows) or any(map(_has_mixture, rows.inner))
-
-
-def _warn_of_lone_reads(dataset: Any) -> None:
-    """Warn of a dataset that wraps one of fastload's: only the wrapper knows the next samples."""
-    lone = next((inner for inner in inner_datasets(dataset) if inner.asks is not None), None)
-    if lone is not None:
-        kind, holder = type(lone.dataset).__name__, type(lone.asks).__name__
-        warnings.warn(
-            f"{holder} asks the {kind} in its attribute {lone.where!r} for one sample at a "
-            "time, so nothing is read ahead: from an object store this is several times slower. Give "
-            f"{holder} a method prefetch(self, indices) that calls the prefetch of the "
-            f"{kind}, or let threads=16 of the loader make several samples at a time. Nothing is needed with "
-            f"fastload.map, Subset, ConcatDataset, StackDataset and a subclass of {kind}. "
-            f"See {address('nothing-is-read-ahead')}",
-            stacklevel=3,
-        )
-
-
-def _check_threads(dataset: Any, threads: Any) -> None:
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 0:
-        raise ArgumentError(f"threads must be an int >= 0, found {threads!r}")
-    if threads and isinstance(dataset, IterableDataset):
-        raise ArgumentError(
-            f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
-            "leave out threads, or make the dataset map-style"
-        )
-
-
-def _check_log(dataset: Any, sample_log: Any) -> None:
-    if sample_log is None:
-        return
-    if not isinstance(sample_log, str | os.PathLike):
-        raise ArgumentError(f"sample_log must be the path of a directory or None, found {sample_log!r}")
-    if "://" in os.fsdecode(sample_log):
-        raise ArgumentError(f"sample_log must be a directory of this machine, found {sample_log!r}")
-    if isinstance(dataset, IterableDataset):
-        raise ArgumentError(
-            f"sample_log names samples by their index, and {type(dataset).__name__} is iterable: leave it out"
-        )
-
-
-def _warn_of_an_empty_epoch(loader: DataLoader[Any]) -> None:
-    """Warn if drop_last drops every batch. Torch does not, and training without a step looks fast."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        return
-    try:
-        samples = len(loader.sampler)  # type: ignore[arg-type]
-    except Exception:  # it has no length, or one that torch would not ask for here
-        return
-    if samples < loader.batch_size:
-        warnings.warn(
-            f"every epoch is empty: drop_last=True drops its only batch, as {samples:,} samples are fewer "
-            f"than batch_size={loader.batch_size}",
-            stacklevel=3,
-        )
-
-
-def _check(
-    dataset: Any, batch_size: Any, num_workers: Any, batch_transform: Any, on_error: Any, seed: Any
-) -> None:
-    """Raise `ArgumentError` for fastload's own arguments; torch checks its own."""
-    check_dataset(dataset)
-    if on_error not in _ON_ERROR:
-        raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
-    if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
-        raise ArgumentError(
-            f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
-        )
-    if isinstance(batch_size, str):
-        raise ArgumentError(f"batch_size must be an int >= 1 or None, found the text {batch_size!r}")
-    if isinstance(num_workers, str) and num_workers != "auto":
-        raise ArgumentError(f"num_workers must be an int >= 0 or 'auto', found {num_workers!r}")
-    refuse_class("batch_transform", batch_transform)
-    if not (batch_transform is None or callable(batch_transform)):
-        raise ArgumentError(f"batch_transform must be a function of a batch, found {batch_transform!r}")
-    if seed is not None and not isinstance(seed, int):
-        raise ArgumentError(f"seed must be an int or None, found {seed!r}")
