@@ -24,7 +24,7 @@ from fastload.distributed.agreement import can_agree
 from fastload.distributed.partition import RankPosition, find_position, node_order, node_shares
 from fastload.errors import ArgumentError
 
-__all__ = ["DistributedSampler", "ShardSampler", "indexed_length"]
+__all__ = ["DistributedSampler", "ShardSampler", "indexed_length", "known_length"]
 
 _VERSION = 1
 _MODES = ("train", "eval")
@@ -398,6 +398,14 @@ def indexed_length(dataset: Any) -> int:
     """
     counted = getattr(dataset, "indexed_length", None)
     return len(dataset) if counted is None else int(counted())
+
+
+def known_length(thing: Any) -> int | None:
+    """`indexed_length` of a dataset, or `len` of a sampler or loader; None where it has none."""
+    try:
+        return indexed_length(thing)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _column(place: RankPosition) -> int:

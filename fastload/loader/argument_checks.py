@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "check_weights",
     "warn_of_an_empty_epoch",
     "warn_of_lone_reads",
+    "whole_number",
 ]
 
 _ON_ERROR = ("raise", "skip", "replace")
@@ -125,3 +127,14 @@ def warn_of_an_empty_epoch(loader: torch.utils.data.DataLoader[Any]) -> None:
             f"than batch_size={loader.batch_size}",
             stacklevel=3,
         )
+
+
+def whole_number(name: str, value: Any) -> int:
+    """The number as an int. Raises ArgumentError where it is none from 0 on."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ArgumentError(f"{name} must be a whole number >= 0, found {value!r}")
+    return number

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.wrappers import see
-from fastload.distributed.sampler import indexed_length
+from fastload.distributed.sampler import indexed_length, known_length
 from fastload.errors import ArgumentError
+from fastload.loader.argument_checks import whole_number
 from fastload.loader.context import LoaderContext
-from fastload.loader.revision import enter
+from fastload.loader.revision import NEEDS_INDEX, enter
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
 from fastload.workers.dataset_state import is_stateful
 
@@ -137,13 +137,11 @@ class BlackBox:
                 no index, as those of an iterable dataset, and of shards that are read as streams.
         """
         loader: Any = self
-        self._check_left_out("skip")
-        context = self.loader_context
-        running, place = context.position.place(loader)
-        chosen = running if epoch is None else _whole("epoch", epoch)
+        running, place = self._place_to_change("skip")
+        chosen = running if epoch is None else whole_number("epoch", epoch)
         if chosen < running:
             raise ArgumentError(f"epoch {chosen} is over: epoch {running} is the first that can be changed")
-        numbers = sorted({_whole("steps", step) for step in (_as_list(steps))})
+        numbers = sorted({whole_number("steps: a step", step) for step in _as_list(steps)})
         if not numbers:
             return
         if chosen == running:
@@ -155,11 +153,12 @@ class BlackBox:
                 )
         else:
             place = {"batches": 0, "ahead": [], "sampler": None}
-        enter(loader, context.left_out, chosen, place)
-        length = context.left_out.steps(chosen, _length(loader))
+        left_out = self.loader_context.left_out
+        enter(loader, left_out, chosen, place)
+        length = left_out.steps(chosen, known_length(loader))
         if length is not None and numbers[-1] >= length:
             raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
-        context.left_out.skip(chosen, numbers)
+        left_out.skip(chosen, numbers)
 
     def exclude(self, samples: str | int | Iterable[str | int]) -> None:
         """Use these samples no more, from the next batch on that is handed out, in all epochs.
@@ -189,33 +188,34 @@ class BlackBox:
             ArgumentError: there is no sample with a key or an index, or none would be left; or the samples
                 have no index, as those of an iterable dataset, and of shards that are read as streams.
         """
-        loader: Any = self
-        self._check_left_out("exclude")
-        context = self.loader_context
-        epoch, place = context.position.place(loader)
-        indices = _indices_of(loader.dataset, _as_list(samples))
-        context.left_out.exclude(loader.dataset, indices, epoch, place["batches"], sorted(place["ahead"]))
+        epoch, place = self._place_to_change("exclude")
+        indices = _indices_of(self.dataset, _as_list(samples))
+        self.loader_context.left_out.exclude(
+            self.dataset, indices, epoch, place["batches"], sorted(place["ahead"])
+        )
 
-    def _check_left_out(self, what: str) -> None:
-        """Raise ArgumentError where samples have no index, or a dataset's state would be changed."""
+    def _place_to_change(self, what: str) -> tuple[int, Mapping[str, Any]]:
+        """(epoch, place in it) from which on samples are left out.
+
+        Raises:
+            ArgumentError: samples have no index, or a dataset's state would be changed.
+        """
         loader: Any = self
-        dataset = loader.dataset
+        dataset, position = loader.dataset, self.loader_context.position
         if isinstance(dataset, IterableDataset):
             raise ArgumentError(
                 f"{what} needs samples that have an index, and {type(dataset).__name__} is iterable: leave "
                 "the samples out in its __iter__, or make it map-style"
             )
-        if self.loader_context.position.reads_streams(loader):
-            raise ArgumentError(
-                f"{what} needs samples that have an index, and these shards are read as streams: index them "
-                "first with `fastload index URL`, or read them once through a cache"
-            )
-        running = self.loader_context.position.place(loader)[1]["sampler"] is not None
-        if running and loader.num_workers and is_stateful(dataset):
+        if position.reads_streams(loader):
+            raise ArgumentError(f"{what} {NEEDS_INDEX}")
+        epoch, place = position.place(loader)
+        if place["sampler"] is not None and loader.num_workers and is_stateful(dataset):
             raise ArgumentError(
                 f"{what} cannot be called within an epoch where workers make batches ahead and the dataset "
                 "has a state, which those have changed: call it between two epochs, or use num_workers=0"
             )
+        return epoch, place
 
 
 def _as_list(given: Any) -> list[Any]:
@@ -226,23 +226,6 @@ def _as_list(given: Any) -> list[Any]:
         return list(given)
     except TypeError:
         return [given]
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ArgumentError(f"{name} must be a whole number >= 0, or several, found {value!r}")
-    return number
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
@@ -256,7 +239,7 @@ def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
     indices = []
     for sample in samples:
         if not isinstance(sample, str):
-            index = _whole("samples: an index", sample)
+            index = whole_number("samples: an index", sample)
             if index >= length:
                 raise ArgumentError(f"samples has the index {index}, and the dataset has {length:,} samples")
             indices.append(index)

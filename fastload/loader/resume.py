@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.wrappers import as_streams
-from fastload.distributed.sampler import ShardSampler, indexed_length
+from fastload.distributed.sampler import ShardSampler, known_length
 from fastload.errors import ArgumentError
 from fastload.loader.position import Order, Progress, Revise, draw_seed, read_generator, write_generator
 from fastload.loader.stream_epoch import Streams, check_streams
@@ -248,22 +248,15 @@ def _is_iterable(loader: Any) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def _length(thing: Any) -> int | None:
-    try:
-        return indexed_length(thing)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _description(loader: Any, order: Order) -> dict[str, Any]:
     """What has to be alike in the loader that resumes, or is compared in `_check`."""
     iterable = _is_iterable(loader)
     return {
         "version": _VERSION,
         "dataset": "iterable" if iterable else "map-style",
-        "length": None if iterable else _length(loader.dataset),
+        "length": None if iterable else known_length(loader.dataset),
         "samplers": order.kind,
-        "sampler_length": None if iterable else _length(order.index_sampler),
+        "sampler_length": None if iterable else known_length(order.index_sampler),
         "num_replicas": order.replicas,
         "batch_size": order.batch_size,
         "num_workers": loader.num_workers,

@@ -18,7 +18,12 @@ from fastload.loader.left_out import LeftOut, Reading, Revised
 from fastload.loader.position import Order, Progress
 from fastload.workers.on_error import REPLACEMENTS
 
-__all__ = ["Revision", "begin", "enter", "reading_of", "samples_per_step"]
+__all__ = ["NEEDS_INDEX", "Revision", "begin", "enter", "reading_of", "samples_per_step"]
+
+NEEDS_INDEX = (
+    "needs samples that have an index, and these shards are read as streams: index them first with "
+    "`fastload index URL`, or read them once through a cache"
+)
 
 
 class Revision:
@@ -136,9 +141,5 @@ def begin(loader: Any, left_out: LeftOut, progress: Progress, seed: int) -> Revi
         enter(loader, left_out, progress.epoch, progress.place)
         return Revision(left_out, reading_of(loader, seed, progress.epoch), step, replaces=replaces)
     if left_out.at(progress.epoch, step):
-        raise ArgumentError(
-            "samples are excluded or steps are skipped, which needs samples that have an index, and these "
-            "shards are read as streams: index them first with `fastload index URL`, or read them once "
-            "through a cache"
-        )
+        raise ArgumentError(f"samples are excluded or steps are skipped, which {NEEDS_INDEX}")
     return Revision(left_out, Reading(loader.dataset, seed, progress.epoch), step, replaces=False)

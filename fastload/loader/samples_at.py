@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
@@ -16,13 +16,11 @@ from fastload.datasets.seeds import SampleSeeds
 from fastload.datasets.wrappers import see
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
+from fastload.loader.argument_checks import whole_number
 from fastload.loader.history import segments_from
 from fastload.loader.order_at import index_batch_at, ranks_at, record_to_come
 from fastload.loader.revision import enter, reading_of, samples_per_step
 from fastload.workers.turns import GeneratorStates
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["SampleAt", "Step", "batch_at", "find_step", "samples_at"]
 
@@ -80,7 +78,7 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
     Raises:
         ArgumentError: an argument is wrong, or that step cannot be known.
     """
-    _check(loader, step, epoch, rank, world_size)
+    step, epoch, rank, world_size = _checked(loader, step, epoch, rank, world_size)
     context = loader.loader_context
     running, begun = context.position.running(loader)
     epoch = running if epoch is None else epoch
@@ -209,12 +207,16 @@ def _as_in(loader: Any, found: Step) -> Iterator[None]:
         current_reader.reset(token)
 
 
-def _check(loader: Any, step: Any, epoch: Any, rank: Any, world_size: Any) -> None:
+def _checked(
+    loader: Any, step: Any, epoch: Any, rank: Any, world_size: Any
+) -> tuple[int, int | None, int | None, int | None]:
     if isinstance(loader.dataset, IterableDataset):
         raise ArgumentError("an iterable dataset has no index: which samples a step has is not known")
-    for name, value in (("step", step), ("epoch", epoch), ("rank", rank), ("world_size", world_size)):
-        whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        if not (whole and int(value) >= 0) and (name == "step" or value is not None):
-            raise ArgumentError(f"{name} must be an int from 0 on, found {value!r}")
+    step = whole_number("step", step)
+    epoch, rank, world_size = (
+        None if value is None else whole_number(name, value)
+        for name, value in (("epoch", epoch), ("rank", rank), ("world_size", world_size))
+    )
     if world_size is not None and not 0 <= (0 if rank is None else rank) < world_size:
         raise ArgumentError(f"rank must be from 0 to {world_size - 1}, found {rank!r}")
+    return step, epoch, rank, world_size

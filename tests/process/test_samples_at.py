@@ -282,12 +282,12 @@ def test_what_cannot_be_known_is_said(folder: Any) -> None:
     sampled = DataLoader(folder(), 8, sampler=DistributedSampler(range(N), 2, 0), seed=1)
     for asked, arguments, words in [
         (loader, {"step": 0}, "draws its order then"),
-        (loader, {"step": -1}, "step must be an int"),
-        (loader, {"step": True}, "step must be an int"),
+        (loader, {"step": -1}, "step must be a whole number"),
+        (loader, {"step": True}, "step must be a whole number"),
         (sampled, {"step": 99}, "no step 99"),
         (sampled, {"step": 0, "rank": 2}, "2 ranks, found rank 2"),
         (sampled, {"step": 0, "rank": 4, "world_size": 4}, "from 0 to 3"),
-        (loader, {"step": 0, "epoch": "last"}, "epoch must be an int"),
+        (loader, {"step": 0, "epoch": "last"}, "epoch must be a whole number"),
         (DataLoader(Endless(), 2), {"step": 0}, "iterable dataset"),
         (DataLoader(folder(), 8), {"step": 0, "world_size": 2}, "DistributedSampler"),
     ]:
