@@ -13,7 +13,8 @@ from typing import Any
 
 from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
-from fastload.loader.position import Order, Progress
+from fastload.loader.order import Order
+from fastload.loader.position import Progress
 
 __all__ = ["EpochRecord", "History", "segment_from", "segments_from"]
 

@@ -15,7 +15,7 @@ from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.history import EpochRecord, segment_from
-from fastload.loader.position import Order, check_of
+from fastload.loader.order import Order, check_of
 from fastload.workers.dataset_state import is_stateful
 from fastload.workers.turns import GeneratorStates
 

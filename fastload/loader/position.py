@@ -1,47 +1,22 @@
-"""What the order of an epoch is made from, and how much of it was handed out.
+"""How much of an epoch was handed out, and what its order is made from (see `fastload.loader.order`).
 
 The order itself is never kept: to resume is to make it again, and to pass over what was handed out.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import copy
 import itertools
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-
-from fastload.distributed.mixture_sampler import MixtureSampler
 from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.left_out import Revised
+from fastload.loader.order import Order, check_of
 from fastload.loader.stream_epoch import StreamEpoch
-from fastload.metrics.torch_private import default_device
-from fastload.workers.dataset_state import is_stateful
 
-__all__ = [
-    "GivenOut",
-    "Order",
-    "Progress",
-    "Revise",
-    "check_of",
-    "draw_seed",
-    "read_generator",
-    "write_generator",
-]
+__all__ = ["GivenOut", "Progress", "Revise"]
 
 Revise = Callable[
     [int, Any], Revised | None
@@ -56,171 +31,6 @@ class GivenOut(NamedTuple):
     step: int
     index: Any
     revised: Revised
-
-
-class Order:
-    """What the order of a loader's samples comes from: its samplers, and the generators they draw from.
-
-    Attributes:
-        kind: the names of the samplers' classes.
-        batch_size: samples of a batch that is full; None where a sampler of the user's own gives batches
-            without saying it, and where single samples are handed out.
-        stateful: the sampler with `state_dict` and `load_state_dict`, if there is one.
-        followed: after each batch its state is that of the position. torch's BatchSampler takes no more from
-            its sampler than it gives out. One of the user's own may, so there the state is used as it was
-            when the epoch began, and the batches are passed over.
-        mixture: `stateful`, if it is the sampler of a mixture.
-        foreign: made by code that is neither torch's nor fastload's, and not followed.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.index_sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        inner = getattr(self.index_sampler, "sampler", None)
-        self._parts = parts = [part for part in (self.index_sampler, inner) if part is not None]
-        self.kind = [type(part).__qualname__ for part in parts]
-        self.batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-        self.stateful = next((part for part in parts if is_stateful(part)), None)
-        self.followed = self.stateful is not None and (
-            self.stateful is self.index_sampler
-            or getattr(type(self.index_sampler), "__iter__", None) is BatchSampler.__iter__
-        )
-        self.mixture = self.stateful if isinstance(self.stateful, MixtureSampler) else None
-        homes = {type(part).__module__ for part in parts}
-        self.foreign = not self.followed and not all(
-            home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
-        )
-        self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
-        dealing = next((part for part in parts if hasattr(part, "num_replicas")), None)
-        self.replicas = getattr(dealing, "num_replicas", None)
-        self.rank = getattr(dealing, "rank", 0)
-        self._generators: dict[str, torch.Generator] = {}
-        for name, owner in [("loader", loader), ("batch_sampler", self.index_sampler), ("sampler", inner)]:
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator) and generator not in self._generators.values():
-                self._generators[name] = generator
-        # A sampler of the user's own may mean the default device that it draws on.
-        self._on_host = all(home.startswith(("torch.utils.data", "fastload")) for home in homes)
-        self._loaders_generator = loader.generator
-
-    # --- epochs and states of samplers
-
-    def start_epoch(self) -> None:
-        self.give_back()
-        if isinstance(self.stateful, DistributedSampler):
-            self.stateful.start_epoch()
-
-    def handed_out(self, sampler: Mapping[str, Any]) -> None:
-        """This is the sampler's state after the prefix of the order that was handed out."""
-        if self.followed and self.mixture is not None:
-            self.mixture.handed_out(sampler["state"])
-
-    def give_back(self) -> bool:
-        """What was drawn and not handed out is drawn again, by the one sampler that does so."""
-        if self.mixture is not None:
-            self.mixture.give_back()
-        return self.followed and self.mixture is not None
-
-    def with_changes(self, sampler: Mapping[str, Any]) -> dict[str, Any]:
-        """An earlier state of the sampler, with what was decided since about the samples after it."""
-        if self.mixture is None:
-            return dict(sampler)
-        return dict(sampler) | {"state": self.mixture.with_changes(sampler["state"])}
-
-    @property
-    def epoch(self) -> int | None:
-        epoch = getattr(self._with_epoch, "epoch", None)
-        return epoch if isinstance(epoch, int) else None
-
-    def sampler_state(self) -> dict[str, Any]:
-        state = copy.deepcopy(self.stateful.state_dict()) if self.stateful is not None else None
-        return {"epoch": self.epoch, "state": state, "over": False}
-
-    def load_sampler_state(self, saved: Mapping[str, Any]) -> None:
-        elsewhere = self._with_epoch is not None and not isinstance(self._with_epoch, DistributedSampler)
-        if elsewhere and saved["epoch"] is not None:
-            self._with_epoch.set_epoch(saved["epoch"])
-        if self.stateful is not None:
-            self.stateful.load_state_dict(copy.deepcopy(saved["state"]))
-
-    def is_cut_off(self, index: Any) -> bool:
-        """True for a last batch that is not full: its sampler has ended, and stands before the next epoch."""
-        inner = self.stateful is not None and self.stateful is not self.index_sampler
-        return self.followed and inner and len(index) < self.index_sampler.batch_size
-
-    # --- random numbers
-
-    def seeding(self) -> AbstractContextManager[Any]:
-        """Around the code of torch that draws the base seed, and calls `iter` of the sampler."""
-        return _on_device_of(self._loaders_generator) if self._on_host else nullcontext()
-
-    def drawing(self) -> AbstractContextManager[Any]:
-        """Around what the samplers draw."""
-        inner = getattr(self.index_sampler, "sampler", None)
-        return _on_device_of(getattr(inner, "generator", None)) if self._on_host else nullcontext()
-
-    def generators(self) -> dict[str, str]:
-        """The states of the generators that were given to the loader and its samplers."""
-        return {name: read_generator(generator) for name, generator in self._generators.items()}
-
-    def write_generators(self, states: Mapping[str, Any]) -> None:
-        for name, generator in self._generators.items():
-            write_generator(generator, states[name])
-
-    def generators_again(self, states: Mapping[str, str]) -> list[torch.Generator | None]:
-        """Of each sampler, the outer one first: a generator of its own that stands at its state, if any."""
-        again = {name: torch.Generator() for name in states}
-        for name, state in states.items():
-            write_generator(again[name], state)
-        names = {id(generator): name for name, generator in self._generators.items()}
-        return [again.get(names.get(id(getattr(part, "generator", None)), "")) for part in self._parts]
-
-    def draw_base_seed(self) -> None:
-        """Draw what torch's iterator draws as the base seed, where the loader was given a generator."""
-        if self._loaders_generator is not None:
-            draw_seed(self._loaders_generator)
-
-    def origin(self, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
-        """What an order that is about to be drawn will be made from; nothing is drawn by asking.
-
-        Args:
-            drawing: torch's generator, or one that stands where that one stood.
-
-        Returns:
-            "seed": the one number that torch's RandomSampler draws from it; "torch": its state, where a
-            sampler of torch draws all its indices from it. Both None: the order comes from elsewhere.
-        """
-        sampler = self._drawing_globally()
-        seed = state = None
-        if isinstance(sampler, RandomSampler):
-            seed = draw_seed(drawing.clone_state())
-        elif sampler is not None:
-            state = read_generator(drawing)
-        return {"seed": seed, "torch": state}
-
-    def from_origin(self, origin: Mapping[str, Any]) -> Any:
-        """The index sampler, such that iterating over it gives the order of that epoch once more."""
-        sampler = self._drawing_globally()
-        if sampler is None:
-            return self.index_sampler
-        again = copy.copy(sampler)
-        again.generator = torch.Generator()
-        if origin["seed"] is not None:
-            again.generator.manual_seed(origin["seed"])
-        else:
-            write_generator(again.generator, origin["torch"])
-        if sampler is self.index_sampler:
-            return again
-        batches = copy.copy(self.index_sampler)
-        batches.sampler = again
-        return batches
-
-    def _drawing_globally(self) -> Any:
-        """A sampler of torch that draws from torch's own generator with its first index; else None."""
-        kinds = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
-        sampler = self.index_sampler
-        if type(sampler) is BatchSampler:
-            sampler = sampler.sampler
-        return sampler if type(sampler) in kinds and sampler.generator is None else None
 
 
 class Progress:
@@ -337,7 +147,7 @@ class Progress:
             if order.followed:
                 self._after[number] = {"sampler": order.sampler_state() | {"over": order.is_cut_off(index)}}
             elif order.foreign:
-                check = _added(check, index)
+                check = check_of([index], check)
                 self._after[number] = {"check": check}
                 self.drawn = (number + 1, check)
             if number in passed:
@@ -449,45 +259,3 @@ class Progress:
             }
             | ({} if self.streams is None else {"streams": self.streams.state()})
         )
-
-
-def check_of(index_batches: Iterable[Any]) -> int:
-    """The sum by which an order is compared with the one that was handed out."""
-    check = 0
-    for index in index_batches:
-        check = _added(check, index)
-    return check
-
-
-def _added(check: int, index: Any) -> int:
-    """A sum that goes on over the numbers of an index batch; what are no numbers is left out."""
-    with contextlib.suppress(Exception):
-        numbers = np.asarray(index)
-        if numbers.dtype.kind in "iu":
-            return zlib.crc32(numbers.astype(np.int64).tobytes(), check)
-    return check
-
-
-def read_generator(generator: torch.Generator) -> str:
-    """The state of a torch generator, 3.4 KB (its 5 KB are half zeros)."""
-    return base64.b64encode(zlib.compress(generator.get_state().numpy().tobytes())).decode()
-
-
-def write_generator(generator: torch.Generator, state: str) -> None:
-    numbers = np.frombuffer(zlib.decompress(base64.b64decode(state)), np.uint8)
-    generator.set_state(torch.from_numpy(numbers.copy()))
-
-
-def draw_seed(generator: torch.Generator) -> int:
-    """A seed, drawn as torch draws those of its samplers and workers."""
-    drawn = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
-    return int(drawn.item())
-
-
-def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:
-    """Where torch's code draws from `generator` (None: the CPU's), whatever the default device is.
-
-    That code leaves the device to the default, even where the generator is of another one.
-    """
-    device = torch.device("cpu") if generator is None else generator.device
-    return nullcontext() if default_device() == device else device

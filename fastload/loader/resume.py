@@ -20,7 +20,8 @@ from torch.utils.data import IterableDataset
 from fastload.datasets.wrappers import as_streams
 from fastload.distributed.sampler import ShardSampler, known_length
 from fastload.errors import ArgumentError
-from fastload.loader.position import Order, Progress, Revise, draw_seed, read_generator, write_generator
+from fastload.loader.order import Order, draw_seed, read_generator, write_generator
+from fastload.loader.position import Progress, Revise
 from fastload.loader.stream_epoch import Streams, check_streams
 from fastload.workers.dataset_state import load_dataset
 

@@ -15,7 +15,8 @@ from fastload.datasets.substitutes import substitutes
 from fastload.distributed.sampler import DistributedSampler, indexed_length
 from fastload.errors import ArgumentError
 from fastload.loader.left_out import LeftOut, Reading, Revised
-from fastload.loader.position import Order, Progress
+from fastload.loader.order import Order
+from fastload.loader.position import Progress
 from fastload.workers.on_error import REPLACEMENTS
 
 __all__ = ["NEEDS_INDEX", "Revision", "begin", "enter", "reading_of", "samples_per_step"]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from fastload.loader.position import Order
+from fastload.loader.order import Order
 from fastload.loader.stream_epoch import StreamEpoch
 
 __all__ = ["IndexSchedule", "Schedule", "StreamSchedule", "index_batches_ahead"]
