@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import os
 import re
@@ -43,6 +44,7 @@ def _name(requirement: str) -> str:
     return re.split(r"[<>=!;\[ ]", requirement)[0]
 
 
+@functools.cache
 def _imported() -> set[str]:
     """The modules that the package imports, wherever in a file, and the programs that it starts."""
     found = {"rclone"} if "rclone" in (PACKAGE / "demo" / "s3_server.py").read_text() else set()
