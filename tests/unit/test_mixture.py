@@ -362,7 +362,7 @@ def check_histories(seeds: range) -> None:
 
 
 def test_random_histories_give_the_samples_of_the_simulation() -> None:
-    check_histories(range(300))
+    check_histories(range(100))
 
 
 @pytest.mark.stress
