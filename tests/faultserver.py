@@ -145,8 +145,11 @@ class FaultServer:
         self.endpoint_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         self._loop.run_forever()
-        server.close()
+        # A connection that was just accepted needs an open server; asyncio drops its socket unclosed otherwise.
+        for listener in server.sockets:
+            self._loop.remove_reader(listener.fileno())
         self._loop.run_until_complete(self._end_connections())
+        server.close()
         self._loop.run_until_complete(asyncio.sleep(0))  # transports let go of their sockets
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
