@@ -145,7 +145,7 @@ class FaultServer:
         self.endpoint_url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         self._loop.run_forever()
-        # A connection that was just accepted needs an open server; asyncio drops its socket unclosed otherwise.
+        # A connection that was just accepted needs an open server: asyncio would leave its socket unclosed.
         for listener in server.sockets:
             self._loop.remove_reader(listener.fileno())
         self._loop.run_until_complete(self._end_connections())

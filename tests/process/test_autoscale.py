@@ -193,8 +193,7 @@ SCRIPTS = [[1, 2, 3, 4], [4, 3, 2, 1], [1, 4, 1, 4], [2, 1, 1, 3, 3, 1], [1]]
 
 
 @pytest.mark.parametrize("numbers", SCRIPTS, ids=str)
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(("persistent", "in_order"), [(False, True), (True, False), (True, True)])
 def test_exactly_once_while_growing_and_parking(
     numbers: list[int], persistent: bool, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

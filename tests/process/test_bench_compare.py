@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -176,6 +177,17 @@ def test_failed_installation_is_unavailable_with_its_reason(
     monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     monkeypatch.setattr(environment, "WORKPLACE", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    really = environment._run
+
+    def run(command: list[str], **options: str) -> None:
+        if command[1:3] != ["-m", "venv"]:
+            return really(command, **options)
+        python = Path(command[3], "bin", "python")  # this one, in place of one with a pip of its own
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+
+    monkeypatch.setattr(environment, "_run", run)
     (tmp_path / "one.py").write_text("# pip install no-such-package-at-all==1\n\n")
     with pytest.raises(Unavailable, match="could not be installed"):
         environment.python_of("one")

@@ -629,7 +629,7 @@ def test_a_version_that_can_be_no_condition(version: str) -> None:
     assert store._object("key", "x")["IfMatch"] == '"x"'  # type: ignore[attr-defined]
 
 
-def test_nothing_shows_a_secret(s3: S3Server) -> None:
+def test_nothing_shows_a_secret(s3: S3Server, gives_up: None) -> None:
     shown: list[str] = []
     for extra in CLIENTS:
         store = open_store(

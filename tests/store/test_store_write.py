@@ -151,8 +151,11 @@ def test_faults_that_are_errors(
 
 
 @clients
-def test_a_store_that_takes_nothing_is_soon_said(client: dict[str, Any], faults: FaultServer) -> None:
+def test_a_store_that_takes_nothing_is_soon_said(
+    client: dict[str, Any], faults: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the patience of a real store, which what was written before would be waited for with."""
+    monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
     faults.script("key", Fault(status=500), repeat=True)
     with pytest.raises(StoreError, match="key"):
         open_store("s3://bucket", **faults.options, **client).write("key", b"body")
