@@ -110,10 +110,6 @@ class StoreDataset(Dataset[Any]):
         assert self.cache is not None  # `cache_key` says so
         return self.cache.has(key)
 
-    def open_prefetcher(self) -> Prefetcher:
-        """The prefetcher of this process, opened on first use and after `close`."""
-        return self._prefetchers.get()
-
     def outstanding(self) -> int:
         """How many samples this process has read ahead, or is reading, that were not used yet."""
         prefetcher = self._prefetchers.peek()

@@ -405,7 +405,7 @@ def test_ranges_of_one_object_take_its_inflight_lock_once(
     body = random.Random(1).randbytes(8000)
     with FaultServer({"large": body}) as server:
         dataset = ObjectDataset("s3://bucket", storage_options=server.options, cache=tmp_path / "cache")
-        opened = dataset.open_prefetcher()
+        opened = dataset._prefetchers.get()
         if not guarded:
             opened._cached._reserving = contextlib.nullcontext()  # type: ignore[assignment]
         dataset.prefetch([0])
@@ -485,7 +485,7 @@ class Gated:
         self.dataset = ObjectDataset("memory://gated")
 
     def outstanding(self) -> Outstanding:
-        return self.dataset.open_prefetcher().outstanding()
+        return self.dataset._prefetchers.get().outstanding()
 
     def is_empty(self) -> bool:
         return self.outstanding() == NOTHING
