@@ -6,18 +6,23 @@ trainer was handed. docs/explanation/museum.md is the catalogue.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import StackDataset
-
 import fastload
 from tests.museum import orders, samples
-from tests.museum.training import BATCH, SAMPLES, Leg, Numbered, Plan, Stop, replaced
-
-SEED = 5
+from tests.museum.loaders import (
+    broken,
+    from_files,
+    in_batches_of,
+    in_order_of,
+    of_images,
+    of_mixture,
+    pair,
+    sampled,
+    two_views,
+)
+from tests.museum.training import Plan, Stop
 
 
 @dataclass(frozen=True)
@@ -44,92 +49,13 @@ class Exhibit:
     rank: int | None = 0
 
 
-def make_loader(leg: Leg, dataset: Any, batch_size: int = BATCH, **options: Any) -> Any:
-    """As all runs of the museum make theirs."""
-    if "batch_sampler" not in options:
-        options["batch_size"] = batch_size
-    options = {"seed": SEED, "sample_log": str(leg.log)} | options
-    return fastload.DataLoader(dataset, **options)
-
-
-@functools.cache
-def in_order_of(sampler: Any, **options: Any) -> Callable[[Leg], Any]:
-    """A loader of numbered samples with this sampler."""
-
-    def loader(leg: Leg) -> Any:
-        own = sampler(leg.rank, leg.ranks)
-        return make_loader(leg, Numbered(), sampler=own, **options)
-
-    return loader
-
-
-@functools.cache
-def in_batches_of(sampler: Any, length: int = SAMPLES) -> Callable[[Leg], Any]:
-    """A loader of numbered samples with this batch sampler."""
-
-    def loader(leg: Leg) -> Any:
-        own = sampler(leg.rank, leg.ranks, length)
-        return make_loader(leg, Numbered(length), batch_sampler=own)
-
-    return loader
-
-
-@functools.cache
-def from_files(write: Any, dataset: Any, **options: Any) -> Callable[[Leg], Any]:
-    """A loader of a dataset over files, in a random order."""
-
-    def loader(leg: Leg) -> Any:
-        own = orders.Epochs(leg.rank, leg.ranks)
-        return make_loader(leg, dataset(write(leg.data)), sampler=own, **options)
-
-    return loader
-
-
-def of_mixture(sampler: Any, later: dict[str, float] | None = None) -> Callable[[Leg], Any]:
-    """A loader of a mixture, which a resumed run makes with other weights, if there are any."""
-
-    def loader(leg: Leg) -> Any:
-        own = samples.mixture(later if leg.number else None)
-        return make_loader(leg, own, sampler=sampler(own, leg.ranks, leg.rank, seed=1))
-
-    return loader
-
-
 def _set_weights(loader: Any, epoch: int, step: int) -> None:
     if (epoch, step) == (0, 1):
         loader.dataset.weights = {"web": 0.9, "own": 0.1}
 
 
-def _two_views(leg: Leg) -> Any:
-    one = samples.images(samples.write_images(leg.data))
-    return make_loader(leg, StackDataset(one, one), sampler=orders.Epochs(leg.rank, leg.ranks))
-
-
-def _broken(dataset: Any, on_error: str) -> Callable[[Leg], Any]:
-    def loader(leg: Leg) -> Any:
-        return make_loader(leg, dataset(), sampler=orders.Epochs(leg.rank, leg.ranks), on_error=on_error)
-
-    return loader
-
-
 def _tell_epoch(loader: Any, epoch: int) -> None:
     loader.sampler.set_epoch(epoch)
-
-
-def _of_images(**options: Any) -> Callable[[Leg], Any]:
-    return from_files(samples.write_images, samples.images, **options)
-
-
-def sampled(sampler: Any, healthy: Any = orders.Epochs, **options: Any) -> dict[str, Plan]:
-    """The two runs of a fault in a sampler."""
-    batch = {name: options.pop(name) for name in ("batch_size", "drop_last") if name in options}
-    plan = Plan(in_order_of(healthy, **batch), **options)
-    return {"healthy": plan, "faulty": replaced(plan, loader=in_order_of(sampler, **batch))}
-
-
-def pair(healthy: Plan, **changes: Any) -> dict[str, Plan]:
-    """A healthy run, and the one with these changes."""
-    return {"healthy": healthy, "faulty": replaced(healthy, **changes)}
 
 
 MID = (Stop(0, 3),)
@@ -346,8 +272,8 @@ EXHIBITS = [
         "The dataset drew another index at random in place of one that it could not read.",
         'a dataset that does so, beside one with on_error="replace"',
         **pair(
-            Plan(_broken(samples.Broken, "replace"), epochs=1),
-            loader=_broken(samples.AnotherInstead, "raise"),
+            Plan(broken(samples.Broken, "replace"), epochs=1),
+            loader=broken(samples.AnotherInstead, "raise"),
         ),
         first=(0, 4),
     ),
@@ -402,7 +328,7 @@ EXHIBITS = [
         ("starVLA/starVLA#470", "Lightning-AI/pytorch-lightning#20412", "xingyizhou/CenterNet#233"),
         "Workers that live on did not hear of a new epoch, and drew the same random numbers again.",
         "a persistent worker that is told the first epoch only",
-        **pair(Plan(_of_images()), loader=_of_images(**FORK), setting=samples.first_epoch_for_ever),
+        **pair(Plan(of_images()), loader=of_images(**FORK), setting=samples.first_epoch_for_ever),
         first=(1, 0),
     ),
     Exhibit(
@@ -410,7 +336,7 @@ EXHIBITS = [
         ("fangchangma/sparse-to-dense.pytorch#19",),
         "Workers were seeded by their number alone, so a resumed run drew the first random numbers again.",
         "random numbers of epoch 0 after a resume in epoch 1",
-        **pair(Plan(_of_images(), stops=SECOND), setting=samples.seeds_from_the_start),
+        **pair(Plan(of_images(), stops=SECOND), setting=samples.seeds_from_the_start),
         first=(1, 2),
     ),
     Exhibit(
@@ -418,7 +344,7 @@ EXHIBITS = [
         ("kvablack/dlimp#5",),
         "Each augmentation of a list got the same seed, so that all of them were correlated.",
         "a StackDataset of two crops of an image, the second with the random numbers of the first",
-        **pair(Plan(_two_views, epochs=1), setting=samples.one_seed_for_both_views),
+        **pair(Plan(two_views, epochs=1), setting=samples.one_seed_for_both_views),
         first=(0, 0),
     ),
 ]

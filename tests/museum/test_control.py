@@ -20,7 +20,7 @@ import torch
 import fastload
 from fastload import Cache, DistributedSampler
 from tests.museum import samples
-from tests.museum.exhibits import make_loader
+from tests.museum.loaders import make_loader
 from tests.museum.training import Leg, Numbered, Plan, Run, Stop, first_difference, replaced, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -15,7 +15,8 @@ import torch
 
 import fastload
 from tests.museum import page, samples
-from tests.museum.exhibits import EXHIBITS, Exhibit, make_loader
+from tests.museum.exhibits import EXHIBITS, Exhibit
+from tests.museum.loaders import make_loader
 from tests.museum.orders import Epochs
 from tests.museum.training import Numbered, Plan, Run, first_difference, train
 
