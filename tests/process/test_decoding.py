@@ -92,8 +92,7 @@ def _alike(images: torch.Tensor, others: torch.Tensor, least: float = 33) -> boo
 
 
 @every_decoder
-@every_workers
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize(("device", "num_workers"), [("cpu", 0), (None, 2)])
 def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str | None) -> None:
     """Two epochs, shuffled: the images of the CPU path, in its order, with its crops, flips and labels."""
     dataset = folder()
@@ -131,7 +130,10 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
 @pytest.mark.parametrize("mode", ["auto", "raw", "shrunk"])
 def test_through_the_cache(folder: Any, tmp_path: Path, decode: str, mode: str) -> None:
     dataset = folder(CenterCrop(48, resize=55), cache=Cache(tmp_path / "cache", mode, short_side=60))
-    ours, theirs = (DataLoader(dataset, 8, num_workers=2, decode=each) for each in (decode, "cpu"))
+    ours, theirs = (
+        DataLoader(dataset, 8, num_workers=2, decode=each, persistent_workers=True)
+        for each in (decode, "cpu")
+    )
     for _ in range(2):
         assert _alike(_epoch(ours)[0], _epoch(theirs)[0])
     assert ours.stats()["counters"]["cache.hits"] >= COUNT
@@ -180,8 +182,7 @@ def spoilt(photos: Path) -> Path:
 
 
 @every_decoder
-@every_workers
-@pytest.mark.parametrize("on_error", ["skip", "replace"])
+@pytest.mark.parametrize(("on_error", "num_workers"), [("skip", 2), ("replace", 0), ("replace", 2)])
 def test_bad_images_are_replaced(
     folder: Any, spoilt: Path, decode: str, num_workers: int, on_error: str
 ) -> None:

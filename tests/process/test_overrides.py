@@ -183,8 +183,11 @@ def test_getitems_with_a_seed_is_asked_for_one_sample_at_a_time(photos: Path, op
     assert runs[0] == runs[1] and runs[0][2] == [1] * COUNT and len(set(runs[0][1])) == COUNT
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("index", [False, True], ids=["streams", "indexed"])
+@pytest.mark.parametrize(
+    ("index", "workers"),
+    [(False, 0), (False, 2), (True, 2)],
+    ids=["streams-0", "streams-2", "indexed-2"],
+)
 @pytest.mark.parametrize("transform", [RandomResizedCrop(16), None], ids=["fused", "plain"])
 @pytest.mark.parametrize("kind", list(SHARDS))
 def test_a_subclass_of_shards_is_obeyed(
