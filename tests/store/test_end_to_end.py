@@ -238,7 +238,7 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.stress)])
 def test_killed_at_random_moments_of_epoch_one(bucket: Bucket, tmp_path: Path, rounds: int) -> None:
     """kill -9 of the trainer: good entries are kept, no bad sample is served, nothing is left behind."""
     cache = tmp_path / "cache"

@@ -156,6 +156,7 @@ def test_a_store_that_takes_nothing_is_soon_said(
 ) -> None:
     """With the patience of a real store, which what was written before would be waited for with."""
     monkeypatch.setattr(native, "_FIRST_WRITE", timedelta(seconds=1))
+    monkeypatch.setattr(retry, "CONTACT_SECONDS", 2)
     faults.script("key", Fault(status=500), repeat=True)
     with pytest.raises(StoreError, match="key"):
         open_store("s3://bucket", **faults.options, **client).write("key", b"body")
