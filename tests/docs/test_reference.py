@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
@@ -146,11 +147,19 @@ def template(node: ast.expr) -> str:
     return "\0"
 
 
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    """What the package's files say."""
+    return {
+        path: ast.parse(path.read_text()) for path in sorted(Path(fastload.__file__).parent.rglob("*.py"))
+    }
+
+
 def messages() -> Iterator[tuple[str, str]]:
     """(place, message) of every error and warning that the code makes."""
     package = Path(fastload.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in modules().items():
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -177,9 +186,8 @@ def test_every_message_is_on_the_page_of_errors() -> None:
 
 
 def test_every_message_of_the_page_is_in_the_code() -> None:
-    package = Path(fastload.__file__).parent
-    trees = (ast.walk(ast.parse(path.read_text())) for path in package.rglob("*.py"))
-    text = "\n".join(words(template(node)) for tree in trees for node in tree if isinstance(node, ast.expr))
+    nodes = (node for tree in modules().values() for node in ast.walk(tree))
+    text = "\n".join(words(template(node)) for node in nodes if isinstance(node, ast.expr))
     gone = []
     for first in re.findall(r"^\| (`.*?) \| ", (REFERENCE / "errors.md").read_text(), re.M):
         for message in re.findall(r"`([^`]+)`", first):
@@ -241,8 +249,8 @@ def test_every_command_and_option_is_on_the_page(commands: Any) -> None:
 def bumped() -> set[str]:
     """The counters that the code adds to."""
     found = {"idle.seconds", "slot.seconds"}  # by an f-string
-    for path in Path(fastload.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in modules().values():
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not node.args or not isinstance(node.func, ast.Attribute):
                 continue
             name = node.args[0].value if isinstance(node.args[0], ast.Constant) else None

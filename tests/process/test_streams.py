@@ -32,7 +32,7 @@ pytestmark = [
 
 LENGTHS = [5, 9, 0, 2, 7, 1]
 ALL = {(shard, ordinal) for shard, length in enumerate(LENGTHS) for ordinal in range(length)}
-WORKERS = [0, 1, 3]
+WORKERS = [0, 3]
 Sample = tuple[int, int]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -72,9 +73,14 @@ def _module(path: Path) -> str:
 MODULES = {_module(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
     """The modules that a file imports, wherever in it the import stands; public names by their home."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -155,8 +161,7 @@ def test_environment_is_read_in_few_places() -> None:
         str(path.relative_to(PACKAGE))
         for path in MODULES.values()
         if any(
-            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-            for node in ast.walk(ast.parse(path.read_text()))
+            isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in _nodes(path)
         )
     }
     allowed = {"distributed/launcher.py", "store/options.py"}
