@@ -235,13 +235,13 @@ def test_share_of_a_lost_node_is_named_and_resumed(
     thread.start()
     code, document = run(*arguments)
     thread.join(PATIENCE)
-    assert code == 1
+    assert code == 1, document
     gone = {node["address"]: node for node in document["nodes"] if node["lost"]}
     assert list(gone) == [OTHER] and gone[OTHER]["left"] > 0
     assert document["left"] == gone[OTHER]["left"]
 
     nodes.add_node(node_ip_address=OTHER, num_cpus=1, object_store_memory=80 << 20)
     code, document = run(*arguments)
-    assert code == 0
+    assert code == 0, document
     assert (document["left"], document["objects"]) == (0, IMAGES)
     assert document["stored"] < IMAGES, "what was stored is not read again"
