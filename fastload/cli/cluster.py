@@ -9,6 +9,7 @@ retries are off: they are silent, and a process that dies of one slice would tak
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import warnings
@@ -38,6 +39,9 @@ RayOption = Annotated[
 TRIES = 4  # of a slice, before the run ends
 WAIT_SECONDS = 30.0  # for CPUs, before a warning
 _CONNECT_SECONDS = 10.0
+# Ray reads these when it is imported, and when it connects. It would try for 12 minutes where something else
+# than Ray listens; one try takes half a minute.
+_ONE_TRY = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_gcs_server_port_wait_time_s": "1"}
 _ANSWER_SECONDS = 120.0  # until every node has started a process and imported fastload
 _POLL_SECONDS = 0.5
 _CANCEL_SECONDS = 10.0
@@ -108,6 +112,9 @@ class Cluster:
 
     def __init__(self, address: str) -> None:
         self.address, self.redone = address, 0
+        if address != "local":
+            for name, value in _ONE_TRY.items():
+                os.environ.setdefault(name, value)
         try:
             import ray
         except ImportError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -245,6 +246,24 @@ def test_other_version_is_refused(
 def test_address_without_a_cluster_is_refused_at_once(address: str, says: str, tmp_path: Path) -> None:
     code, document = run("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", address)
     assert code == 2 and says in document["error"]["message"]
+
+
+@pytest.mark.stress
+def test_server_that_is_not_ray_is_refused_in_two_minutes(tmp_path: Path) -> None:
+    """In a process of its own, for Ray reads how often it tries when it is imported."""
+    with socket.create_server(("", 0)) as server:
+        command = [
+            sys.executable,
+            "-m",
+            "fastload.cli",
+            "warm",
+            str(tmp_path),
+            "--cache",
+            str(tmp_path / "ssd"),
+        ]
+        command += ["--ray", f"127.0.0.1:{server.getsockname()[1]}"]
+        done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 2 and "no Ray cluster let this process in" in done.stderr, done.stderr
 
 
 def losses(out: Path) -> list[float]:
