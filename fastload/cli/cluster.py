@@ -9,9 +9,13 @@ retries are off: they are silent, and a process that dies of one slice would tak
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Self
 
 import typer
@@ -33,7 +37,11 @@ RayOption = Annotated[
     ),
 ]
 TRIES = 4  # of a slice, before the run ends
+WAIT_SECONDS = 30.0  # for CPUs, before a warning
 _CONNECT_SECONDS = 10.0
+# Ray reads these when it is imported, and when it connects. It would try for 12 minutes where something else
+# than Ray listens; one try takes half a minute.
+_ONE_TRY = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_gcs_server_port_wait_time_s": "1"}
 _ANSWER_SECONDS = 120.0  # until every node has started a process and imported fastload
 _POLL_SECONDS = 0.5
 _CANCEL_SECONDS = 10.0
@@ -71,6 +79,23 @@ class Lost(NamedTuple):
     reason: str
 
 
+@dataclass
+class _Flight:
+    """A task that Ray has.
+
+    Args:
+        since: when it was given to Ray.
+        tried: how many times.
+        runs: it has its CPUs.
+    """
+
+    task: Task
+    lane: Iterator[Task]
+    since: float
+    tried: int = 1
+    runs: bool = False
+
+
 class Cluster:
     """A connection to a Ray cluster whose nodes have this fastload.
 
@@ -87,6 +112,9 @@ class Cluster:
 
     def __init__(self, address: str) -> None:
         self.address, self.redone = address, 0
+        if address != "local":
+            for name, value in _ONE_TRY.items():
+                os.environ.setdefault(name, value)
         try:
             import ray
         except ImportError as error:
@@ -120,51 +148,63 @@ class Cluster:
         """A reference to a value that many tasks take: it is sent to each node once."""
         return self._ray.put(value)
 
-    def run(self, lanes: Iterable[Iterator[Task]]) -> Iterator[tuple[Task, Any]]:
+    def run(self, lanes: Iterable[Iterator[Task]], within: float | None = None) -> Iterator[tuple[Task, Any]]:
         """(task, outcome) as tasks end; `Lost` if the task's node is gone.
+
+        Tasks wait without a deadline for CPUs that other work holds; a warning says so.
 
         Args:
             lanes: each has one task in flight. The same iterator may stand in several of them.
+            within: all must have ended after so many seconds.
 
         Raises:
             FastloadError: what the task raised.
-            WorkerError: a slice lost its process again and again.
+            WorkerError: a slice lost its process again and again, or not all have ended in time.
         """
-        running: dict[Any, tuple[Task, Iterator[Task], int]] = {}
+        flights: dict[Any, _Flight] = {}
+        start, warned = time.monotonic(), False
         try:
             for lane in lanes:
-                self._start(next(lane, None), lane, 1, running)
-            while running:
-                ended, _ = self._ray.wait(list(running), timeout=_POLL_SECONDS)
-                for reference in ended:
-                    task, lane, tried = running.pop(reference)
-                    outcome = self._outcome(reference, task, tried)
-                    if outcome is None:
-                        self.redone += 1
-                        self._start(task, lane, tried + 1, running)
+                self._start_next(lane, flights)
+            while flights:
+                ready, _ = self._ray.wait(list(flights), timeout=_POLL_SECONDS)
+                for stream in ready:
+                    if (outcome := self._look(stream, flights)) is None:
                         continue
-                    yield task, outcome[0]
-                    self._start(next(lane, None), lane, 1, running)
+                    flight = flights.pop(stream)
+                    yield flight.task, outcome[0]
+                    self._start_next(flight.lane, flights)
+                if within is not None and time.monotonic() - start > within:
+                    silent = ", ".join(flight.task.name for flight in flights.values())
+                    raise WorkerError(
+                        f"{silent}: no answer in {within:.0f} s: see `ray status`, and run the command again"
+                    )
+                warned = warned or _warn_of_waiting(flights)
         finally:
-            self._cancel(list(running))
+            self._cancel(list(flights))
 
-    def _start(self, task: Task | None, lane: Iterator[Task], tried: int, running: dict[Any, Any]) -> None:
-        if task is None:
-            return
-        options: dict[str, Any] = {"num_cpus": task.cpus, "max_retries": 0}
+    def _start_next(self, lane: Iterator[Task], flights: dict[Any, _Flight]) -> None:
+        if (task := next(lane, None)) is not None:
+            self._start(_Flight(task, lane, time.monotonic()), flights)
+
+    def _start(self, flight: _Flight, flights: dict[Any, _Flight]) -> None:
+        task = flight.task
+        options: dict[str, Any] = {"num_cpus": task.cpus, "max_retries": 0, "name": task.run.__name__}
         if task.node is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(task.node.id, soft=False)
-        remote = self._ray.remote(**options)(task.run)
-        running[remote.remote(*task.arguments)] = task, lane, tried
+        remote = self._ray.remote(num_returns="streaming", **options)(_run_aloud)
+        flights[remote.remote(task.run, *task.arguments)] = flight
 
-    def _outcome(self, reference: Any, task: Task, tried: int) -> tuple[Any] | None:
-        """(outcome,); None: the task's process was lost, and the task has to be done again."""
+    def _look(self, stream: Any, flights: dict[Any, _Flight]) -> tuple[Any] | None:
+        """(outcome,) if the task has ended; None: it has begun, or begins again."""
         from ray.exceptions import NodeDiedError, RayError, RayTaskError, TaskUnschedulableError
 
+        flight = flights[stream]
+        task = flight.task
         try:
-            return (self._ray.get(reference),)
+            found = self._ray.get(next(stream))
         except RayTaskError as error:
             if isinstance(error.cause, FastloadError):
                 raise error.cause from None
@@ -178,19 +218,31 @@ class Cluster:
             reason = _line(error)
             if task.node is not None and isinstance(error, NodeDiedError | TaskUnschedulableError):
                 return (Lost(reason),)
-            if tried == TRIES:
+            if flight.tried == TRIES:
                 raise WorkerError(
                     f"{task.name}: its process died {TRIES} times, at last by {type(error).__name__} "
                     f"({reason}): see Ray's logs of the node, then run the same command to resume"
                 ) from error
-        return None
+            self.redone += 1
+            again = flights.pop(stream)
+            self._start(_Flight(task, again.lane, time.monotonic(), again.tried + 1), flights)
+            return None
+        if not flight.runs:
+            flight.runs = True
+            return None
+        return (found,)
 
-    def _cancel(self, references: list[Any]) -> None:
+    def _cancel(self, streams: list[Any]) -> None:
         """End the tasks in flight by KeyboardInterrupt, so that they write what they have read."""
-        for reference in references:
-            self._ray.cancel(reference, force=False)
-        if references:
-            self._ray.wait(references, num_returns=len(references), timeout=_CANCEL_SECONDS)
+        for stream in streams:
+            self._ray.cancel(stream, force=False)
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        while streams and time.monotonic() < deadline:
+            ended, streams = self._ray.wait(streams, timeout=_POLL_SECONDS)
+            for stream in ended:
+                with suppress(Exception):  # that it was cancelled, or whatever else ended it
+                    self._ray.get(next(stream))
+                    streams.append(stream)  # it had only begun
 
     def _connect(self, address: str) -> None:
         host, colon, port = address.rpartition(":")
@@ -224,35 +276,22 @@ class Cluster:
             ) from error
 
     def _check_nodes(self) -> None:
-        """Every node answers, and has this version of fastload."""
+        """Every node answers, and has this version of fastload.
+
+        A node that is dead is no node of this run: Ray lists one that was killed for some ten seconds more,
+        beside the one that has taken its place and address.
+        """
+        lanes = [iter([Task(_version, (), f"node {node.address}", 0, node)]) for node in self.nodes]
+        for task, found in self.run(lanes, within=_ANSWER_SECONDS):
+            if isinstance(found, Lost):
+                self.nodes = [node for node in self.nodes if node != task.node]
+            elif found != fastload.__version__:
+                raise ArgumentError(
+                    f"{task.name} has fastload {found}, and this is {fastload.__version__}: install the same "
+                    "version on all nodes"
+                )
         if not self.nodes:
             raise ArgumentError(f"--ray {self.address!r}: no node of the cluster has a CPU for tasks")
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        running: dict[Any, Any] = {}
-        for node in self.nodes:
-            task = Task(_version, (), f"node {node.address}", 0, node)
-            self._start(task, iter(()), TRIES, running)
-        while running:
-            ended, _ = self._ray.wait(list(running), timeout=_POLL_SECONDS)
-            for reference in ended:
-                task = running.pop(reference)[0]
-                self._check_version(task, self._outcome(reference, task, TRIES))
-            if time.monotonic() > deadline:
-                silent = ", ".join(task.name for task, _, _ in running.values())
-                raise WorkerError(
-                    f"{silent}: no answer in {_ANSWER_SECONDS:.0f} s: see `ray status`, and run the command "
-                    "again"
-                )
-
-    def _check_version(self, task: Task, outcome: Any) -> None:
-        (found,) = outcome
-        if isinstance(found, Lost):
-            raise WorkerError(f"{task.name} is gone ({found.reason}): run the command again")
-        if found != fastload.__version__:
-            raise ArgumentError(
-                f"{task.name} has fastload {found}, and this is {fastload.__version__}: install the same "
-                "version on all nodes"
-            )
 
 
 def _line(error: Exception) -> str:
@@ -261,3 +300,23 @@ def _line(error: Exception) -> str:
 
 def _version() -> str:
     return fastload.__version__
+
+
+def _run_aloud(run: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+    """What Ray runs: it says that it has begun, then gives the outcome."""
+    yield None
+    yield run(*arguments)
+
+
+def _warn_of_waiting(flights: dict[Any, _Flight]) -> bool:
+    """Whether tasks have waited for long."""
+    now = time.monotonic()
+    waiting = [flight for flight in flights.values() if not flight.runs and now - flight.since > WAIT_SECONDS]
+    if waiting:
+        warnings.warn(
+            f"{len(waiting)} of {len(flights)} slices have waited for {WAIT_SECONDS:.0f} s for CPUs that "
+            f"other work of the cluster holds; the first is {waiting[0].task.name}. They begin when CPUs are "
+            "free: `ray status` shows the use, and Ctrl-C ends this command",
+            stacklevel=2,
+        )
+    return bool(waiting)

@@ -350,6 +350,9 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
             soft_wrap=True,
         )
     left = "the other" if document["left"] is None else f"{document['left']:,}"
+    if "nodes" in document and document["interrupted"] and document["left"] is not None:
+        left = f"at most {left}"
+        console.print("these numbers are without the slices that were ended; what they stored is kept")
     if document["full"]:
         console.print(f"the cache is full: training will read {left} objects from the store")
     if document["interrupted"]:
