@@ -135,8 +135,7 @@ def process_share(store: Store, settings: ReadSettings | None = None) -> tuple[C
     settings = settings or defaults.SETTINGS
     worker = get_worker_info()
     processes = local_ranks() * (1 if worker is None else worker.num_workers)
-    most = settings.process_bytes
-    size = max(most // 8, min(most, settings.node_bytes // processes))
+    size = min(settings.process_bytes, settings.node_bytes // processes)
     pinned = store.reading.max_requests
     if pinned is not None:
         return ConcurrencyLimiter(max(1, pinned // processes), pinned=True), size

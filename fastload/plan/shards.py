@@ -114,8 +114,7 @@ def probe_shards(
 def _read_ahead(workers: int) -> tuple[ReadAhead, int]:
     """How a training with the default `cycle_length` reads: the pieces, and all requests in flight."""
     readers = max(1, _CYCLE // workers)
-    most = SETTINGS.process_bytes
-    ahead = ReadAhead.of(max(most // 8, min(most, SETTINGS.node_bytes // workers)), readers)
+    ahead = ReadAhead.of(min(SETTINGS.process_bytes, SETTINGS.node_bytes // workers), readers)
     return ahead, min(SETTINGS.node_requests, workers * readers * ahead.pieces)
 
 
