@@ -87,7 +87,7 @@ def plan(
         from fastload.plan.prices import find_prices
         from fastload.plan.probe import probe_disk, probe_store
 
-        found = find_prices(url, prices)
+        found = find_prices(url, options, prices)
 
         capacity = parse_size(cache_size)
         disk = None if cache_dir is None else probe_disk(cache_dir)

@@ -103,11 +103,12 @@ def warm(
     with answering(as_json) as output:
         from fastload.plan.prices import describe_prices, find_prices
 
-        wanted, found = _parse_shard(shard), find_prices(url, prices)
+        wanted, options = _parse_shard(shard), storage_options(storage_option, endpoint_url, anon)
+        found = find_prices(url, options, prices)
         target = Target(
             url,
             *(str(cache), mode, size_limit, short_side, quality),
-            *(objects, fields, features, storage_options(storage_option, endpoint_url, anon)),
+            *(objects, fields, features, options),
         )
         if ray is None:
             start = time.perf_counter()

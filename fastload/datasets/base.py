@@ -26,6 +26,7 @@ from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
 from fastload.metrics.counters import Counters
+from fastload.store.allowance import Allowance
 from fastload.store.process import ProcessLocal
 
 __all__ = ["SOME", "StoreDataset", "check_function", "check_on_change"]
@@ -82,6 +83,11 @@ class StoreDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         record = self._record(index)
         return self._finish(record, self._get(record))
+
+    @property
+    def allowance(self) -> Allowance | None:
+        """What was asked of the store, by all processes of this trainer; None: it is a directory."""
+        return None
 
     def key(self, index: int) -> str:
         """The object key of a sample, relative to `url`; of a record in a shard with its offset there."""

@@ -29,6 +29,7 @@ from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
 from fastload.store import open_store
+from fastload.store.allowance import Allowance
 from fastload.store.base import Store
 from fastload.store.keyed_listing import Keys, as_keys
 from fastload.store.manifest import Manifest
@@ -121,6 +122,10 @@ class ObjectDataset(StoreDataset):
                     f"this one takes their files: make a new dataset with transform={value!r}"
                 )
         super().__setattr__(name, value)
+
+    @property
+    def allowance(self) -> Allowance | None:
+        return self._store.allowance
 
     def __len__(self) -> int:
         return len(self._manifest)

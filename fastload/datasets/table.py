@@ -37,6 +37,7 @@ from fastload.fetch.source import ObjectSource
 from fastload.images.crop import is_fused
 from fastload.images.rng import mix_all
 from fastload.store import limited_together, open_store
+from fastload.store.allowance import Allowance
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
 
@@ -132,6 +133,7 @@ class TableDataset(FieldsDataset):
             )
         self.transform = transform
         options = limited_together(storage_options)
+        self._allowance: Allowance = options["max_gets"]
         self._read(table, options, None if kept_in is None else kept_in.manifests, refresh)
         kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
         self.cache = kept_in if kept else None
@@ -166,8 +168,13 @@ class TableDataset(FieldsDataset):
             self._manifest = Manifest.open(self._store, directory=directory, refresh=refresh, keys=Keys(keys))
 
     def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on what the maker remembers: see `datasets.fingerprint`."""
-        return {name: value for name, value in self.__getstate__().items() if name != "_maker"}
+        """No sample depends on what the maker remembers, or on requests: see `datasets.fingerprint`."""
+        passing = ("_maker", "_allowance")
+        return {name: value for name, value in self.__getstate__().items() if name not in passing}
+
+    @property
+    def allowance(self) -> Allowance | None:
+        return self._allowance
 
     def __len__(self) -> int:
         return self._count

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastload.datasets.inner import fastload_datasets
 from fastload.loader.digest import Digest, find_part
 from fastload.loader.history import History
 from fastload.loader.left_out import LeftOut
@@ -13,6 +14,7 @@ from fastload.loader.log_writer import LogWriter
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
+from fastload.store.allowance import Allowance, Asked
 from fastload.workers.autoscale import Autoscaler
 from fastload.workers.memory_limit import MemoryUse
 
@@ -39,6 +41,7 @@ class LoaderContext:
         left_out: samples and steps.
         digest: of all that was handed out.
         log: of each sample that was handed out, with `sample_log=`.
+        allowances: what was asked of the stores of the datasets, and may be.
         autoscaler: with num_workers="auto".
         decoding: where the device decodes images.
     """
@@ -53,6 +56,7 @@ class LoaderContext:
     decoding: Decoding | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
     log: LogWriter | None = None
+    allowances: list[Allowance] = field(default_factory=list)
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +64,7 @@ class LoaderContext:
 
     def start_epoch(self, loader: Any) -> None:
         """An iteration of the loader begins."""
+        self.find_allowances(loader.dataset)
         rank, world_size = find_part(loader)
         self.digest.rank, self.digest.world_size = rank, world_size
         if self.log is not None:
@@ -70,6 +75,34 @@ class LoaderContext:
         if self.log is not None:
             self.log.add(self.digest.steps, epoch, step, witness)
         self.digest.add(epoch, step, witness)
+        self.count_requests()
+
+    def find_allowances(self, dataset: Any) -> None:
+        """Those of the datasets that `dataset` holds."""
+        found = [getattr(one, "allowance", None) for one in fastload_datasets(dataset)]
+        self.allowances = list(dict.fromkeys(one for one in found if isinstance(one, Allowance)))
+
+    def count_requests(self) -> None:
+        """Put into the counters what all processes asked of the stores."""
+        asked = Asked(*map(sum, zip(*(one.asked() for one in self.allowances), strict=True)))
+        if any(asked):
+            self.counters.put("store.gets", asked.gets)
+            self.counters.put("store.heads", asked.heads)
+            self.counters.put("store.lists", asked.lists)
+            self.counters.put("store.egress_bytes", asked.egress)
+
+    def limits(self) -> list[dict[str, int | None]]:
+        """Of each dataset with limits: the limits, and what was used of them."""
+        limited = [one for one in self.allowances if any(one.limits)]
+        return [
+            {
+                "max_gets": one.limits.gets,
+                "gets": one.used().gets,
+                "max_egress": one.limits.egress,
+                "egress": one.used().egress,
+            }
+            for one in limited
+        ]
 
     def flush_log(self) -> None:
         """Write the sample log up to here."""

@@ -328,9 +328,12 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "bad": (key, error) of the last bad samples.
             "autoscale": the choice of num_workers="auto", with the reason; else "".
             "memory": with `memory_limit=`, bytes: "limit", and of workers "used" and "peak"; else empty.
+            "limits": of each dataset with limits: "max_gets", "gets", "max_egress" and "egress".
             "decode": the decoder ("decoder"), and for decode="auto" the reason.
         """
         context = self.loader_context
+        context.find_allowances(self.dataset)
+        context.count_requests()
         epoch, gauges = context.meter.counters(), context.meter.gauges()
         return {
             "rank": find_rank()[0],
@@ -342,6 +345,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "verdict": explain_bottleneck(epoch, gauges),
             "bad": list(context.bad.copy()),
             "memory": context.memory.stats(),
+            "limits": context.limits(),
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),
         }
 

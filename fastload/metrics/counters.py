@@ -46,6 +46,11 @@ class Counters:
         with self._lock:
             self._values[name] = self._values.get(name, 0) + value
 
+    def put(self, name: str, value: float) -> None:
+        """Set counter `name`, whose sum is kept elsewhere."""
+        with self._lock:
+            self._values[name] = value
+
     def timed(self, stage: str) -> AbstractContextManager[None]:
         """Add the seconds of the block to `<stage>.seconds`, without those spent in reading.
 

@@ -1,11 +1,9 @@
 """Prices of requests and egress, and the bill of what was asked for.
 
-The table has only rows that the provider's own page confirms. Looked for on 2026-11-22, and left out:
+A row of the table names what was read, and when. Looked for on 2026-11-22 and 2026-11-23, and left out:
 
-* Amazon S3: aws.amazon.com/s3/pricing loads its prices by script, and was not readable. Articles quote it;
-  `docs/how-to/cost.md` has a file with these figures.
-* Azure Blob Storage: azure.microsoft.com/pricing/details/storage/blobs does the same; Microsoft's
-  documentation has "sample prices" only.
+* Azure Blob Storage: azure.microsoft.com/pricing/details/storage/blobs loads its prices by script, and
+  Microsoft's documentation has "sample prices" only.
 * Huawei OBS: support.huaweicloud.com/intl/en-us/price-obs has examples "for reference only", and prices by
   region in its calculator.
 
@@ -15,10 +13,12 @@ Rejected: asking the providers' price interfaces, which need an account and a ne
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
+from fastload.store import open_store
 
 __all__ = ["Prices", "describe_prices", "find_prices"]
 
@@ -31,8 +31,7 @@ class Prices(NamedTuple):
     Args:
         currency: its code, such as "USD".
         get, list: of 1,000 requests. HEADs cost as much as GETs, and PUTs as much as LISTs.
-        egress: of a GB that leaves the store, which is 10^9 bytes here. A provider that means 2^30 bills 7 %
-            less.
+        egress: of a GB that leaves the store, which is 10^9 bytes here.
         source: where the prices are from, and the day.
     """
 
@@ -51,18 +50,28 @@ _TABLE = {
     # Standard storage in a region; class A operations are lists and writes, class B are reads. Egress: to the
     # internet, the first tier.
     "gs": Prices("USD", 0.0004, 0.005, 0.12, "cloud.google.com/storage/pricing-examples, read on 2026-11-22"),
+    # S3 Standard; to the internet, the first tier. aws.amazon.com/s3/pricing loads its prices by script, so
+    # this is a copy: the constants of infra_model.py, a public cost model that names the file and the day.
+    "s3": Prices(
+        "USD", 0.0004, 0.005, 0.09, "AWS's price list of us-east-1 on 2026-09-29, as a public model copies it"
+    ),
 }
-_TABLE["gcs"] = _TABLE["gs"]
+_TABLE["gcs"], _TABLE["s3a"] = _TABLE["gs"], _TABLE["s3"]
 
 
-def find_prices(url: str, file: Path | None) -> Prices | None:
+def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Prices | None:
     """The prices in a TOML file, else those of the store of `url`; None: they are not known.
+
+    Args:
+        url, options: as for `open_store`. An s3:// URL with an endpoint is not Amazon's.
+        file: with own prices; None: the table counts.
 
     Raises:
         ArgumentError: the file cannot be read, or lacks something.
     """
     if file is None:
-        return _TABLE.get(url.partition("://")[0].lower())
+        prices = _TABLE.get(url.partition("://")[0].lower())
+        return prices if prices and not _has_endpoint(url, options) else None
     try:
         found: dict[str, Any] = tomllib.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -78,6 +87,11 @@ def find_prices(url: str, file: Path | None) -> Prices | None:
         raise ArgumentError(f"--prices {str(file)!r}: currency must be a code, such as 'USD'")
     get, listing, egress = (float(found[name]) for name in _NUMBERS)
     return Prices(found["currency"], get, listing, egress, str(found.get("source", file)))
+
+
+def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
+    """Whether an option or the environment names the server."""
+    return "endpoint_url" in open_store(url, **options).public_options()[0]
 
 
 def describe_prices(prices: Prices | None, gets: float, egress_bytes: float) -> dict[str, Any]:

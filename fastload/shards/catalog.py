@@ -93,7 +93,11 @@ class ShardList:
 
     def __fingerprint__(self) -> dict[str, Any]:
         """The shards, whether they were listed again or not: see `datasets.fingerprint`."""
-        return {name: value for name, value in vars(self).items() if name not in ("_refresh", "_row_numbers")}
+        found = {
+            name: value for name, value in vars(self).items() if name not in ("_refresh", "_row_numbers")
+        }
+        found["_options"] = {name: value for name, value in self._options.items() if name != "max_gets"}
+        return found
 
     def __len__(self) -> int:
         return len(self._rows)

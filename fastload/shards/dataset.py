@@ -38,6 +38,7 @@ from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
 from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
+from fastload.store.allowance import Allowance
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import sleep
 
@@ -138,6 +139,10 @@ class ShardDataset(FieldsDataset):
         """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
         learned = ("_index", "_reads_at_random", "_maker", "_hint")
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
+
+    @property
+    def allowance(self) -> Allowance | None:
+        return self._shards.store.allowance
 
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:

@@ -1,9 +1,10 @@
-"""`max_gets=` and `max_egress=`: what a dataset may ask of its store, over all processes that read it.
+"""What a dataset asked of its store, over all processes that read it, and what it may ask.
 
-    trainer, workers ── reserve ──▶ two numbers in memory that all map ── within the limits ──▶ request
+    trainer, workers ── reserve ──▶ numbers in memory that all map ── within the limits ──▶ request
 
-Each request is reserved before it goes out: so the limit holds to the request, and a refused request costs
-nothing. What was reserved is never given back, since a request that failed may be billed too.
+Each request is reserved before it goes out: so `max_gets=` and `max_egress=` hold to the request, and a
+refused request costs nothing. What was reserved is never given back, since a request that failed may be
+billed too.
 
 Rejected: a share for each worker, because the last one would stop while others have some left; a semaphore,
 because a process that is killed while it holds one stops all others. The kernel frees a lock on a file with
@@ -29,9 +30,9 @@ from fastload.metrics.platform import memory_file
 from fastload.metrics.units import format_size
 from fastload.store.process import ProcessLocal
 
-__all__ = ["Allowance", "Limits"]
+__all__ = ["Allowance", "Asked", "Limits"]
 
-_STATE = struct.Struct("QQ")  # requests and bytes so far
+_STATE = struct.Struct("QQQQ")  # the fields of `Asked`
 _LOCK_SECONDS = 60.0
 _LOOK_SECONDS = 0.0005
 
@@ -39,8 +40,20 @@ _LOOK_SECONDS = 0.0005
 class Limits(NamedTuple):
     """Of one store. None: without limit."""
 
-    gets: int | None  # GETs and HEADs
-    egress: int | None  # bytes of bodies
+    gets: int | None = None  # GETs and HEADs
+    egress: int | None = None  # bytes of bodies
+
+
+class Asked(NamedTuple):
+    """Requests by kind, and the bytes of the bodies that the GETs asked for."""
+
+    gets: int = 0
+    heads: int = 0
+    lists: int = 0
+    egress: int = 0
+
+
+_NOTHING = Asked()
 
 
 class Allowance:
@@ -51,14 +64,14 @@ class Allowance:
 
     Args:
         limits: of one trainer.
-        gets, egress: so far.
+        asked: so far.
     """
 
-    def __init__(self, limits: Limits, gets: int = 0, egress: int = 0) -> None:
+    def __init__(self, limits: Limits, asked: Asked = _NOTHING) -> None:
         descriptor = memory_file("fastload-allowance")
         os.ftruncate(descriptor, _STATE.size)
         self._map_file(limits, descriptor)
-        _STATE.pack_into(self._map, 0, gets, egress)
+        _STATE.pack_into(self._map, 0, *asked)
 
     def _map_file(self, limits: Limits, descriptor: int) -> None:
         self.limits = limits
@@ -73,37 +86,52 @@ class Allowance:
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
             return _from_handle, (self.limits, reduction.DupFd(self._descriptor))
-        return Allowance, (self.limits, *self.used())
+        return Allowance, (self.limits, self.asked())
 
-    def used(self) -> tuple[int, int]:
-        """(requests, bytes) that were asked for so far."""
-        gets, egress = _STATE.unpack_from(self._map)
-        return gets, egress
+    def asked(self) -> Asked:
+        """What was asked for so far."""
+        return Asked(*_STATE.unpack_from(self._map))
 
-    def reserve(self, key: str, size: int) -> None:
-        """Count a request for `size` bytes of an object that is about to go out.
+    def used(self) -> Limits:
+        """What was asked for so far, in the terms of the limits."""
+        gets, heads, _, egress = self.asked()
+        return Limits(gets + heads, egress)
+
+    def count(self, lists: int = 0, egress: int = 0) -> None:
+        """Count what has no limit, or could not be known before."""
+        with self._locked():
+            asked = self.asked()
+            self._set(asked._replace(lists=asked.lists + lists, egress=asked.egress + egress))
+
+    def reserve(self, key: str, size: int | None) -> None:
+        """Count a GET of `size` bytes of an object that is about to go out; None: a HEAD.
 
         Raises:
             LimitError: it would pass a limit, and must not go out.
             StoreTimeoutError: a process that was stopped holds the lock.
         """
         with self._locked():
-            gets, egress = self.used()
-            most_gets, most_egress = self.limits
-            if most_gets is not None and gets >= most_gets:
+            asked, (most_gets, most_egress) = self.asked(), self.limits
+            if most_gets is not None and asked.gets + asked.heads >= most_gets:
                 raise LimitError(
                     f"max_gets={most_gets:,} requests of this dataset were reserved, and this one is more; "
                     "raise max_gets, give the dataset a cache, or take fewer samples",
                     key=key,
                 )
-            if most_egress is not None and egress + size > most_egress:
+            if most_egress is not None and asked.egress + (size or 0) > most_egress:
                 raise LimitError(
-                    f"max_egress is {format_size(most_egress)}: {format_size(egress)} were asked for, and "
-                    f"this request is for {format_size(size)} more; raise max_egress, "
+                    f"max_egress is {format_size(most_egress)}: {format_size(asked.egress)} were asked for, "
+                    f"and this request is for {format_size(size or 0)} more; raise max_egress, "
                     "give the dataset a cache, or take fewer samples",
                     key=key,
                 )
-            _STATE.pack_into(self._map, 0, gets + 1, egress + size)
+            if size is None:
+                self._set(asked._replace(heads=asked.heads + 1))
+            else:
+                self._set(asked._replace(gets=asked.gets + 1, egress=asked.egress + size))
+
+    def _set(self, asked: Asked) -> None:
+        _STATE.pack_into(self._map, 0, *asked)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ class Store(ABC):
         unidentified: the reason why `identity` may stand for several places, in words, or "". Nothing of such
             a store is cached.
         reading: how a loader reads it.
-        allowance: what may be asked of it, or None: without limit.
+        allowance: what was asked of it and may be asked; None: not counted.
         reached: whether it ever answered. A store that never answered fails fast; one that has is retried.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
@@ -127,7 +127,14 @@ class Store(ABC):
         Raises within 10 s when the bucket or directory does not exist, the credentials are refused, or the
         endpoint does not answer. A prefix without objects yields nothing.
         """
-        return self._list() if self._client_is_here() else self._process.iterate(self, "_list")
+        pages = self._list() if self._client_is_here() else self._process.iterate(self, "_list")
+        self._count_lists(2)  # the first contact, and the first page, which may be empty
+        first = True
+        for page in pages:
+            if page and not first:
+                self._count_lists(1)
+            first = first and not page
+            yield page
 
     def folders(self) -> set[str]:
         """Return the names of the folders directly below the URL that the store knows of by themselves.
@@ -135,6 +142,7 @@ class Store(ABC):
         With objects in them or without: empty directories, and directory markers such as an empty "name/".
         """
         found: set[str] = self._attempt("_folders")
+        self._count_lists(1)
         return found
 
     def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
@@ -152,7 +160,10 @@ class Store(ABC):
         if size is None and self.allowance is not None and self.allowance.limits.egress is not None:
             info = self.head(key, wait=wait)  # what is asked for must be known before
             size, version = info.size, version or info.version or None
-        return self._retried(lambda: self._attempt("_read", key, version, size), wait)
+        body = self._retried(lambda: self._attempt("_read", key, version, size), wait)
+        if size is None and self.allowance is not None:
+            self.allowance.count(egress=len(body))
+        return body
 
     def read_range(
         self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = retry.sleep
@@ -223,11 +234,15 @@ class Store(ABC):
         if self.allowance is None:
             return
         if method == "_head":
-            self.allowance.reserve(arguments[0], 0)
+            self.allowance.reserve(arguments[0], None)
         elif method == "_read":
             self.allowance.reserve(arguments[0], arguments[2] or 0)
         elif method == "_read_range":
             self.allowance.reserve(arguments[0], arguments[2] - arguments[1])
+
+    def _count_lists(self, pages: int) -> None:
+        if self.allowance is not None:
+            self.allowance.count(lists=pages)
 
     # One attempt each.
 

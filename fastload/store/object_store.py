@@ -195,7 +195,7 @@ class NativeStore(Store):
             except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
                 if not _range_ignored(error):
                     raise
-                if self.allowance is not None:
+                if self.allowance is not None and any(self.allowance.limits):
                     raise StoreError(
                         "the server sends whole objects where ranges are asked for, so max_gets and "
                         "max_egress cannot be kept: remove them from the storage options",

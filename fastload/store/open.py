@@ -13,6 +13,7 @@ from fastload.metrics.platform import need_linux
 from fastload.metrics.units import parse_size
 from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
+from fastload.store.local import LocalStore
 from fastload.store.translate import redacted
 
 __all__ = ["limited_together", "open_store"]
@@ -68,7 +69,9 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
         )
     reading, allowance = _reading(storage_options), _allowance(storage_options)
     store = _open(os.fspath(url), storage_options)
-    store.reading, store.allowance = reading, allowance
+    store.reading = reading
+    if any(allowance.limits) or not isinstance(store, LocalStore):  # a directory bills nothing
+        store.allowance = allowance
     return store
 
 
@@ -83,19 +86,17 @@ def _reading(options: dict[str, Any]) -> Reading:
 
 
 def limited_together(options: dict[str, Any] | None) -> dict[str, Any]:
-    """The same options, with which all stores that a dataset opens count against one limit."""
+    """The same options, with which all stores that a dataset opens count together, against one limit."""
     copy = dict(options or {})
     allowance = _allowance(copy)
-    return copy if allowance is None else {**copy, "max_gets": allowance}
+    return {**copy, "max_gets": allowance}
 
 
-def _allowance(options: dict[str, Any]) -> Allowance | None:
-    """Take the limits out of `options`; None where there are none."""
+def _allowance(options: dict[str, Any]) -> Allowance:
+    """Take the limits out of `options`."""
     gets, egress = options.pop("max_gets", None), options.pop("max_egress", None)
     if isinstance(gets, Allowance):
         return gets
-    if gets is None and egress is None:
-        return None
     if gets is not None and (not isinstance(gets, int) or isinstance(gets, bool) or gets < 1):
         raise ArgumentError(f"storage option max_gets must be a whole number >= 1, found {gets!r}")
     size = None if egress is None else parse_size(egress, "storage option max_egress")
@@ -137,8 +138,6 @@ def _chained(url: str) -> str:
 
 
 def _open_local(url: str, path: str, options: dict[str, Any]) -> Store:
-    from fastload.store.local import LocalStore
-
     if options:
         bucket = "" if "://" in url or url.startswith(("/", ".", "~")) else f" (is it s3://{url}?)"
         raise ArgumentError(

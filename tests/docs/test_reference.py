@@ -257,7 +257,9 @@ def bumped() -> set[str]:
             if isinstance(name, str) and node.func.attr == "timed":
                 found.add(f"{name}.seconds")
             elif (
-                isinstance(name, str) and node.func.attr == "add" and re.fullmatch(r"[a-z_]+\.[a-z_.]+", name)
+                isinstance(name, str)
+                and node.func.attr in ("add", "put")
+                and re.fullmatch(r"[a-z_]+\.[a-z_.]+", name)
             ):
                 found.add(name)
     return found

@@ -19,15 +19,24 @@ OWN = 'currency = "EUR"\nget = 0.5\nlist = 5\negress = 0.25\nsource = "contract,
 
 
 def test_bill_of_imagenet_over_the_internet_equals_the_hand_computed_one() -> None:
-    prices = find_prices("gs://bucket/train", None)
+    prices = find_prices("gs://bucket/train", {}, None)
     assert prices is not None and prices.currency == "USD" and "2026-11-22" in prices.source
     requests, egress = prices.bill(1_281_167, 1_281_167 * 115_000)
     assert (round(requests, 4), round(egress, 2)) == (0.5125, 17.68)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket", "az://box", "https://host/a", "/data", "gs/train"])
+@pytest.mark.parametrize("url", ["az://box", "https://host/a", "/data", "gs/train"])
 def test_store_without_a_confirmed_price_has_none(url: str) -> None:
-    assert find_prices(url, None) is None
+    assert find_prices(url, {}, None) is None
+
+
+def test_s3_has_amazons_price_unless_an_endpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    prices = find_prices("s3://bucket", {"region": "us-east-1"}, None)
+    assert prices is not None and "2026-09-29" in prices.source
+    assert find_prices("s3://bucket", {"endpoint_url": "https://obs.example.com"}, None) is None
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio.example.com")
+    assert find_prices("s3://bucket", {}, None) is None
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,7 @@ def test_file_of_prices_that_is_wrong_is_refused(text: str | None, words: str, t
     if text is not None:
         file.write_text(text)
     with pytest.raises(ArgumentError, match=words):
-        find_prices("gs://bucket", file)
+        find_prices("gs://bucket", {}, file)
 
 
 @pytest.mark.parametrize(

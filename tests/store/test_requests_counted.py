@@ -1,0 +1,114 @@
+"""The requests in `stats()` are those that the server has seen, over the trainer and its workers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faultserver import LIST, Fault, FaultServer
+
+import fastload
+from fastload import DataLoader, ObjectDataset
+from fastload.metrics.metric_names import COUNTERS
+from fastload.store import open_store
+
+OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(40)}
+NAMES = [name for name in COUNTERS if name.startswith("store.")]
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    with FaultServer(OBJECTS) as running:
+        yield running
+
+
+def first_byte(body: Any) -> int:
+    return int(bytes(body)[0])
+
+
+def seen(server: FaultServer) -> dict[str, float]:
+    """What the server was asked for."""
+    requests = server.requests
+    found = {
+        "store.gets": sum(one.method == "GET" and one.key != LIST for one in requests),
+        "store.heads": sum(one.method == "HEAD" for one in requests),
+        "store.lists": sum(one.key == LIST for one in requests),
+    }
+    return {name: count for name, count in found.items() if count}
+
+
+def counted(loader: DataLoader[Any]) -> dict[str, float]:
+    return {name: value for name, value in loader.stats()["counters"].items() if name in NAMES and value}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, workers: int) -> None:
+    dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
+    assert dataset[7] == 7
+    server.script("003.bin", Fault(status=503), None)
+    loader = DataLoader(dataset, 4, num_workers=workers)
+    assert sum(len(batch) for batch in loader) == 40
+    found = counted(loader)
+    assert found.pop("store.egress_bytes") == 42_000, "one was read twice, and one repeated"
+    assert found == seen(server) == {"store.gets": 42, "store.lists": 2}
+    assert loader.stats()["limits"] == []
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_started_workers_count_with_the_trainer(server: FaultServer, context: str) -> None:
+    dataset = ObjectDataset(
+        "s3://bucket",
+        first_byte,
+        storage_options={**server.options, "max_gets": 100, "max_egress": "1MB"},
+    )
+    loader = DataLoader(dataset, 8, num_workers=2, multiprocessing_context=context)
+    assert sum(len(batch) for batch in loader) == 40
+    assert counted(loader) == {**seen(server), "store.egress_bytes": 40_000}
+    assert loader.stats()["limits"] == [
+        {"max_gets": 100, "gets": 40, "max_egress": 1_000_000, "egress": 40_000}
+    ]
+
+
+def test_listing_of_several_pages_counts_each(server: FaultServer) -> None:
+    server.objects = {f"{number:04d}.bin": b"x" for number in range(2500)}
+    dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
+    assert counted(DataLoader(dataset)) == seen(server) == {"store.lists": 4}
+
+
+def test_heads_and_reads_of_unknown_size_count(server: FaultServer) -> None:
+    store = open_store("s3://bucket", **server.options)
+    assert store.folders() == set() and store.head("001.bin").size == 1000
+    store.read("002.bin"), store.read_range("003.bin", 10, 20)
+    assert store.allowance is not None
+    assert store.allowance.asked()._asdict() == {"gets": 2, "heads": 1, "lists": 1, "egress": 1010}
+    assert seen(server) == {"store.gets": 2, "store.heads": 1, "store.lists": 1}
+
+
+def test_directory_bills_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"a")
+    loader = DataLoader(ObjectDataset(tmp_path, first_byte))
+    assert len(list(loader)) == 1 and not counted(loader)
+
+
+def test_datasets_of_a_loader_are_summed_and_each_counts_once(server: FaultServer) -> None:
+    first, second = (
+        ObjectDataset("s3://bucket", first_byte, storage_options={**server.options, "max_gets": most})
+        for most in (100, 200)
+    )
+    loader = DataLoader(fastload.Mixture([first, second], [1, 1], num_samples=20), 4, num_workers=1)
+    assert sum(len(batch) for batch in loader) > 0
+    found = counted(loader)
+    found.pop("store.egress_bytes")
+    assert found == seen(server)
+    assert sorted(one["max_gets"] for one in loader.stats()["limits"]) == [100, 200]
+
+
+def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultServer) -> None:
+    dataset = ObjectDataset("s3://bucket", first_byte, storage_options=server.options)
+    assert dataset[1] == 1
+    other = pickle.loads(pickle.dumps(dataset))
+    assert other[2] == 2 and dataset.allowance is not None
+    assert (dataset.allowance.asked().gets, other.allowance.asked().gets) == (1, 2)
