@@ -62,7 +62,7 @@ def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, wo
     assert loader.stats()["limits"] == []
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["spawn", pytest.param("forkserver", marks=pytest.mark.stress)])
 def test_started_workers_count_with_the_trainer(server: FaultServer, context: str) -> None:
     dataset = ObjectDataset(
         "s3://bucket",
