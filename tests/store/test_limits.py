@@ -204,7 +204,7 @@ def test_max_gets_that_is_no_whole_number_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), True, "much", "nan", "-5GB", "5XB", "9" * 400])
 def test_max_egress_that_is_no_size_is_refused(value: Any) -> None:
-    with pytest.raises(ArgumentError, match='storage option max_egress=.*give bytes .* such as "500GB"'):
+    with pytest.raises(ArgumentError, match=r'storage option max_egress=.*give bytes .* such as "500GB"'):
         open_store("s3://bucket", key="k", secret="s", max_egress=value)
 
 
