@@ -8,6 +8,7 @@
  "too_large" (of these: for a record, or for the room left), "full", "interrupted",
  "failures": [{"key", "error"}, ...] (the first), "read_bytes", "requests" (GETs),
  "seconds", "objects_per_second", "megabytes_per_second", "listing_seconds", "cost": {"requests", "egress"},
+ "quote": {"objects", "requests", "read_bytes", "cost": {"requests", "egress"}} (what was left before),
  "prices": {"currency", "get", "list", "egress", "source"}, "cache": {"entries", "bytes"}}
 
 Exit code 1: an object cannot be read or decoded. 130: interrupted. A cache that is full, or an object too
@@ -21,6 +22,7 @@ code 1.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, deque
 from pathlib import Path
@@ -101,10 +103,12 @@ def warm(
 ) -> None:
     """Fill a cache before training. After an interruption, run the same command again to resume."""
     with answering(as_json) as output:
+        from fastload.cli.warming import find_left, find_share
         from fastload.plan.prices import describe_prices, find_prices
 
         wanted, options = _parse_shard(shard), storage_options(storage_option, endpoint_url, anon)
         found = find_prices(url, options, prices)
+        quote = functools.partial(_quote, prices=found, output=output)
         target = Target(
             url,
             *(str(cache), mode, size_limit, short_side, quality),
@@ -114,14 +118,15 @@ def warm(
             start = time.perf_counter()
             dataset, kind = target.open(refresh)
             listing_seconds = round(time.perf_counter() - start, 3)
+            quoted = quote(find_left(find_share(dataset, wanted)[0]))
             document = _fill(dataset, wanted, CORES if num_workers is None else num_workers, output)
-            document["listing_seconds"] = listing_seconds
+            document |= {"listing_seconds": listing_seconds, "quote": quoted}
             document["settings"] = {"url": dataset.url, "kind": kind.value, **document["settings"]}
         else:
             from fastload.cli.warm_nodes import NodesWarming
 
             nodes = NodesWarming(_fill_slice, target, wanted, num_workers, refresh)
-            document = nodes.run(ray, output)
+            document = nodes.run(ray, output, quote)
         document |= describe_prices(found, document["requests"], document["read_bytes"])
         _print_summary(document, output)
         output.document(document)
@@ -129,6 +134,19 @@ def warm(
             raise typer.Exit(130)
         if document["failed"] or any(node["lost"] for node in document.get("nodes", ())):
             raise typer.Exit(1)
+
+
+def _quote(left: Any, prices: Any, output: Output) -> dict[str, Any]:
+    """Say what is left to read, before it is read; the key "quote" of the document."""
+    from fastload.plan.prices import describe_prices
+
+    cost = describe_prices(prices, left.requests, left.read_bytes)["cost"]
+    text = f"to read: about {left.requests:,} GETs, {format_size(left.read_bytes)}"
+    if prices is not None:
+        requests, egress = (format_money(cost[kind], prices.currency) for kind in ("requests", "egress"))
+        text += f"; they cost {requests}, their egress {egress}, by {prices.source}"
+    output.console.print(text, markup=False, soft_wrap=True)
+    return {**left._asdict(), "cost": cost}
 
 
 def _parse_shard(text: str | None) -> tuple[int, int] | None:

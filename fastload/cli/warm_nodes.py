@@ -17,7 +17,8 @@ from fastload.cli.cluster import Cluster, Lost, Node, Task
 from fastload.cli.measurement import Bars, describe_machine
 from fastload.cli.output import Output
 from fastload.cli.warm_target import Target
-from fastload.cli.warming import find_share
+from fastload.cli.warming import find_left, find_share
+from fastload.datasets.warm import ToRead
 from fastload.errors import ArgumentError, StoreError
 
 __all__ = ["NodesWarming"]
@@ -35,6 +36,7 @@ class Survey(NamedTuple):
         url, kind: of the data.
         samples: of the node's share; or its shards, if `by_shard`.
         digests: of the listing.
+        left: to read from the store.
     """
 
     url: str
@@ -42,13 +44,17 @@ class Survey(NamedTuple):
     samples: int
     by_shard: bool
     digests: tuple[str, str]
+    left: ToRead
 
 
 def _survey(target: Target, shard: tuple[int, int], refresh: bool) -> Survey:
     """The first task of a node."""
     dataset, kind = target.open(refresh)
     warming, _ = find_share(dataset, shard)
-    return Survey(dataset.url, kind.value, len(warming.samples), warming.by_shard, dataset.listing().digests)
+    digests = dataset.listing().digests
+    return Survey(
+        dataset.url, kind.value, len(warming.samples), warming.by_shard, digests, find_left(warming)
+    )
 
 
 class NodesWarming:
@@ -83,14 +89,20 @@ class NodesWarming:
         self._documents: dict[Node, list[dict[str, Any]]] = {}
         self._lost: dict[Node, str] = {}
 
-    def run(self, address: str, output: Output) -> dict[str, Any]:
-        """Warm all nodes; the JSON document."""
+    def run(self, address: str, output: Output, quote: Callable[[ToRead], dict[str, Any]]) -> dict[str, Any]:
+        """Warm all nodes; the JSON document.
+
+        Args:
+            quote: says what is left to read on all nodes, before it is read.
+        """
         start = time.perf_counter()
         with Cluster(address) as cluster:
             self._documents = {node: [] for node in cluster.nodes}
             surveys = self._ask(cluster)
             listing_seconds = time.perf_counter() - start
             self._announce(surveys, output)
+            lefts = [survey.left for survey in surveys.values()]
+            quoted = quote(ToRead(*map(sum, zip(*lefts, strict=True))))
             interrupted = False
             start = time.perf_counter()
             try:
@@ -99,7 +111,11 @@ class NodesWarming:
                 interrupted = True
             seconds = time.perf_counter() - start
             document = self._document(cluster, surveys, seconds)
-        return document | {"interrupted": interrupted, "listing_seconds": round(listing_seconds, 3)}
+        return document | {
+            "interrupted": interrupted,
+            "listing_seconds": round(listing_seconds, 3),
+            "quote": quoted,
+        }
 
     def _share_of(self, node: Node) -> tuple[int, int]:
         nodes = list(self._documents)

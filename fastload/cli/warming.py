@@ -10,10 +10,11 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, get_worker_info
 
 import fastload
+from fastload.datasets.warm import ToRead
 from fastload.distributed import find_rank
 from fastload.errors import ArgumentError
 
-__all__ = ["Warming", "find_share", "share_of", "share_of_shards", "warming_loader"]
+__all__ = ["Warming", "find_left", "find_share", "share_of", "share_of_shards", "warming_loader"]
 
 OUTCOMES_A_MESSAGE = 16
 
@@ -37,6 +38,17 @@ class Warming(IterableDataset[Any]):
         part = self.samples if worker is None else self.samples[worker.id :: worker.num_workers]
         warm = self.dataset.warm_shards if self.by_shard else self.dataset.warm
         yield from warm(index.item() for index in part)
+
+
+def find_left(warming: Warming) -> ToRead:
+    """What the store will be asked for."""
+    samples = warming.samples.tolist()
+    dataset = warming.dataset
+    found: ToRead = (
+        dataset.left_to_warm_shards(samples) if warming.by_shard else dataset.left_to_warm(samples)
+    )
+    dataset.cache.close()  # the workers open it themselves
+    return found
 
 
 def warming_loader(warming: Warming, num_workers: int) -> Any:

@@ -19,7 +19,7 @@ from fastload.datasets.base import SOME, StoreDataset, check_function, check_on_
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors, own_samples
-from fastload.datasets.warm import Warmed, warm
+from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import ObjectSource
@@ -154,10 +154,18 @@ class ObjectDataset(StoreDataset):
             CacheError: the cache cannot be written.
         """
         cache = self._cache_to_fill()
-        source = ObjectSource(self._store, self._manifest, key=self._cache_key)
+        source = self._warming_source()
         prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
         records = (self._record(index) for index in indices)
         return warm(records, cache, prefetcher, key=self._cache_key, size=self._manifest.size)
+
+    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """What `warm` has to read for these samples. Raises as `warm`."""
+        records = (self._record(index) for index in indices)
+        return find_missing(records, self._cache_to_fill(), self._warming_source())
+
+    def _warming_source(self) -> ObjectSource:
+        return ObjectSource(self._store, self._manifest, key=self._cache_key)
 
     def start_epoch(self, epoch: int) -> None:
         if isinstance(self.transform, ByEpoch):

@@ -24,8 +24,9 @@ from fastload.errors import (
     ShortReadError,
 )
 from fastload.fetch.prefetcher import Prefetcher
+from fastload.fetch.source import Source
 
-__all__ = ["Outcome", "Warmed", "put", "warm"]
+__all__ = ["Outcome", "ToRead", "Warmed", "find_missing", "put", "warm"]
 
 _AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight
 _DISK_SECONDS = 120.0  # a disk that writes nothing for so long is broken
@@ -146,6 +147,29 @@ class _Filling:
             self._cache.unlock_inflight(self._key(index))
         self._prefetcher.close()
         self._cache.flush()
+
+
+class ToRead(NamedTuple):
+    """What is left to read from the store, without repeats. A cache that becomes full takes less.
+
+    Args:
+        objects: samples; or shards.
+    """
+
+    objects: int = 0
+    requests: int = 0
+    read_bytes: int = 0
+
+
+def find_missing(records: Iterable[int], cache: Cache, source: Source) -> ToRead:
+    """What the cache lacks of these records."""
+    objects = requests = read_bytes = 0
+    for record in records:
+        if not cache.has(source.cache_key(record)):
+            objects += 1
+            requests += max(1, len(source.ranges(record)))
+            read_bytes += source.size(record)
+    return ToRead(objects, requests, read_bytes)
 
 
 def put(cache: Cache, key: bytes, payload: Any) -> Outcome:

@@ -18,6 +18,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_sharding
 
 from fastload.datasets.wrappers import as_rows
+from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
@@ -57,6 +58,7 @@ class LoaderIterator(TorchIterator):
         self._reorder = ReorderBuffer(in_order=loader.in_order)
         self._outdated: set[int] = set()  # work that may be made by rules which have changed
         self.broken = False
+        self._limit_reached: LimitError | None = None
         inline = loader.num_workers == 0
         if inline:
             self._progress = context.position.begin(loader)
@@ -83,6 +85,8 @@ class LoaderIterator(TorchIterator):
     # --- the way of a batch
 
     def _next_data(self) -> Any:
+        if self._limit_reached is not None:
+            raise self._limit_reached
         if self.broken:
             self._executor.check_open()
         self._context.meter.asked()
@@ -199,6 +203,9 @@ class LoaderIterator(TorchIterator):
         try:
             arrival.reraise()
             batch = self._load(arrival)
+        except LimitError as error:  # whoever resumes with a higher limit gets this batch once more
+            self._limit_reached, self.broken = error, self._executor.concurrent
+            raise
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)
             if isinstance(error, Exception):  # after Ctrl-C, whoever resumes gets this batch once more

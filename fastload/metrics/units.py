@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from fastload.errors import ArgumentError
@@ -18,7 +19,8 @@ def parse_size(value: int | str, name: str = "size_limit") -> int:
     size = None
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
-        size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
+        number = float(match[1]) * _UNITS[match[2].lower()] if match else math.inf
+        size = int(number) if math.isfinite(number) else None
     elif isinstance(value, int) and not isinstance(value, bool):
         size = value
     if size is None or size < 1:

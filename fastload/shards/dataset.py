@@ -23,7 +23,7 @@ from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
-from fastload.datasets.warm import Warmed, warm
+from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
@@ -33,6 +33,7 @@ from fastload.shards.filling import ShardFilling
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.own_index import read_own_indexes
 from fastload.shards.pending import PendingRecords
+from fastload.shards.reader import PIECES
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
@@ -224,6 +225,21 @@ class ShardDataset(FieldsDataset):
             blocks=self._blocks(),
         )
         return filling.run(shards)
+
+    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """What `warm` has to read for these samples. Raises as `warm`."""
+        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
+
+    def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
+        """What `warm_shards` has to read: all of a shard of which the cache lacks a record."""
+        cache, found = self._cache_to_fill(), []
+        for shard in shards:
+            table = self._index.get(shard)
+            offsets = None if table is None else table.offsets[:, 0].tolist()
+            if offsets is None or not all(cache.has(self._cache_key_at(shard, one)) for one in offsets):
+                found.append(self._shards[shard].size)
+        requests = sum(1 + -(-size // PIECES.usual) for size in found)
+        return ToRead(len(found), requests, sum(found))
 
     # --- StreamDataset
 

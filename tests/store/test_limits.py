@@ -66,6 +66,24 @@ def test_workers_under_max_gets_make_no_more_requests(server: FaultServer, conte
     assert found == list(range(len(found))) and len(found) <= gets(server)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batch_that_met_the_limit_is_still_to_come(server: FaultServer, workers: int) -> None:
+    loader = DataLoader(dataset_of(server, max_gets=20), 4, num_workers=workers, shuffle=True, seed=1)
+    batches, seen = iter(loader), []
+    with pytest.raises(LimitError) as first:
+        while True:
+            seen += torch.as_tensor(next(batches)).tolist()
+    with pytest.raises(LimitError) as again:
+        next(batches)
+    assert again.value is first.value and gets(server) <= 20
+    more = DataLoader(dataset_of(server, max_gets=48), 4, num_workers=workers, shuffle=True, seed=1)
+    more.load_state_dict(loader.state_dict())
+    rest = [number for batch in more for number in torch.as_tensor(batch).tolist()]
+    assert sorted(seen + rest) == list(range(48))
+    with pytest.raises(LimitError):
+        list(loader)
+
+
 def test_trainer_and_workers_share_one_limit(server: FaultServer) -> None:
     dataset = dataset_of(server, max_gets=10)
     assert [dataset[number] for number in (40, 41, 42)] == [40, 41, 42]
@@ -178,12 +196,16 @@ def test_copy_shares_the_limit_and_a_pickle_goes_on_from_it() -> None:
     assert allowance.used() == (1, 7) and other.used() == (2, 8)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"max_gets": 0}, {"max_gets": "many"}, {"max_gets": True}, {"max_egress": "much"}]
-)
-def test_limit_that_is_no_number_is_refused(limits: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(limits))):
-        open_store("s3://bucket", key="k", secret="s", **limits)
+@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), "many", "-1", True, [5]])
+def test_max_gets_that_is_no_whole_number_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="storage option max_gets must be a whole number >= 1, found"):
+        open_store("s3://bucket", key="k", secret="s", max_gets=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, float("nan"), True, "much", "nan", "-5GB", "5XB", "9" * 400])
+def test_max_egress_that_is_no_size_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=r'storage option max_egress=.*give bytes .* such as "500GB"'):
+        open_store("s3://bucket", key="k", secret="s", max_egress=value)
 
 
 def test_hedged_reads_count(server: FaultServer) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faultserver import LIST, Fault, FaultServer
+from typer.testing import CliRunner
 
 import fastload
 from fastload import DataLoader, ObjectDataset
+from fastload.cli.app import app
 from fastload.metrics.metric_names import COUNTERS
 from fastload.store import open_store
 
@@ -57,7 +62,7 @@ def test_all_requests_of_trainer_and_workers_are_counted(server: FaultServer, wo
     assert loader.stats()["limits"] == []
 
 
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["spawn", pytest.param("forkserver", marks=pytest.mark.stress)])
 def test_started_workers_count_with_the_trainer(server: FaultServer, context: str) -> None:
     dataset = ObjectDataset(
         "s3://bucket",
@@ -112,3 +117,55 @@ def test_copy_for_another_machine_goes_on_from_the_same_numbers(server: FaultSer
     other = pickle.loads(pickle.dumps(dataset))
     assert other[2] == 2 and dataset.allowance is not None
     assert (dataset.allowance.asked().gets, other.allowance.asked().gets) == (1, 2)
+
+
+OWN_PRICES = 'currency = "EUR"\nget = 1000\nlist = 1\negress = 1000\n'
+
+
+def tar_of(shard: int, samples: int = 10) -> bytes:
+    """A shard whose samples have one member "bin", a byte that is their number."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for number in range(shard * samples, (shard + 1) * samples):
+            info = tarfile.TarInfo(f"{number:04d}.bin")
+            info.size = 100
+            tar.addfile(info, io.BytesIO(bytes([number]) * 100))
+    return file.getvalue()
+
+
+def warmed(server: FaultServer, url: str, cache: Path, *more: str) -> dict[str, Any]:
+    prices = cache.parent / "prices.toml"
+    prices.write_text(OWN_PRICES)
+    options = [f"{name}={value}" for name, value in server.options.items()]
+    told = [part for option in options for part in ("--storage-option", option)]
+    command = ["warm", url, "--cache", str(cache), "--mode", "raw", "--num-workers", "1", *told, *more]
+    result = CliRunner().invoke(app, [*command, "--prices", str(prices), "--json"])
+    assert result.exit_code == 0, result.output
+    document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return document
+
+
+def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path: Path) -> None:
+    dataset = ObjectDataset(
+        "s3://bucket", first_byte, cache=tmp_path / "cache", storage_options=server.options
+    )
+    assert sum(one.outcome == "stored" for one in dataset.warm(range(15))) == 15, "an interrupted run"
+    dataset.close()
+    server.requests.clear()
+    document = warmed(server, "s3://bucket", tmp_path / "cache", "--objects")
+    assert seen(server)["store.gets"] == 25 == document["requests"]
+    assert document["quote"] == {
+        "objects": 25,
+        "requests": 25,
+        "read_bytes": 25_000,
+        "cost": {"requests": 25.0, "egress": pytest.approx(0.025)},
+    }
+    assert warmed(server, "s3://bucket", tmp_path / "cache", "--objects")["quote"]["requests"] == 0
+
+
+def test_warm_quotes_shards_that_lack_records(server: FaultServer, tmp_path: Path) -> None:
+    server.objects = {f"{number}.tar": tar_of(number) for number in range(3)}
+    whole = sum(map(len, server.objects.values()))
+    first = warmed(server, "s3://bucket/*.tar", tmp_path / "cache")
+    assert first["quote"]["objects"] == 3 and first["quote"]["read_bytes"] == whole
+    assert warmed(server, "s3://bucket/*.tar", tmp_path / "cache")["quote"]["objects"] == 0

@@ -94,11 +94,13 @@ def test_warm_with_own_prices_quotes_what_it_has_read(tmp_path: Path) -> None:
     make_dataset(tmp_path / "photos", 20, 2)
     (tmp_path / "prices.toml").write_text(OWN)
     paths = [str(tmp_path / "photos"), "--cache", str(tmp_path / "cache"), "--num-workers", "0"]
-    for gets in (20, 0):
+    for gets in (20, 0):  # the second run has nothing left
         command = ["warm", *paths, "--mode", "raw", "--prices", str(tmp_path / "prices.toml"), "--json"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
         found = json.loads(result.stdout.splitlines()[-1])
-        assert found["requests"] == gets
+        assert found["requests"] == found["quote"]["requests"] == found["quote"]["objects"] == gets
+        assert found["quote"]["read_bytes"] == found["read_bytes"]
+        assert found["quote"]["cost"] == pytest.approx(found["cost"])
         assert found["cost"]["requests"] == pytest.approx(gets / 1000 * 0.5)
         assert found["cost"]["egress"] == pytest.approx(found["read_bytes"] / 1e9 * 0.25)
