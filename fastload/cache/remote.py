@@ -76,7 +76,7 @@ class Remote:
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
         self._leads = False  # or another rank of the node does
-        self._counts: dict[str, int] = {}
+        self._counts = Counters()
 
     def pull(self, first: Iterable[bytes] = ()) -> None:
         """Pull what was published since the last pull, in the background.
@@ -115,9 +115,7 @@ class Remote:
         """Add what ended processes have done."""
         self._collect("pull")
         self._collect("push")
-        for name, count in self._counts.items():
-            counters.add(name, count)
-        self._counts.clear()
+        counters.merge(self._counts.drain())
 
     def close(self) -> None:
         """Stop pulling. Publish what is left, with a line in the log where that takes a while."""
@@ -194,7 +192,9 @@ class Remote:
             self._warn(kind, result["error"])
         if kind == "pull":
             self._settled = result["settled"]
-        self._count(f"cache.{kind}ed", result["records"])
+            self._counts.add("cache.pulled", result["records"])
+        else:
+            self._counts.add("cache.pushed", result["records"])
 
     def _seconds_left(self) -> float | None:
         """Of the pull that runs here or ran last; None: not known yet."""
@@ -209,12 +209,9 @@ class Remote:
             return 0.0
         return (total - done) * seconds / done if done and seconds > _JUDGED_SECONDS else None
 
-    def _count(self, name: str, more: int) -> None:
-        self._counts[name] = self._counts.get(name, 0) + more
-
     def _warn(self, kind: str, text: str) -> None:
         """Count a failure, and warn of the first one of a kind."""
-        self._count("cache.remote_failures", 1)
+        self._counts.add("cache.remote_failures")
         if kind in self._warned:
             return
         self._warned.add(kind)
