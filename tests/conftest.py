@@ -23,6 +23,7 @@ from fastload.fetch import threads
 from fastload.store import client_process
 from fastload.testing import leaks
 from fastload.workers.executor import PRELOADED
+from tests.bucketdata import bucket  # noqa: F401 - a fixture
 from tests.cachedata import open_cache  # noqa: F401 - a fixture
 from tests.patience import PATIENCE
 

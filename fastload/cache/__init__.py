@@ -7,7 +7,8 @@
 it lies on. `segment` holds the records, `index` the way from key to record, `write_queue` and `writer` the
 thread that fills, `inflight` the locks on objects being read. `directory` is one opened directory, `registry`
 all that a process has open, `maintenance` the whole of one. `push` and `pull` publish a
-cache in the objects of `pack`; `published` is what a URL has of them.
+cache in the objects of `pack`; `published` is what a URL has of them, and `remote` does both during a
+training, in the processes of `remote_work`.
 """
 
 from fastload.cache.cache import Cache, as_cache

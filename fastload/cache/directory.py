@@ -6,6 +6,7 @@
         index/data.mdb, lock.mdb     LMDB
         segments/<host>-<pid>-<id>.seg
         claims0, claims1, ...        no bytes, only locks: see `InflightLocks`
+        pulling, pushing             locks of background pulls and pushes: see `remote`
 
 The first process to open the directory (no other holds the lock) repairs the traces of a crash:
 
@@ -52,11 +53,22 @@ from fastload.errors import CacheError
 from fastload.store.files import is_part, whole_file
 from fastload.store.folder import DIR_FLAGS, make_root
 
-__all__ = ["DAMAGED", "FOLDER", "MANIFESTS", "MARKER", "Directory", "identity", "open_root"]
+__all__ = [
+    "DAMAGED",
+    "FOLDER",
+    "MANIFESTS",
+    "MARKER",
+    "PULLING",
+    "PUSHING",
+    "Directory",
+    "identity",
+    "open_root",
+]
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"
 MANIFESTS = "manifests"  # beside it, of any format: the listings that datasets keep
+PULLING, PUSHING = "pulling", "pushing"  # locked by the process that does it; the first says how far it is
 LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
 CLOSE_DEADLINE = 10.0
 REINDEX_BATCH = 1000

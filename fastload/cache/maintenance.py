@@ -12,7 +12,7 @@ from typing import Any
 
 import lmdb
 
-from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, Directory
+from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, PULLING, PUSHING, Directory
 from fastload.cache.disk import MEASURED
 from fastload.cache.inflight import FILES
 from fastload.cache.segment import CorruptRecordError, Entry, record_size
@@ -25,7 +25,18 @@ __all__ = ["Report", "clear", "inspect", "share_containing", "verify"]
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
 _LOOKED_AT = 64  # records
 # The last two were made by earlier versions.
-_ROOT_FILES = {MARKER, "lock", "index", "segments", *FILES, MEASURED, f"{MARKER}.tmp", "memory"}
+_ROOT_FILES = {
+    MARKER,
+    "lock",
+    "index",
+    "segments",
+    *FILES,
+    PULLING,
+    PUSHING,
+    MEASURED,
+    f"{MARKER}.tmp",
+    "memory",
+}
 
 
 @dataclasses.dataclass

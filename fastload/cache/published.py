@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from fastload.cache.pack import Pack, is_pack_name, tail_size
@@ -17,7 +18,12 @@ REQUESTS = 8  # in flight
 class Published:
     """What is published at a URL, as of the last `refresh`.
 
+    Args:
+        store: the URL, opened.
+        settled: names of packs whose index is not read.
+
     Attributes:
+        names: of all packs.
         store: the URL, opened.
         packs: name -> index, in the order of names.
         keys: of all records in them.
@@ -25,8 +31,10 @@ class Published:
         foreign: names of other objects.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, settled: Iterable[str] = ()) -> None:
         self.store = store
+        self._settled = frozenset(settled)
+        self.names: list[str] = []
         self.packs: dict[str, Pack] = {}
         self.keys: set[bytes] = set()
         self.damaged: dict[str, str] = {}
@@ -47,8 +55,9 @@ class Published:
                     packs.append(info)
                 elif not is_part(info.key):  # in a directory: a pack on its way
                     foreign.append(info.key)
-        self.foreign = sorted(foreign)
-        new = [info for info in packs if info.key not in self.packs and info.key not in self.damaged]
+        self.foreign, self.names = sorted(foreign), [info.key for info in packs]
+        known = self._settled | self.packs.keys() | self.damaged.keys()
+        new = [info for info in packs if info.key not in known]
         with ThreadPoolExecutor(REQUESTS, "fastload-packs") as pool:
             for found in pool.map(self._read, sorted(new)):
                 if found is not None:

@@ -8,10 +8,10 @@ A record of another version of its object has another key: it is pulled, and nev
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from fastload.cache.cache import Cache
@@ -43,6 +43,8 @@ class Pulled:
     """Records that the cache had already."""
     left: int = 0
     """Records that the cache does not have: it is full, or they are damaged."""
+    settled: list[str] = field(default_factory=list)
+    """Packs all of whose records the cache has."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Packs with something wrong, and what; training reads those objects from the store."""
 
@@ -68,24 +70,31 @@ class _Span(NamedTuple):
 
 
 def pull(
-    cache: Cache, store: Store, progress: Callable[[int, int], None] = lambda done, total: None
+    cache: Cache,
+    store: Store,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    first: Set[bytes] = frozenset(),
+    settled: Iterable[str] = (),
 ) -> Pulled:
     """Put all published records into a cache that it lacks. Other processes may use it meanwhile.
 
     Args:
         progress: called with (bytes done, bytes in all).
+        first: keys of records that are pulled before all others.
+        settled: names of packs that are not looked at.
 
     Raises:
         NotFoundError: there are no packs at the URL.
         CacheError: the cache cannot be written.
         StoreError: the store failed. What was pulled stays, and a second pull goes on there.
     """
-    published = Published(store)
+    published = Published(store, settled)
     published.refresh()
-    if not published.packs and not published.damaged:
-        first = f"; {published.foreign[0]!r} is none" if published.foreign else ""
+    if not published.names and not published.damaged:
+        other = f"; {published.foreign[0]!r} is none" if published.foreign else ""
         raise NotFoundError(
-            f"{store.url} holds no packs of a cache{first}: fastload cache push writes them", stage="list"
+            f"{store.url} holds no packs of a cache{other}: fastload cache push writes them", stage="list"
         )
     directory = cache.open_or_raise()
     if directory.readonly:
@@ -94,12 +103,19 @@ def pull(
     done = Pulled(packs=len(published.packs), damaged=dict(published.damaged))
     done.present = len(published.keys) - len(missing)
     total = sum(missing.values())
-    _Pulling(cache, store, done).run(_spans(published, set(missing)), lambda: progress(done.bytes, total))
+    wanted = first & missing.keys()
+    spans = chain(_spans(published, wanted), _spans(published, missing.keys() - wanted))
+    pulling = _Pulling(cache, store, done)
+    pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
     cache.flush(_WRITE_SECONDS)
     if directory.writer is not None and directory.writer.error is not None:
         raise CacheError(f"cache {cache.path}: {directory.writer.error}")
-    done.left = len(_missing(directory, published))
+    left = _missing(directory, published)
+    done.left = len(left)
     done.records = len(missing) - done.left
+    done.settled = [
+        pack.name for pack in published.packs.values() if not any(record.key in left for record in pack)
+    ]
     return done
 
 
@@ -133,12 +149,17 @@ def _spans(published: Published, missing: set[bytes]) -> Iterator[_Span]:
 
 
 class _Pulling:
-    """The requests of one pull, some of them in flight."""
+    """The requests of one pull, some of them in flight.
+
+    Attributes:
+        spared: bytes of records that were not read, because they had come into the cache meanwhile.
+    """
 
     def __init__(self, cache: Cache, store: Store, done: Pulled) -> None:
         self._cache = cache
         self._store = store
         self._done = done
+        self.spared = 0
         self._full = False
         self._ended = threading.Event()
 
@@ -170,6 +191,9 @@ class _Pulling:
         instead of reading their objects.
         """
         locked = {record.key for record in span.records if self._cache.lock_inflight(record.key)}
+        if not locked:  # a training has read, or is reading, all of them
+            self.spared += sum(record.length for record in span.records)
+            return 0
         try:
             return self._write(span, locked)
         finally:

@@ -225,7 +225,8 @@ def pull(
         for name, fault in done.damaged.items():
             output.console.print(f"  {name} {fault}", markup=False, soft_wrap=True)
         faults = [{"pack": name, "fault": fault} for name, fault in done.damaged.items()]
-        counts = {name: value for name, value in dataclasses.asdict(done).items() if name != "damaged"}
+        counts = dataclasses.asdict(done)
+        del counts["damaged"], counts["settled"]
         output.document({"path": str(directory), "url": store.url, **counts, "faults": faults})
         if done.damaged:
             raise typer.Exit(1)

@@ -11,6 +11,7 @@ from fastload.loader.digest import Digest, find_part
 from fastload.loader.history import History
 from fastload.loader.left_out import LeftOut
 from fastload.loader.log_writer import LogWriter
+from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
@@ -40,6 +41,7 @@ class LoaderContext:
         history: what the orders of past epochs were made from.
         left_out: samples and steps.
         digest: of all that was handed out.
+        remote_caches: what pulls and pushes for them.
         log: of each sample that was handed out, with `sample_log=`.
         allowances: what was asked of the stores of the datasets, and may be.
         autoscaler: with num_workers="auto".
@@ -55,6 +57,7 @@ class LoaderContext:
     autoscaler: Autoscaler | None = None
     decoding: Decoding | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
+    remote_caches: RemoteCaches = field(default_factory=RemoteCaches)
     log: LogWriter | None = None
     allowances: list[Allowance] = field(default_factory=list)
     meter: Meter = field(init=False)

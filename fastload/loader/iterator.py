@@ -466,6 +466,7 @@ class LoaderIterator(TorchIterator):
             self._context.autoscaler.end_epoch()
         if not self._persistent_workers:
             self._shutdown_workers()
+        self._context.remote_caches.end_epoch(self._context.counters)
 
     def _shutdown_workers(self) -> None:
         """torch's own tests call this."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -11,10 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
@@ -23,11 +20,10 @@ from fastload.cache import push as push_module
 from fastload.cache.pack import Pack
 from fastload.cache.pull import pull
 from fastload.cache.push import push
-from fastload.cli.app import app
 from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import AccessDeniedError, CacheError, NotFoundError, StoreError
 from fastload.store import retry
+from tests.bucketdata import Bucket
 from tests.cachedata import fill, flip, segments
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
@@ -315,32 +311,6 @@ def test_refused_write_is_the_stores_error(
 # -- the command line, on a real S3 server
 
 
-class Bucket:
-    def __init__(self, url: str, server: Any, root: Path) -> None:
-        self.root = root
-        self.options = {"endpoint_url": url, "key": server.key, "secret": server.secret}
-
-    def words(self, *words: object) -> list[str]:
-        pairs = [f"{name}={value}" for name, value in self.options.items()]
-        return [*map(str, words), "--json", *(word for pair in pairs for word in ("--storage-option", pair))]
-
-    def run(self, *words: object) -> tuple[int, dict[str, Any]]:
-        done = CliRunner().invoke(app, self.words("cache", *words))
-        assert done.stdout, done.output
-        return done.exit_code, json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    root = tmp_path_factory.mktemp("s3")
-    make_dataset(root / "photos", 40, 2)
-    (root / "packs").mkdir()
-    with serve_s3(root, read_only=False) as server, delay_proxy(server.endpoint_url, 0.001) as proxy:
-        found = Bucket(proxy.url, server, root)
-        found.proxy = proxy  # type: ignore[attr-defined]
-        yield found
-
-
 def epoch(bucket: Bucket, cache: Path) -> dict[str, float]:
     dataset = ImageFolder(
         "s3://photos", RandomResizedCrop(16), cache=Cache(cache), storage_options=bucket.options
@@ -401,6 +371,18 @@ def test_training_beside_a_pull_sees_every_sample(bucket: Bucket, tmp_path: Path
     assert counters["cache.hits"] == 40 and not counters.get("get.requests")
     cache = Cache(tmp_path / "second")
     assert cache.check().ok and cache.info()["entries"] == 40
+    cache.close()
+
+
+def test_two_pulls_into_one_directory_hold_each_record_once(bucket: Bucket, tmp_path: Path) -> None:
+    content = fill(Cache(tmp_path / "first"), 120, 30_000)
+    Cache(tmp_path / "first").close()
+    url = "s3://packs/two-pulls"
+    assert bucket.run("push", tmp_path / "first", url)[0] == 0
+    both = [start(bucket, "pull", url, tmp_path / "second") for _ in range(2)]
+    assert [process.wait(PATIENCE) for process in both] == [0, 0]
+    cache = Cache(tmp_path / "second")
+    assert holds(cache, content)
     cache.close()
 
 

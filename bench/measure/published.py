@@ -1,0 +1,154 @@
+"""A second, empty machine that takes a published cache: `python -m bench published [--photos 2000] [--json]`.
+
+Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
+requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`, and
+"warm" a cache that has all. A node with `push=True` publishes first. The requests are all of a run, those for
+listings and the pull included.
+
+The rate counts from the first batch on; "wait" is the time from the beginning of the epoch to its first
+batch, in which the pull comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+import fastload
+from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, photo_folder
+from fastload.cache.remote import close_all
+from fastload.cli.measurement import describe_machine
+from fastload.demo.s3_server import Proxy, delay_proxy, serve_s3
+
+CONTENDERS = ("alone", "remote", "warm")
+
+
+class Job(NamedTuple):
+    """One process."""
+
+    cache: str
+    remote: bool
+    push: bool
+    photos: str
+    options: dict[str, str]
+
+
+def run_node(job: Job) -> None:
+    """One node, one epoch; prints what it took."""
+    remote = fastload.open_store("s3://packs/run", **job.options) if job.remote else None
+    cache = fastload.Cache(job.cache, "raw", remote=remote, push=job.push)
+    transform = fastload.RandomResizedCrop(SIZE)
+    dataset = fastload.ImageFolder(f"s3://{job.photos}", transform, cache=cache, storage_options=job.options)
+    loader = fastload.DataLoader(dataset, BATCH, shuffle=True, num_workers=WORKERS)
+    begin = time.perf_counter()
+    first, samples = 0.0, 0
+    for images, _ in loader:
+        first = first or time.perf_counter()
+        samples += len(images)
+    end = time.perf_counter()
+    counters = loader.stats()["counters"]
+    dataset.close()
+    close_all()
+    report = {
+        "samples": samples,
+        "rate": (samples - BATCH) / (end - first),
+        "with_wait": samples / (end - begin),
+        "wait": first - begin,
+        "pulled": counters.get("cache.pulled", 0),
+        "child_peak_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3,
+    }
+    print(json.dumps(report))
+
+
+def run(job: Job, proxy: Proxy, samples: int) -> dict[str, Any]:
+    """The report of one node, and its requests."""
+    before = proxy.counts()
+    command = [sys.executable, "-m", "bench.measure.published", "--node", json.dumps(job)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    after = proxy.counts()
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if report["samples"] != samples:
+        raise SystemExit(f"an epoch had {report['samples']} samples, not {samples}")
+    names = ("object_gets", "listings", "other_requests")
+    report["requests"] = sum(getattr(after, name) - getattr(before, name) for name in names)
+    return report
+
+
+def rounds(photos: Path, count: int, repeats: int) -> dict[str, list[dict[str, Any]]]:
+    """The reports of each contender, which take turns."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    with tempfile.TemporaryDirectory(dir=photos.parent) as place:
+        root = Path(place)
+        (root / "s3" / "packs").mkdir(parents=True)
+        shutil.copytree(photos, root / "s3" / "photos", copy_function=os.link)
+        with (
+            serve_s3(root / "s3", read_only=False) as server,
+            delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy,
+        ):
+            options = {**server.options, "endpoint_url": proxy.url}
+            run(Job(str(root / "full"), True, True, "photos", options), proxy, count)
+            for turn in range(repeats):
+                for name in CONTENDERS:
+                    cache = root / ("full" if name == "warm" else f"{name}-{turn}")
+                    job = Job(str(cache), name == "remote", False, "photos", options)
+                    runs[name].append(run(job, proxy, count))
+    return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--photos", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
+    parser.add_argument("--node", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.node:
+        return run_node(Job(*json.loads(given.node)))
+    document: dict[str, Any] = {"bench": "published", **describe_machine(), "load_before": os.getloadavg()}
+    runs = rounds(photo_folder(given.photos), given.photos, given.repeats)
+    document |= {"photos": given.photos, "repeats": given.repeats, "load_after": os.getloadavg()}
+    names = ("rate", "with_wait", "wait", "requests", "pulled", "child_peak_mb")
+    document["medians"] = {
+        name: {one: statistics.median(run[one] for run in reports) for one in names}
+        for name, reports in runs.items()
+    }
+    document["of_warm"] = [
+        remote["rate"] / warm["rate"] for remote, warm in zip(runs["remote"], runs["warm"], strict=True)
+    ]
+    document["runs"] = runs
+    show(document)
+    if given.json:
+        print(json.dumps(document))
+
+
+def show(document: dict[str, Any]) -> None:
+    table = Table(
+        title=f"First epoch of {document['photos']} photos, {document['repeats']} interleaved rounds"
+    )
+    for heading in ("", "images/s", "with the wait", "wait s", "requests"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, found in document["medians"].items():
+        figures = [f"{found['rate']:,.0f}", f"{found['with_wait']:,.0f}", f"{found['wait']:.1f}"]
+        table.add_row(name, *figures, f"{found['requests']:,.0f}")
+    Console().print(table)
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in document["of_warm"])
+    print(f"remote of warm, by rounds: {ratios}; load {document['load_before']} to {document['load_after']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""`Cache(remote=URL)`: a node pulls what others have published, and with `push=True` publishes what it fills.
+
+    trainer ── job, pickled ──▶ stdin   a process: pull or push   stdout ── result, JSON ──▶ trainer
+            ◀─ how far it is ── the file `pulling` of the cache directory, which all ranks of the node read
+
+The first rank of a node starts the processes. They may be killed at any moment, as `pull` and `push` may be.
+
+A process, because a thread of the trainer would take the GIL from the training loop. It is not forked, for
+the clients of a store do not survive that. Rejected: the work as a duty of the loader's workers, which would
+hold up their batches. Its input and output are files in memory: a pipe of 64 KB would make one side wait.
+
+The first iteration waits for a pull that ends within `PATIENCE`; else training reads objects at once, and the
+pull leaves out what that has brought. Three alternatives were rejected. To wait for all that is published:
+1.28 million requests cost $0.51 on S3, and so does a minute of eight GPUs at $4 an hour each. To pull in the
+order of the epoch: with photos of 115 KB, half of all ranges of 8 MB have one of the first 1 % of the
+samples, and 97 % have one of the first 5 %. To read single records out of the packs: that is a request each.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from fastload.cache.cache import Cache
+from fastload.cache.directory import FOLDER, PULLING
+from fastload.cache.remote_work import Job
+from fastload.errors import address
+from fastload.metrics.counters import Counters
+from fastload.store import Store
+
+__all__ = ["Remote", "close_all", "remote_of"]
+
+PATIENCE = 10.0  # seconds
+_JUDGED_SECONDS = 2.0  # of a pull, after which its speed is believed
+_OTHER_SECONDS = 3.0  # until the pull of another rank of the node has begun
+_LOOK_SECONDS = 0.02
+_END_SECONDS = 6.0  # for a process to end by itself
+_SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
+_WORK = "from fastload.cache.remote_work import main; main()"
+_began = time.time()  # what the file said before is of an earlier training
+
+
+class _Running(NamedTuple):
+    """A process, and the file that it writes its result to."""
+
+    process: subprocess.Popen[bytes]
+    result: IO[bytes]
+
+
+class Remote:
+    """The processes of this trainer that pull and push for one cache. Threads do not share it.
+
+    A failure of theirs is counted, and the first one of a pull and of a push is warned of.
+
+    Args:
+        cache: the cache.
+        store: its `remote`.
+    """
+
+    def __init__(self, cache: Cache, store: Store) -> None:
+        self._cache = copy.copy(cache)  # not opened, nor kept open
+        self._store = store
+        self._owner = os.getpid()
+        self._settled: list[str] = []  # packs whose records the cache has
+        self._running: dict[str, _Running] = {}
+        self._warned: set[str] = set()
+        self._leads = False  # or another rank of the node does
+        self._counts = Counters()
+
+    def pull(self, first: Iterable[bytes] = ()) -> None:
+        """Pull what was published since the last pull, in the background.
+
+        Args:
+            first: keys of records that are wanted before all others.
+        """
+        self._collect("pull")
+        self._leads = True
+        if "pull" not in self._running:
+            self._start("pull", b"".join(first))
+
+    def push(self) -> None:
+        """Publish what is not published yet, in the background. A push that runs still is not begun again."""
+        self._collect("push")
+        if "push" not in self._running:
+            self._start("push", b"")
+
+    def wait_for_pull(self) -> None:
+        """Wait for a pull that has not long to go, by this process or the first rank of the node.
+
+        What it has not brought then is read from the objects.
+        """
+        begin = time.monotonic()
+        while (running := self._running.get("pull")) is not None or not self._leads:
+            if running is not None and running.process.poll() is not None:
+                break
+            waited, left = time.monotonic() - begin, self._seconds_left()
+            if not self._leads and (left == 0.0 or (left is None and waited > _OTHER_SECONDS)):
+                break
+            if waited + (left or 0.0) > PATIENCE:
+                break
+            time.sleep(_LOOK_SECONDS)
+
+    def add_counts(self, counters: Counters) -> None:
+        """Add what ended processes have done."""
+        self._collect("pull")
+        self._collect("push")
+        counters.merge(self._counts.drain())
+
+    def close(self) -> None:
+        """Stop pulling. Publish what is left, with a line in the log where that takes a while."""
+        if self._owner != os.getpid():
+            return
+        try:
+            self._end("pull")
+            if self._cache.push and self._leads:
+                self._await_push()
+                self.push()
+                self._await_push()
+        finally:
+            self._end("push")
+
+    def _await_push(self) -> None:
+        """Requests to the store have deadlines, so this ends."""
+        if (running := self._running.get("push")) is not None:
+            try:
+                running.process.wait(_SAY_SECONDS)
+            except subprocess.TimeoutExpired:
+                logging.getLogger("fastload").warning(
+                    f"publishing the cache {self._cache.path} at {self._store.url}; Ctrl-C stops that"
+                )
+                running.process.wait()
+            self._collect("push")
+
+    def _end(self, kind: str) -> None:
+        """End a process that still runs."""
+        running = self._running.pop(kind, None)
+        if running is None:
+            return
+        running.process.terminate()
+        try:
+            running.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            running.process.kill()
+            running.process.wait()
+        running.result.close()
+
+    def _start(self, kind: str, first: bytes) -> None:
+        result = os.fdopen(os.memfd_create("fastload-result"), "r+b")
+        try:
+            job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._owner))
+            with os.fdopen(os.memfd_create("fastload-job"), "r+b") as given:
+                given.write(job)
+                given.seek(0)
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _WORK],
+                    stdin=given,
+                    stdout=result,
+                    start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+                )
+        except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+            result.close()
+            self._warn(kind, f"no process could be started: {error}")
+        else:
+            self._running[kind] = _Running(process, result)
+
+    def _collect(self, kind: str) -> None:
+        """Take the result of a process that has ended."""
+        running = self._running.get(kind)
+        if running is None or running.process.poll() is None:
+            return
+        del self._running[kind]
+        with running.result as file:
+            file.seek(0)
+            text = file.read()
+        try:
+            result = json.loads(text)
+        except ValueError:
+            self._warn(kind, f"its process ended with status {running.process.returncode}")
+            return
+        if result["error"]:
+            self._warn(kind, result["error"])
+        if kind == "pull":
+            self._settled = result["settled"]
+            self._counts.add("cache.pulled", result["records"])
+        else:
+            self._counts.add("cache.pushed", result["records"])
+
+    def _seconds_left(self) -> float | None:
+        """Of the pull that runs here or ran last; None: not known yet."""
+        file = Path(self._cache.path) / FOLDER / PULLING
+        try:
+            if file.stat().st_mtime < _began:
+                return None
+            done, total, seconds = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            return None
+        if done == total:
+            return 0.0
+        return (total - done) * seconds / done if done and seconds > _JUDGED_SECONDS else None
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Count a failure, and warn of the first one of a kind."""
+        self._counts.add("cache.remote_failures")
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        message = (
+            f"fastload trains on without the {kind} of its cache {self._cache.path}: {text}. "
+            f"See {address('cache-remote')}"
+        )
+        try:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # under -W error; training goes on all the same
+            logging.getLogger("fastload").warning(message)
+
+
+_remotes: dict[tuple[int, str, str], Remote] = {}  # by process, directory and URL
+
+
+def remote_of(cache: Cache) -> Remote | None:
+    """The one of this process for the cache's directory and URL; None: the cache has no remote."""
+    if cache.remote is None:
+        return None
+    key = (os.getpid(), cache.path, cache.remote.url)
+    if key not in _remotes:
+        _remotes[key] = Remote(cache, cache.remote)
+    return _remotes[key]
+
+
+@atexit.register
+def close_all() -> None:
+    """End what this process has begun, as `Remote.close` does."""
+    while _remotes:
+        _remotes.popitem()[1].close()

@@ -1,0 +1,321 @@
+"""`Cache(remote=, push=)`: nodes take from each other what they have read; training survives its failures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastload
+from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, RandomResizedCrop, open_store
+from fastload.cache import remote as remote_module
+from fastload.cache.pull import pull
+from fastload.cache.push import push
+from fastload.cache.remote import close_all, remote_of
+from fastload.errors import ArgumentError
+from tests.bucketdata import Bucket
+from tests.cachedata import fill
+from tests.faultserver import Fault, FaultServer
+from tests.patience import PATIENCE, wait_until
+
+pytestmark = pytest.mark.usefixtures("no_aws_settings")
+
+COUNT = 40
+SIZE = 3000
+
+
+@pytest.fixture(autouse=True)
+def ended(no_leaks: None) -> Iterator[None]:
+    """No test leaves a process that pulls or pushes."""
+    yield
+    close_all()
+
+
+def packs_url(bucket: Bucket, tmp_path: Path) -> fastload.store.Store:
+    return open_store(f"s3://packs/{tmp_path.name}", **bucket.options)
+
+
+@pytest.fixture
+def server() -> Iterator[FaultServer]:
+    with FaultServer({}) as server:
+        yield server
+
+
+class Node:
+    """A node with a cache of its own, in this process."""
+
+    def __init__(self, bucket: Bucket, path: Path, **options: Any) -> None:
+        self.cache = Cache(path, "raw", **options)
+        self.dataset = ImageFolder(
+            "s3://photos", RandomResizedCrop(16), cache=self.cache, storage_options=bucket.options
+        )
+
+    def train(self, epochs: int = 1, **options: Any) -> dict[str, float]:
+        """The counters of some epochs, each of which sees each sample once."""
+        loader = DataLoader(self.dataset, 8, **{"num_workers": 2, "shuffle": True} | options)
+        for _ in range(epochs):
+            labels = [label for _, labels in loader for label in labels.tolist()]
+            assert Counter(labels) == Counter(self.dataset.targets)
+        return dict(loader.stats()["counters"])
+
+    def end(self) -> None:
+        """As at the end of a script."""
+        self.dataset.close()
+        close_all()
+
+
+def test_second_node_takes_from_the_first_and_asks_for_no_object(bucket: Bucket, tmp_path: Path) -> None:
+    url = packs_url(bucket, tmp_path)
+    first = Node(bucket, tmp_path / "first", remote=url, push=True)
+    assert first.train()["get.requests"] == COUNT
+    first.end()
+    second = Node(bucket, tmp_path / "second", remote=url)
+    listed = bucket.proxy.counts()
+    counters = second.train()
+    assert counters["cache.hits"] == COUNT and not counters.get("get.requests")
+    assert counters["cache.pulled"] == COUNT
+    assert bucket.proxy.counts().object_gets - listed.object_gets <= 3, (
+        "the index and the records of one pack"
+    )
+
+
+def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_path: Path) -> None:
+    url = packs_url(bucket, tmp_path)
+    node = Node(bucket, tmp_path / "second", remote=url)
+    loader = DataLoader(node.dataset, 8)
+    iterator = iter(loader)
+    other = Cache(tmp_path / "other")
+    content = fill(other, 10)
+    other.close()
+    push(Cache(tmp_path / "other"), url)
+    list(iterator)
+    pulled = 0.0
+    deadline = time.monotonic() + PATIENCE
+    while pulled < 10 and time.monotonic() < deadline:
+        list(loader)
+        pulled = loader.stats()["counters"].get("cache.pulled", 0)
+    assert pulled == 10
+    assert all(node.cache.has(key) for key in content)
+    node.end()
+    node.cache.close()
+
+
+class FaultyNode:
+    """A node whose store follows a script: 20 objects under data/, packs under packs/."""
+
+    def __init__(self, server: FaultServer, path: Path, **options: Any) -> None:
+        remote = open_store("s3://bucket/packs", **server.options)
+        self.cache = Cache(path, "raw", remote=remote, **options)
+        self.dataset = fastload.ObjectDataset(
+            "s3://bucket/data", cache=self.cache, storage_options=server.options
+        )
+
+    def train(self, **options: Any) -> tuple[list[bytes], dict[str, float]]:
+        loader = DataLoader(self.dataset, 4, collate_fn=list, **options)
+        return [sample for batch in loader for sample in batch], dict(loader.stats()["counters"])
+
+    def end(self) -> None:
+        self.dataset.close()
+        close_all()
+
+
+def write_objects(server: FaultServer) -> list[bytes]:
+    bodies = [bytes([number]) * SIZE for number in range(20)]
+    server.objects |= {f"data/{number:02}.bin": body for number, body in enumerate(bodies)}
+    return bodies
+
+
+def publish(server: FaultServer, path: Path) -> None:
+    node = FaultyNode(server, path, push=True)
+    node.train()
+    node.end()
+    assert any(key.startswith("packs/") for key in server.objects)
+    server.requests.clear()
+
+
+def data_gets(server: FaultServer) -> list[str]:
+    return [request.key for request in server.requests if request.key.startswith("data/")]
+
+
+def test_changed_object_is_read_from_the_store(server: FaultServer, tmp_path: Path) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    bodies[3] = server.objects["data/03.bin"] = b"another" * 500
+    found, _ = FaultyNode(server, tmp_path / "second").train()
+    assert found == bodies
+    assert data_gets(server) == ["data/03.bin"]
+
+
+def test_remote_that_refuses_costs_one_warning(server: FaultServer, tmp_path: Path) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    for key in [key for key in server.objects if key.startswith("packs/")]:
+        server.script(key, Fault(status=403, code="AccessDenied"), repeat=True)
+    node = FaultyNode(server, tmp_path / "second", push=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found, _ = node.train()
+        again, counters = node.train()
+        node.end()
+    assert found == again == bodies
+    ours = [str(one.message) for one in warned if "trains on without" in str(one.message)]
+    assert all("refused access" in text for text in ours)
+    assert [text.split()[5] for text in ours] == ["pull", "push"]
+    assert counters["cache.remote_failures"] >= 1
+
+
+def test_foreign_objects_at_the_url_are_named_and_kept(server: FaultServer, tmp_path: Path) -> None:
+    bodies = write_objects(server)
+    server.objects["packs/cat.jpg"] = b"a photo"
+    node = FaultyNode(server, tmp_path / "first", push=True)
+    with pytest.warns(RuntimeWarning, match=r"'cat.jpg'.*no packs of a cache: give a prefix of its own"):
+        assert node.train()[0] == bodies
+        node.end()
+    assert [key for key in server.objects if key.startswith("packs/")] == ["packs/cat.jpg"]
+
+
+def test_first_iteration_does_not_wait_for_a_long_pull(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    monkeypatch.setattr(remote_module, "PATIENCE", 0.1)
+    for key in [key for key in server.objects if key.startswith("packs/")]:
+        server.script(key, Fault(stall_after=100), repeat=True)
+    node = FaultyNode(server, tmp_path / "second")
+    found, counters = node.train()
+    assert found == bodies
+    assert counters["get.requests"] == 20
+    remote = remote_of(node.cache)
+    assert remote is not None
+    os.kill(remote._running["pull"].process.pid, signal.SIGKILL)
+    wait_until(lambda: remote._running["pull"].process.poll() is not None, "the pull has ended")
+    with pytest.warns(RuntimeWarning, match="its process ended with status -9"):
+        assert node.train()[0] == bodies
+    node.end()
+
+
+def test_other_rank_of_the_node_waits_for_the_first_ones_pull(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    leader = FaultyNode(server, tmp_path / "second")
+    leading = iter(DataLoader(leader.dataset, 4))
+    processes = dict(remote_module._remotes)
+    remote_module._remotes.clear()  # of another process
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    other = FaultyNode(server, tmp_path / "second")
+    found, counters = other.train()
+    assert found == bodies and not data_gets(server)
+    assert "cache.pulled" not in counters
+    assert len(list(leading)) == 5
+    remote_module._remotes |= processes
+    other.dataset.close()
+    leader.end()
+
+
+def test_share_of_the_node_is_pulled_first(server: FaultServer, tmp_path: Path) -> None:
+    write_objects(server)
+    publish(server, tmp_path / "first")
+    node = FaultyNode(server, tmp_path / "second", size_limit=12 * SIZE)
+    sampler = DistributedSampler(node.dataset, 2, 1, shuffle=True, partition="node", num_nodes=2)
+    node.train(sampler=sampler)
+    node.end()
+    assert all(node.dataset.contains(index) for index in sampler)
+    node.dataset.close()
+
+
+def test_settled_packs_are_not_looked_at_again(server: FaultServer, tmp_path: Path) -> None:
+    write_objects(server)
+    publish(server, tmp_path / "first")
+    store = open_store("s3://bucket/packs", **server.options)
+    cache = Cache(tmp_path / "second")
+    done = pull(cache, store)
+    server.requests.clear()
+    again = pull(cache, store, settled=done.settled)
+    cache.close()
+    assert {request.key for request in server.requests} == {"\0list"}
+    assert (again.records, again.left, again.damaged) == (0, 0, {})
+
+
+SCRIPT = """
+import json, os, sys
+from fastload import Cache, DataLoader, ObjectDataset, open_store
+from fastload.cache import remote
+remote.PATIENCE = 2.0
+path, options, push, wait = json.loads(sys.argv[1])
+if __name__ == "__main__":
+    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=push)
+    dataset = ObjectDataset("s3://bucket/data", cache=cache, storage_options=options)
+    loader = DataLoader(dataset, 4, collate_fn=list, num_workers=2)
+    assert sum(map(len, loader)) == 20
+    if wait:
+        print("trained", flush=True)
+        sys.stdin.read()
+"""
+
+
+def script(server: FaultServer, path: Path, *, push: bool, wait: bool) -> subprocess.Popen[str]:
+    arguments = json.dumps([str(path), server.options, push, wait])
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, arguments], stdin=pipe, stdout=pipe, text=True)
+
+
+def users_of(path: Path) -> list[int]:
+    """The processes that have the cache's directory open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            links = [str(one.readlink()) for one in (process / "fd").iterdir()]
+            if any(link.startswith(f"{path}/") for link in links):
+                found.append(int(process.name))
+    return found
+
+
+def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) -> None:
+    bodies = write_objects(server)
+    process = script(server, tmp_path / "first", push=True, wait=False)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    server.requests.clear()
+    assert FaultyNode(server, tmp_path / "second").train()[0] == bodies
+    assert not data_gets(server)
+
+
+def test_killed_trainer_leaves_no_process(server: FaultServer, tmp_path: Path) -> None:
+    write_objects(server)
+    publish(server, tmp_path / "first")
+    for key in [key for key in server.objects if key.startswith("packs/")]:
+        server.script(key, None, Fault(stall_after=100), repeat=True)
+    process = script(server, tmp_path / "second", push=False, wait=True)
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "trained\n"
+    assert users_of(tmp_path / "second")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    process.stdin.close()
+    wait_until(lambda: not users_of(tmp_path / "second"), "its processes have ended")
+    cache = Cache(tmp_path / "second")
+    assert cache.check().ok and cache.info()["entries"] == 20
+    cache.close()
+
+
+def test_push_without_remote_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="push=True publishes records at remote=, and that is None"):
+        Cache(tmp_path, push=True)
+    with pytest.raises(ArgumentError, match="unknown"):
+        Cache(tmp_path, remote="nowhere://bucket")
