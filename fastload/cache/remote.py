@@ -73,6 +73,7 @@ class Remote:
         self._store = store
         self._owner = os.getpid()
         self._settled: list[str] = []  # packs whose records the cache has
+        self._pushed = -1  # records that the cache had at the last push
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
         self._leads = False  # or another rank of the node does
@@ -158,7 +159,7 @@ class Remote:
     def _start(self, kind: str, first: bytes) -> None:
         result = os.fdopen(os.memfd_create("fastload-result"), "r+b")
         try:
-            job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._owner))
+            job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._pushed, self._owner))
             with os.fdopen(os.memfd_create("fastload-job"), "r+b") as given:
                 given.write(job)
                 given.seek(0)
@@ -193,7 +194,8 @@ class Remote:
         if kind == "pull":
             self._settled = result["settled"]
             self._counts.add("cache.pulled", result["records"])
-        else:
+        elif not result["error"]:
+            self._pushed = result["entries"]
             self._counts.add("cache.pushed", result["records"])
 
     def _seconds_left(self) -> float | None:

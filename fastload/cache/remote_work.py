@@ -20,7 +20,7 @@ from typing import NamedTuple
 from fastload.cache.cache import Cache
 from fastload.cache.directory import PULLING, PUSHING
 from fastload.cache.pull import Pulled, pull
-from fastload.cache.push import push
+from fastload.cache.push import Pushed, push
 from fastload.cache.segment import KEY_SIZE
 from fastload.errors import CacheError, FastloadError, NotFoundError
 from fastload.store.client_process import keep_clients_here
@@ -40,6 +40,7 @@ class Job(NamedTuple):
         cache: with its `remote`.
         first: the keys of the records that are pulled first, one behind the other.
         settled: names of packs that are not looked at again.
+        entries: of the cache at the last push. While it has no more, there is nothing to push.
         trainer: the process that waits for it.
     """
 
@@ -47,6 +48,7 @@ class Job(NamedTuple):
     cache: Cache
     first: bytes
     settled: list[str]
+    entries: int
     trainer: int
 
 
@@ -55,12 +57,13 @@ class _Result(NamedTuple):
 
     Args:
         records: that were pulled or published.
-        settled: see `Job`.
+        settled, entries: see `Job`.
         error: why the work is not complete, or "".
     """
 
     records: int = 0
     settled: list[str] = []  # noqa: RUF012 (never changed)
+    entries: int = 0
     error: str = ""
 
 
@@ -106,7 +109,7 @@ def _pull(job: Job) -> _Result:
             done = Pulled()
         note(1, 1)
     faults = [f"{name} {fault}" for name, fault in done.damaged.items()]
-    return _Result(done.records, [*job.settled, *done.settled], "; ".join(faults[:1]))
+    return _Result(done.records, [*job.settled, *done.settled], error="; ".join(faults[:1]))
 
 
 def _push(job: Job) -> _Result:
@@ -114,7 +117,9 @@ def _push(job: Job) -> _Result:
     assert store is not None
     os.nice(10)  # nobody waits for it
     with _alone(job.cache, PUSHING):
-        return _Result(push(job.cache, store).records)
+        entries = job.cache.open_or_raise().index.count()
+        done = push(job.cache, store) if entries != job.entries else Pushed()
+        return _Result(done.records, entries=entries)
 
 
 @contextlib.contextmanager

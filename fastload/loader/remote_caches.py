@@ -43,7 +43,7 @@ class RemoteCaches:
         if found and _leads(loader):
             self._pushing = [remote for dataset, remote in found if dataset.cache.push]
             for dataset, remote in found:
-                remote.pull(_share(dataset, loader))
+                remote.pull(() if self._begun else _share(dataset, loader))
         if not self._begun:
             for remote in self._all:
                 remote.wait_for_pull()
