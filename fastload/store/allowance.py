@@ -2,9 +2,10 @@
 
     trainer, workers ── reserve ──▶ numbers in memory that all map ── within the limits ──▶ request
 
-Each request is reserved before it goes out: so `max_gets=` and `max_egress=` hold to the request, and a
-refused request costs nothing. What was reserved is never given back, since a request that failed may be
-billed too.
+Without limits each process counts in numbers of its own there, and waits for no other. With limits all count
+in the same ones, under a lock. Each request is reserved before it goes out: so `max_gets=` and `max_egress=`
+hold to the request, and a refused request costs nothing. What was reserved is never given back, since a
+request that failed may be billed too.
 
 Rejected: a share for each worker, because the last one would stop while others have some left; a semaphore,
 because a process that is killed while it holds one stops all others. The kernel frees a lock on a file with
@@ -16,12 +17,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import mmap
+import operator
 import os
 import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
@@ -32,7 +34,10 @@ from fastload.store.process import ProcessLocal
 
 __all__ = ["Allowance", "Asked", "Limits"]
 
-_STATE = struct.Struct("QQQQ")  # the fields of `Asked`
+_ASKED = struct.Struct("QQQQ")  # the fields of `Asked`
+# The memory is an array of them. The first one holds how many processes have one of their own; the second one
+# is for all. Pages that nobody has written take no memory.
+_SHARED, _FIRST, _MOST = 1, 2, 1 << 16
 _LOCK_SECONDS = 60.0
 _LOOK_SECONDS = 0.0005
 
@@ -69,16 +74,17 @@ class Allowance:
 
     def __init__(self, limits: Limits, asked: Asked = _NOTHING) -> None:
         descriptor = memory_file("fastload-allowance")
-        os.ftruncate(descriptor, _STATE.size)
+        os.ftruncate(descriptor, _MOST * _ASKED.size)
         self._map_file(limits, descriptor)
-        _STATE.pack_into(self._map, 0, *asked)
+        _ASKED.pack_into(self._map, _SHARED * _ASKED.size, *asked)
 
     def _map_file(self, limits: Limits, descriptor: int) -> None:
         self.limits = limits
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
-        self._map = mmap.mmap(descriptor, _STATE.size)
+        self._map = mmap.mmap(descriptor, _MOST * _ASKED.size)
         self._threads = ProcessLocal(threading.Lock)  # the lock on the file is one of processes
+        self._own = ProcessLocal(self._claim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Allowance:
         return self
@@ -90,7 +96,10 @@ class Allowance:
 
     def asked(self) -> Asked:
         """What was asked for so far."""
-        return Asked(*_STATE.unpack_from(self._map))
+        with memoryview(self._map).cast("Q") as numbers:
+            width = len(Asked._fields)
+            end = (_FIRST + numbers[0]) * width
+            return Asked(*(sum(numbers[_SHARED * width + at : end : width]) for at in range(width)))
 
     def used(self) -> Limits:
         """What was asked for so far, in the terms of the limits."""
@@ -98,10 +107,12 @@ class Allowance:
         return Limits(gets + heads, egress)
 
     def count(self, lists: int = 0, egress: int = 0) -> None:
-        """Count what has no limit, or could not be known before."""
-        with self._locked():
-            asked = self.asked()
-            self._set(asked._replace(lists=asked.lists + lists, egress=asked.egress + egress))
+        """Count what has no limit, or could not be known before.
+
+        Raises:
+            StoreTimeoutError: as `reserve`.
+        """
+        self._add(Asked(lists=lists, egress=egress))
 
     def reserve(self, key: str, size: int | None) -> None:
         """Count a GET of `size` bytes of an object that is about to go out; None: a HEAD.
@@ -110,28 +121,41 @@ class Allowance:
             LimitError: it would pass a limit, and must not go out.
             StoreTimeoutError: a process that was stopped holds the lock.
         """
-        with self._locked():
-            asked, (most_gets, most_egress) = self.asked(), self.limits
-            if most_gets is not None and asked.gets + asked.heads >= most_gets:
-                raise LimitError(
-                    f"max_gets={most_gets:,} requests of this dataset were reserved, and this one is more; "
-                    "raise max_gets, give the dataset a cache, or take fewer samples",
-                    key=key,
-                )
-            if most_egress is not None and asked.egress + (size or 0) > most_egress:
-                raise LimitError(
-                    f"max_egress is {format_size(most_egress)}: {format_size(asked.egress)} were asked for, "
-                    f"and this request is for {format_size(size or 0)} more; raise max_egress, "
-                    "give the dataset a cache, or take fewer samples",
-                    key=key,
-                )
-            if size is None:
-                self._set(asked._replace(heads=asked.heads + 1))
-            else:
-                self._set(asked._replace(gets=asked.gets + 1, egress=asked.egress + size))
+        more = Asked(heads=1) if size is None else Asked(gets=1, egress=size)
+        self._add(more, lambda: self._check(key, more.egress))
 
-    def _set(self, asked: Asked) -> None:
-        _STATE.pack_into(self._map, 0, *asked)
+    def _check(self, key: str, size: int) -> None:
+        (gets, egress), (most_gets, most_egress) = self.used(), self.limits
+        assert gets is not None and egress is not None
+        if most_gets is not None and gets >= most_gets:
+            raise LimitError(
+                f"max_gets={most_gets:,} requests of this dataset were reserved, and this one is more; "
+                "raise max_gets, give the dataset a cache, or take fewer samples",
+                key=key,
+            )
+        if most_egress is not None and egress + size > most_egress:
+            raise LimitError(
+                f"max_egress is {format_size(most_egress)}: {format_size(egress)} were asked for, "
+                f"and this request is for {format_size(size)} more; raise max_egress, "
+                "give the dataset a cache, or take fewer samples",
+                key=key,
+            )
+
+    def _add(self, more: Asked, check: Callable[[], None] = lambda: None) -> None:
+        own = _SHARED if any(self.limits) else self._own.get()
+        with self._locked() if own == _SHARED else self._threads.get():
+            check()
+            before = _ASKED.unpack_from(self._map, own * _ASKED.size)
+            _ASKED.pack_into(self._map, own * _ASKED.size, *map(operator.add, before, more))
+
+    def _claim(self) -> int:
+        """The place of this process. Once all are taken, the shared one."""
+        with self._locked():
+            (taken, *_) = _ASKED.unpack_from(self._map)
+            if _FIRST + taken >= _MOST:
+                return _SHARED
+            _ASKED.pack_into(self._map, 0, taken + 1, 0, 0, 0)
+            return _FIRST + int(taken)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -145,7 +169,7 @@ class Allowance:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise StoreTimeoutError(
-                            f"a process has held the counter of max_gets and max_egress for "
+                            "a process has held the lock of what is asked of the store for "
                             f"{_LOCK_SECONDS:.0f} s: is a worker stopped?"
                         ) from None
                     time.sleep(_LOOK_SECONDS)
