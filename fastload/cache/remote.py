@@ -47,7 +47,8 @@ _OTHER_SECONDS = 3.0  # until the pull of another rank of the node has begun
 _LOOK_SECONDS = 0.02
 _END_SECONDS = 6.0  # for a process to end by itself
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
-_WORK = "from fastload.cache.remote_work import main; main()"
+# `-c` puts the working directory first, and lacks what the script has added.
+_WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
 _began = time.time()  # what the file said before is of an earlier training
 
 
@@ -164,7 +165,7 @@ class Remote:
                 given.write(job)
                 given.seek(0)
                 process = subprocess.Popen(
-                    [sys.executable, "-c", _WORK],
+                    [sys.executable, "-c", _WORK.format(path=sys.path)],
                     stdin=given,
                     stdout=result,
                     start_new_session=True,  # Ctrl-C is for the trainer, which ends it
