@@ -19,6 +19,7 @@ samples, and 97 % have one of the first 5 %. To read single records out of the p
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import json
 import logging
@@ -37,6 +38,7 @@ from fastload.cache.directory import FOLDER, PULLING
 from fastload.cache.remote_work import Job
 from fastload.errors import address
 from fastload.metrics.counters import Counters
+from fastload.metrics.platform import memory_file
 from fastload.store import Store
 
 __all__ = ["Remote", "close_all", "remote_of"]
@@ -158,23 +160,24 @@ class Remote:
         running.result.close()
 
     def _start(self, kind: str, first: bytes) -> None:
-        result = os.fdopen(os.memfd_create("fastload-result"), "r+b")
-        try:
-            job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._pushed, self._owner))
-            with os.fdopen(os.memfd_create("fastload-job"), "r+b") as given:
-                given.write(job)
-                given.seek(0)
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _WORK.format(path=sys.path)],
-                    stdin=given,
-                    stdout=result,
-                    start_new_session=True,  # Ctrl-C is for the trainer, which ends it
-                )
-        except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-            result.close()
-            self._warn(kind, f"no process could be started: {error}")
-        else:
-            self._running[kind] = _Running(process, result)
+        with contextlib.ExitStack() as undone:
+            try:
+                result = undone.enter_context(_open_memory("fastload-result"))
+                job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._pushed, self._owner))
+                with _open_memory("fastload-job") as given:
+                    given.write(job)
+                    given.seek(0)
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", _WORK.format(path=sys.path)],
+                        stdin=given,
+                        stdout=result,
+                        start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+                    )
+            except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+                self._warn(kind, f"no process could be started: {error}")
+            else:
+                undone.pop_all()
+                self._running[kind] = _Running(process, result)
 
     def _collect(self, kind: str) -> None:
         """Take the result of a process that has ended."""
@@ -226,6 +229,10 @@ class Remote:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
         except RuntimeWarning:  # under -W error; training goes on all the same
             logging.getLogger("fastload").warning(message)
+
+
+def _open_memory(name: str) -> IO[bytes]:
+    return os.fdopen(memory_file(name), "r+b")
 
 
 _remotes: dict[tuple[int, str, str], Remote] = {}  # by process, directory and URL

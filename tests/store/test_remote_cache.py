@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -267,6 +268,21 @@ if __name__ == "__main__":
         print("trained", flush=True)
         sys.stdin.read()
 """
+
+
+def test_training_goes_on_where_no_process_can_be_started(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = write_objects(server)
+    node = FaultyNode(server, tmp_path / "first", push=True)
+
+    def refuse(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="Too many open files"):
+        patched.setattr(remote_module, "memory_file", refuse)
+        assert node.train()[0] == bodies
+    node.end()
 
 
 def test_processes_take_modules_from_where_the_script_does(
