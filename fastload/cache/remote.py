@@ -69,6 +69,9 @@ class Remote:
     Args:
         cache: the cache.
         store: its `remote`.
+
+    Attributes:
+        pushes: whether a cache with this directory and URL has `push=True`.
     """
 
     def __init__(self, cache: Cache, store: Store) -> None:
@@ -80,6 +83,7 @@ class Remote:
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
         self._leads = False  # or another rank of the node does
+        self.pushes = cache.push
         self._counts = Counters()
 
     def pull(self, first: Iterable[bytes] = ()) -> None:
@@ -127,7 +131,7 @@ class Remote:
             return
         try:
             self._end("pull")
-            if self._cache.push and self._leads:
+            if self.pushes and self._leads:
                 self._await_push()
                 self.push()
                 self._await_push()
@@ -245,7 +249,9 @@ def remote_of(cache: Cache) -> Remote | None:
     key = (os.getpid(), cache.path, cache.remote.url)
     if key not in _remotes:
         _remotes[key] = Remote(cache, cache.remote)
-    return _remotes[key]
+    remote = _remotes[key]
+    remote.pushes |= cache.push
+    return remote
 
 
 @atexit.register

@@ -270,6 +270,19 @@ if __name__ == "__main__":
 """
 
 
+def test_cache_that_only_pulls_does_not_keep_another_one_there_from_publishing(
+    server: FaultServer, tmp_path: Path
+) -> None:
+    write_objects(server)
+    pulling = FaultyNode(server, tmp_path / "first")
+    pulling.train()
+    pulling.dataset.close()
+    pushing = FaultyNode(server, tmp_path / "first", push=True)
+    next(iter(DataLoader(pushing.dataset, 4, collate_fn=list)))
+    pushing.end()
+    assert any(key.startswith("packs/") for key in server.objects)
+
+
 def test_training_goes_on_where_no_process_can_be_started(
     server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
