@@ -19,6 +19,7 @@ samples, and 97 % have one of the first 5 %. To read single records out of the p
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import json
 import logging
@@ -37,6 +38,7 @@ from fastload.cache.directory import FOLDER, PULLING
 from fastload.cache.remote_work import Job
 from fastload.errors import address
 from fastload.metrics.counters import Counters
+from fastload.metrics.platform import memory_file
 from fastload.store import Store
 
 __all__ = ["Remote", "close_all", "remote_of"]
@@ -47,7 +49,8 @@ _OTHER_SECONDS = 3.0  # until the pull of another rank of the node has begun
 _LOOK_SECONDS = 0.02
 _END_SECONDS = 6.0  # for a process to end by itself
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
-_WORK = "from fastload.cache.remote_work import main; main()"
+# `-c` puts the working directory first, and lacks what the script has added.
+_WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
 _began = time.time()  # what the file said before is of an earlier training
 
 
@@ -66,6 +69,9 @@ class Remote:
     Args:
         cache: the cache.
         store: its `remote`.
+
+    Attributes:
+        pushes: whether a cache with this directory and URL has `push=True`.
     """
 
     def __init__(self, cache: Cache, store: Store) -> None:
@@ -77,6 +83,7 @@ class Remote:
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
         self._leads = False  # or another rank of the node does
+        self.pushes = cache.push
         self._counts = Counters()
 
     def pull(self, first: Iterable[bytes] = ()) -> None:
@@ -124,7 +131,7 @@ class Remote:
             return
         try:
             self._end("pull")
-            if self._cache.push and self._leads:
+            if self.pushes and self._leads:
                 self._await_push()
                 self.push()
                 self._await_push()
@@ -157,23 +164,24 @@ class Remote:
         running.result.close()
 
     def _start(self, kind: str, first: bytes) -> None:
-        result = os.fdopen(os.memfd_create("fastload-result"), "r+b")
-        try:
-            job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._pushed, self._owner))
-            with os.fdopen(os.memfd_create("fastload-job"), "r+b") as given:
-                given.write(job)
-                given.seek(0)
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _WORK],
-                    stdin=given,
-                    stdout=result,
-                    start_new_session=True,  # Ctrl-C is for the trainer, which ends it
-                )
-        except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
-            result.close()
-            self._warn(kind, f"no process could be started: {error}")
-        else:
-            self._running[kind] = _Running(process, result)
+        with contextlib.ExitStack() as undone:
+            try:
+                result = undone.enter_context(_open_memory("fastload-result"))
+                job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._pushed, self._owner))
+                with _open_memory("fastload-job") as given:
+                    given.write(job)
+                    given.seek(0)
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", _WORK.format(path=sys.path)],
+                        stdin=given,
+                        stdout=result,
+                        start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+                    )
+            except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
+                self._warn(kind, f"no process could be started: {error}")
+            else:
+                undone.pop_all()
+                self._running[kind] = _Running(process, result)
 
     def _collect(self, kind: str) -> None:
         """Take the result of a process that has ended."""
@@ -227,6 +235,10 @@ class Remote:
             logging.getLogger("fastload").warning(message)
 
 
+def _open_memory(name: str) -> IO[bytes]:
+    return os.fdopen(memory_file(name), "r+b")
+
+
 _remotes: dict[tuple[int, str, str], Remote] = {}  # by process, directory and URL
 
 
@@ -237,7 +249,9 @@ def remote_of(cache: Cache) -> Remote | None:
     key = (os.getpid(), cache.path, cache.remote.url)
     if key not in _remotes:
         _remotes[key] = Remote(cache, cache.remote)
-    return _remotes[key]
+    remote = _remotes[key]
+    remote.pushes |= cache.push
+    return remote
 
 
 @atexit.register

@@ -10,6 +10,7 @@ cache or the store, they are decoded and transformed, and collated into a slot o
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from typing import Any
@@ -86,7 +87,7 @@ class LoaderIterator(TorchIterator):
 
     def _next_data(self) -> Any:
         if self._limit_reached is not None:
-            raise self._limit_reached
+            raise copy.copy(self._limit_reached)
         if self.broken:
             self._executor.check_open()
         self._context.meter.asked()
@@ -204,7 +205,8 @@ class LoaderIterator(TorchIterator):
             arrival.reraise()
             batch = self._load(arrival)
         except LimitError as error:  # whoever resumes with a higher limit gets this batch once more
-            self._limit_reached, self.broken = error, self._executor.concurrent
+            # A copy: the traceback of `error` leads back here, and workers end with the last reference.
+            self._limit_reached, self.broken = copy.copy(error), self._executor.concurrent
             raise
         except BaseException as error:
             self._give_more(lane, arrival.worker_id)

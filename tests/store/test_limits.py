@@ -6,6 +6,7 @@ A loader that reads ahead may end before all that it reserved went out: its requ
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -75,13 +76,32 @@ def test_batch_that_met_the_limit_is_still_to_come(server: FaultServer, workers:
             seen += torch.as_tensor(next(batches)).tolist()
     with pytest.raises(LimitError) as again:
         next(batches)
-    assert again.value is first.value and gets(server) <= 20
+    assert str(again.value) == str(first.value) and gets(server) <= 20
     more = DataLoader(dataset_of(server, max_gets=48), 4, num_workers=workers, shuffle=True, seed=1)
     more.load_state_dict(loader.state_dict())
     rest = [number for batch in more for number in torch.as_tensor(batch).tolist()]
     assert sorted(seen + rest) == list(range(48))
     with pytest.raises(LimitError):
         list(loader)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_limit_leaves_no_worker_to_the_garbage_collector(server: FaultServer, persistent: bool) -> None:
+    loader = DataLoader(
+        dataset_of(server, max_gets=9), 4, num_workers=1, in_order=False, persistent_workers=persistent
+    )
+    batches: Any = iter(loader)
+    (worker,) = batches._workers
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(LimitError):
+                for _ in batches:
+                    pass
+        del loader, batches
+        assert not worker.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_trainer_and_workers_share_one_limit(server: FaultServer) -> None:

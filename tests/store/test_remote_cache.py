@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import json
 import os
 import signal
@@ -266,6 +268,53 @@ if __name__ == "__main__":
         print("trained", flush=True)
         sys.stdin.read()
 """
+
+
+def test_cache_that_only_pulls_does_not_keep_another_one_there_from_publishing(
+    server: FaultServer, tmp_path: Path
+) -> None:
+    write_objects(server)
+    pulling = FaultyNode(server, tmp_path / "first")
+    pulling.train()
+    pulling.dataset.close()
+    pushing = FaultyNode(server, tmp_path / "first", push=True)
+    next(iter(DataLoader(pushing.dataset, 4, collate_fn=list)))
+    pushing.end()
+    assert any(key.startswith("packs/") for key in server.objects)
+
+
+def test_training_goes_on_where_no_process_can_be_started(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = write_objects(server)
+    node = FaultyNode(server, tmp_path / "first", push=True)
+
+    def refuse(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched, pytest.warns(RuntimeWarning, match="Too many open files"):
+        patched.setattr(remote_module, "memory_file", refuse)
+        assert node.train()[0] == bodies
+    node.end()
+
+
+def test_processes_take_modules_from_where_the_script_does(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_objects(server)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit(7)")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "of_script.py").write_text("from fastload import Cache\nclass Own(Cache): pass")
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    kind: Any = importlib.import_module("of_script").Own
+    (tmp_path / "packs").mkdir()
+    cache = kind(tmp_path / "cache", "raw", remote=tmp_path / "packs", push=True)
+    dataset = fastload.ObjectDataset("s3://bucket/data", cache=cache, storage_options=server.options)
+    list(DataLoader(dataset, 4, collate_fn=list))
+    dataset.close()
+    close_all()
+    assert list((tmp_path / "packs").glob("*.pack"))
 
 
 def script(server: FaultServer, path: Path, *, push: bool, wait: bool) -> subprocess.Popen[str]:
