@@ -1,4 +1,4 @@
-"""A second, empty machine that takes a published cache: `python -m bench published [--photos 2000] [--json]`.
+"""A second, empty machine that takes a published cache: `python -m bench published [--peers] [--json]`.
 
 Each run is a new process, one epoch of `ImageFolder` over the S3 server 20 ms away, whose proxy counts the
 requests. Contenders take turns: "alone" an empty cache, "remote" an empty cache with `Cache(remote=)`, and
@@ -7,6 +7,9 @@ listings and the pull included.
 
 The rate counts from the first batch on; "wait" is the time from the beginning of the epoch to its first
 batch, in which the pull comes.
+
+With --peers, loaders that read shards of their own take part, with 2 workers, each in a process that keeps
+running, from the second epoch on; such an epoch reads all again, as on a machine without a cache.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +34,17 @@ from rich.console import Console
 from rich.table import Table
 
 import fastload
-from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, photo_folder
+from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
+from bench.measure.sections import Course, Entrant, Place
+from bench.peers.contenders import COLD, WITH_OWN_FILES, Contender
+from bench.peers.peer import Peer, Run
 from fastload.cache.remote import close_all
 from fastload.cli.measurement import describe_machine
+from fastload.demo.delay_proxy import Counts
 from fastload.demo.s3_server import Proxy, delay_proxy, serve_s3
 
 CONTENDERS = ("alone", "remote", "warm")
+PEERS = ("WebDataset", "LitData, chunks", "MosaicML Streaming")
 
 
 class Job(NamedTuple):
@@ -82,29 +93,77 @@ def run(job: Job, proxy: Proxy, samples: int) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if report["samples"] != samples:
         raise SystemExit(f"an epoch had {report['samples']} samples, not {samples}")
-    names = ("object_gets", "listings", "other_requests")
-    report["requests"] = sum(getattr(after, name) - getattr(before, name) for name in names)
+    report["requests"] = requests_between(before, after)
     return report
 
 
-def rounds(photos: Path, count: int, repeats: int) -> dict[str, list[dict[str, Any]]]:
+def requests_between(before: Counts, after: Counts) -> int:
+    names = ("object_gets", "listings", "other_requests")
+    return sum(getattr(after, name) - getattr(before, name) for name in names)
+
+
+def peers() -> list[Contender]:
+    return [replace(one, workers=(WORKERS,)) for one in COLD if one.name in PEERS]
+
+
+def prepare(photos: Path, count: int) -> None:
+    """Make the shards of the peers: before their server starts, because it keeps its listings."""
+    make_shards(photos, count, "tar")
+    for peer in peers():
+        if peer.script in WITH_OWN_FILES:
+            job = {"prepare": True, "folder": str(photos), "mode": peer.mode, "size": SIZE, "batch": BATCH}
+            Peer(peer.script, job).close()
+
+
+@contextmanager
+def started_peers(photos: Path) -> Iterator[tuple[Course, list[Entrant]]]:
+    with serve_s3(photos.parent) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:
+        course = Course(
+            Place(photos, server, proxy), later=False, repeats=1, seconds=300, step=lambda _: None
+        )
+        failed: dict[str, str] = {}
+        with course.started(peers(), failed) as entrants:
+            if failed:
+                raise SystemExit(f"peers that do not run here: {failed}")
+            yield course, entrants
+
+
+def report_of(run: Run, requests: int) -> dict[str, Any]:
+    return {
+        "samples": run.images,
+        "rate": (run.images - BATCH) / (run.seconds - run.first_batch),
+        "with_wait": run.rate,
+        "wait": run.first_batch,
+        "requests": requests,
+    }
+
+
+def run_peer(course: Course, entrant: Entrant) -> dict[str, Any]:
+    before = course.place.proxy.counts()
+    run = entrant.peer.epoch(course.seconds)
+    return report_of(run, requests_between(before, course.place.proxy.counts()))
+
+
+def rounds(photos: Path, count: int, repeats: int, with_peers: bool) -> dict[str, list[dict[str, Any]]]:
     """The reports of each contender, which take turns."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    with tempfile.TemporaryDirectory(dir=photos.parent) as place:
-        root = Path(place)
+    with ExitStack() as stack:
+        course, entrants = stack.enter_context(started_peers(photos)) if with_peers else (None, [])
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=photos.parent)))
         (root / "s3" / "packs").mkdir(parents=True)
         shutil.copytree(photos, root / "s3" / "photos", copy_function=os.link)
-        with (
-            serve_s3(root / "s3", read_only=False) as server,
-            delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy,
-        ):
-            options = {**server.options, "endpoint_url": proxy.url}
-            run(Job(str(root / "full"), True, True, "photos", options), proxy, count)
-            for turn in range(repeats):
-                for name in CONTENDERS:
-                    cache = root / ("full" if name == "warm" else f"{name}-{turn}")
-                    job = Job(str(cache), name == "remote", False, "photos", options)
-                    runs[name].append(run(job, proxy, count))
+        server = stack.enter_context(serve_s3(root / "s3", read_only=False))
+        proxy = stack.enter_context(delay_proxy(server.endpoint_url, ROUND_TRIP))
+        options = {**server.options, "endpoint_url": proxy.url}
+        run(Job(str(root / "full"), True, True, "photos", options), proxy, count)
+        for turn in range(repeats):
+            for name in CONTENDERS:
+                cache = root / ("full" if name == "warm" else f"{name}-{turn}")
+                job = Job(str(cache), name == "remote", False, "photos", options)
+                runs[name].append(run(job, proxy, count))
+            for entrant in entrants:
+                assert course is not None
+                runs.setdefault(entrant.contender.name, []).append(run_peer(course, entrant))
     return runs
 
 
@@ -114,17 +173,21 @@ def main() -> None:
     )
     parser.add_argument("--photos", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help=f"beside {'; '.join(PEERS)}")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON document")
     parser.add_argument("--node", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
         return run_node(Job(*json.loads(given.node)))
     document: dict[str, Any] = {"bench": "published", **describe_machine(), "load_before": os.getloadavg()}
-    runs = rounds(photo_folder(given.photos), given.photos, given.repeats)
+    photos = photo_folder(given.photos)
+    if given.peers:
+        prepare(photos, given.photos)
+    runs = rounds(photos, given.photos, given.repeats, given.peers)
     document |= {"photos": given.photos, "repeats": given.repeats, "load_after": os.getloadavg()}
     names = ("rate", "with_wait", "wait", "requests", "pulled", "child_peak_mb")
     document["medians"] = {
-        name: {one: statistics.median(run[one] for run in reports) for one in names}
+        name: {one: statistics.median(run[one] for run in reports) for one in names if one in reports[0]}
         for name, reports in runs.items()
     }
     document["of_warm"] = [
