@@ -11,27 +11,20 @@ cache or the store, they are decoded and transformed, and collated into a slot o
 from __future__ import annotations
 
 import copy
-import functools
 import time
 from typing import Any
 
-from torch.utils.data import IterDataPipe, MapDataPipe
-from torch.utils.data.graph_settings import apply_sharding
-
-from fastload.datasets.wrappers import as_rows
 from fastload.errors import LimitError
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.revision import Revision, begin
-from fastload.loader.schedule import IndexSchedule, Schedule, StreamSchedule, index_batches_ahead
-from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, shard_data_pipe
+from fastload.loader.schedule import IndexSchedule, Schedule
+from fastload.loader.stages import new_device, new_executor, new_schedule
+from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
 from fastload.metrics.tracing import stage
-from fastload.workers.executor import Arrival, Executor, ProcessExecutor
-from fastload.workers.inline import InlineExecutor, allocator
-from fastload.workers.memory_limit import MemoryLimit
-from fastload.workers.protocol import WorkerSetup
+from fastload.workers.executor import Arrival, Executor
 
 __all__ = ["LoaderIterator"]
 
@@ -66,10 +59,17 @@ class LoaderIterator(TorchIterator):
         with context.position.seeding(loader):
             super().__init__(loader)
         self._base_seed = context.position.base_seed(int(self._base_seed))
-        self._device = _new_device(loader, context)
+        self._device = new_device(loader, context)
         if self._device is not None and self._device.copies:
             self._pin_memory = False
-        self._executor = self._new_executor(loader)
+        self._executor = new_executor(
+            loader,
+            context,
+            self._device,
+            base_seed=int(self._base_seed),
+            pinned=self._pin_memory,
+            part=(self._world_size, self._rank),
+        )
         if inline:
             if context.position.order_was_undone:
                 self._sampler_iter = iter(self._index_sampler)
@@ -376,7 +376,9 @@ class LoaderIterator(TorchIterator):
         if self._device is not None:
             self._device.end_epoch()
         self._first = self._sent
-        self._schedule = self._new_schedule(loader, wanted)
+        # Of workers that were wanted at the end of an epoch, some may not have been started.
+        workers = min(wanted, len(self._workers))
+        self._schedule = new_schedule(loader, context, self._progress, self._sampler_iter, workers)
         self._executor.start_epoch(
             self._sent,
             self._seed,
@@ -392,70 +394,6 @@ class LoaderIterator(TorchIterator):
     def take_up(self, positions: list[dict[str, Any]] | None) -> None:
         """Go to the place in an iterable dataset that was loaded, and note where that is."""
         self._progress.began(state=self._executor.take_up(positions[0] if positions else None))
-
-    def _new_schedule(self, loader: Any, wanted: int) -> Schedule:
-        streams, inline = self._progress.streams, not self._executor.concurrent
-        if streams is not None:  # each reads ahead by itself, so what is announced need not be more
-            return StreamSchedule(streams, ahead=1 if inline else loader.prefetch_factor)
-        ahead = 1 if inline else self._context.batches_ahead(loader.prefetch_factor)
-        if as_rows(self._dataset) is not None:
-            ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
-        elif loader.threads:
-            ahead = inline + index_batches_ahead(loader, ahead, 2 * loader.threads)
-        return IndexSchedule(
-            self._sampler_iter,
-            # Of workers that were wanted at the end of an epoch, some may not have been started.
-            workers=1 if inline else min(wanted, len(self._workers)),
-            first=self._progress.next_worker,
-            ahead=ahead,
-            in_order=loader.in_order,
-        )
-
-    def _new_executor(self, loader: Any) -> Executor:
-        setup = self._setup(loader)
-        counters, bad = self._context.counters, self._context.bad
-        self._context.memory.start(setup.memory_limit)
-        if self._num_workers > 0:
-            if not loader.prefetch_factor:
-                raise AssertionError(
-                    "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
-                )
-            pin = self._device.pin if self._device is not None and self._device.copies else None
-            start = self._context.workers_wanted(self._num_workers)
-            context = loader.multiprocessing_context
-            memory = self._context.memory
-            return ProcessExecutor(setup, context, counters, bad, memory, pin=pin, start=start)
-        if self._timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            apply_sharding(self._dataset, self._world_size, self._rank)
-        own = allocator(pinned=self._pin_memory)
-        allocate = own if self._device is None else self._device.allocate
-        return InlineExecutor(setup, counters, bad, allocate)
-
-    def _setup(self, loader: Any) -> WorkerSetup:
-        init = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            init = functools.partial(shard_data_pipe, init, self._world_size, self._rank)
-        return WorkerSetup(
-            dataset=self._dataset,
-            collate_fn=self._collate_fn,
-            auto_collation=self._auto_collation,
-            drop_last=self._drop_last,
-            worker_init_fn=init,
-            num_workers=self._num_workers,
-            prefetch_factor=loader.prefetch_factor or 2,
-            base_seed=int(self._base_seed),
-            on_error=loader.on_error,
-            seeded=loader.seed is not None,
-            logged=loader.sample_log is not None,
-            threads=loader.threads,
-            batch_size=loader.batch_size or 1,
-            memory_limit=MemoryLimit.of(
-                loader.memory_limit, self._num_workers, loader.multiprocessing_context
-            ),
-            positions=self._context.position.worker_positions(),
-        )
 
     def _finish(self) -> None:
         for arrival in self._reorder.clear():
@@ -480,10 +418,3 @@ class LoaderIterator(TorchIterator):
             if self._device is not None:
                 self._device.close()
             self._shutdown_workers()
-
-
-def _new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
-    """What takes the batches of one iterator to the device; None where they stay as they are."""
-    if loader.device is None and loader.batch_transform is None and context.decoding is None:
-        return None
-    return DevicePrefetcher(loader.device, loader.batch_transform, context.counters, context.decoding)
