@@ -201,13 +201,13 @@ def test_convert_goes_on_after_ctrl_c(
     nodes: Simulation, photos: Path, alone: dict[str, bytes], tmp_path: Path
 ) -> None:
     command = ["convert", photos, tmp_path, *SHARDS, "--ray", nodes.address]
-    thread = interrupt_when((tmp_path / "p-000001.tar").exists)
+    thread = interrupt_when(lambda: any(tmp_path.glob("p-*.tar")))
     code, document = run(*command)
     thread.join(PATIENCE)
     assert (code, document["interrupted"], document["complete"]) == (130, True, False), document
     wait_until(lambda: not running("ray::_write_shard"), "the tasks have ended")
     assert not [path for path in tmp_path.iterdir() if path.name[0] == "."], "no temporary file is left"
-    assert set(files(tmp_path)) < set(alone)
+    assert set(files(tmp_path)) <= set(alone), "tasks that were at work may have finished their shards"
     code, again = run(*command)
     assert (code, again["kept"], again["complete"]) == (0, document["shards"], True), again
     assert files(tmp_path) == alone
