@@ -15,9 +15,9 @@ Exit code 1: an object cannot be read or decoded. 130: interrupted. A cache that
 large for it, is 0: training reads these from the store.
 
 With --ray the numbers are the sums of all nodes, "settings" has "ray", and there are "redone" (slices whose
-process was lost) and "nodes": [{"address", "shard", "objects", "stored", "skipped", "failed", "too_large",
-"read_bytes", "requests", "left", "cache", "lost" (null, or why the node is gone)}, ...]. A lost node is exit
-code 1.
+process was lost; what that process had read is not counted) and "nodes": [{"address", "shard", "objects",
+"stored", "skipped", "failed", "too_large", "read_bytes", "requests", "left", "cache", "lost" (null, or why
+the node is gone)}, ...]. A lost node is exit code 1.
 """
 
 from __future__ import annotations
@@ -349,6 +349,10 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if document.get("redone"):
+        console.print(
+            f"{document['redone']:,} slices were done again: what they read before is not among these numbers"
+        )
     for node in document.get("nodes", ()):
         if node["lost"]:
             share = "{}/{}".format(*node["shard"])
