@@ -245,13 +245,13 @@ class Cluster:
                     streams.append(stream)  # it had only begun
 
     def _connect(self, address: str) -> None:
-        host, colon, port = address.rpartition(":")
+        host, _, port = address.rpartition(":")
         if "://" in address:
             raise ArgumentError(
                 f"--ray {address!r}: give HOST:PORT of the head; from outside of the cluster use "
                 "`ray job submit`"
             )
-        if colon:
+        if address not in ("auto", "local"):
             try:  # Ray itself would try for minutes
                 socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
             except (OSError, ValueError) as error:
