@@ -170,7 +170,7 @@ class Tally:
         self._passed = 0
         self.outcomes: Counter[str] = Counter()
         self.stored: list[int] = []
-        self.read_bytes = 0
+        self.read_bytes = 0  # of the samples, inflated; at the end, those that the store sent
         self.requests = 0  # known at the end
         self.failures: list[Any] = []
         self.start = time.perf_counter()
@@ -310,6 +310,7 @@ def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
     finally:
         counters = loader.stats()["counters"]
         tally.requests = int(counters.get("get.requests", 0) + counters.get("get.retries", 0))
+        tally.read_bytes = int(counters.get("get.bytes", 0))
 
 
 def _announcement(warming: Any, found: tuple[int, int], given: tuple[int, int] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
@@ -166,6 +167,14 @@ def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path:
         "cost": {"requests": 25.0, "egress": pytest.approx(0.025)},
     }
     assert warmed(server, "s3://bucket", tmp_path / "cache", "--objects")["quote"]["requests"] == 0
+
+
+def test_bill_of_compressed_shards_is_what_the_store_sends(server: FaultServer, tmp_path: Path) -> None:
+    server.objects = {f"{number}.tar.gz": gzip.compress(tar_of(number)) for number in range(3)}
+    whole = sum(map(len, server.objects.values()))
+    document = warmed(server, "s3://bucket/*.tar.gz", tmp_path / "cache")
+    assert (document["stored"], document["requests"], document["read_bytes"]) == (30, 3, whole)
+    assert document["cost"] == {"requests": 3.0, "egress": pytest.approx(whole / 1e6)}
 
 
 def test_warm_quotes_shards_that_lack_records(server: FaultServer, tmp_path: Path) -> None:
