@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, Self
@@ -23,7 +23,7 @@ import typer
 import fastload
 from fastload.errors import ArgumentError, FastloadError, WorkerError
 
-__all__ = ["RAY_FLAG", "Cluster", "Lost", "Node", "RayOption", "Task"]
+__all__ = ["RAY_FLAG", "Cluster", "Lost", "Node", "RayOption", "Task", "refuse_limits"]
 
 RAY_FLAG = "--ray"
 RayOption = Annotated[
@@ -245,13 +245,13 @@ class Cluster:
                     streams.append(stream)  # it had only begun
 
     def _connect(self, address: str) -> None:
-        host, colon, port = address.rpartition(":")
+        host, _, port = address.rpartition(":")
         if "://" in address:
             raise ArgumentError(
                 f"--ray {address!r}: give HOST:PORT of the head; from outside of the cluster use "
                 "`ray job submit`"
             )
-        if colon:
+        if address not in ("auto", "local"):
             try:  # Ray itself would try for minutes
                 socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
             except (OSError, ValueError) as error:
@@ -292,6 +292,16 @@ class Cluster:
                 )
         if not self.nodes:
             raise ArgumentError(f"--ray {self.address!r}: no node of the cluster has a CPU for tasks")
+
+
+def refuse_limits(options: Mapping[str, Any]) -> None:
+    """Refuse limits of requests: each slice opens the store, and would have all of them for itself."""
+    found = sorted({"max_gets", "max_egress"} & options.keys())
+    if found:
+        raise ArgumentError(
+            f"{found[0]} with --ray would be a limit of each slice, not of the command: leave it out, or run "
+            "the command without --ray"
+        )
 
 
 def _line(error: Exception) -> str:

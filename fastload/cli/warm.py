@@ -15,9 +15,9 @@ Exit code 1: an object cannot be read or decoded. 130: interrupted. A cache that
 large for it, is 0: training reads these from the store.
 
 With --ray the numbers are the sums of all nodes, "settings" has "ray", and there are "redone" (slices whose
-process was lost) and "nodes": [{"address", "shard", "objects", "stored", "skipped", "failed", "too_large",
-"read_bytes", "requests", "left", "cache", "lost" (null, or why the node is gone)}, ...]. A lost node is exit
-code 1.
+process was lost; what that process had read is not counted) and "nodes": [{"address", "shard", "objects",
+"stored", "skipped", "failed", "too_large", "read_bytes", "requests", "left", "cache", "lost" (null, or why
+the node is gone)}, ...]. A lost node is exit code 1.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Tally:
         self._passed = 0
         self.outcomes: Counter[str] = Counter()
         self.stored: list[int] = []
-        self.read_bytes = 0
+        self.read_bytes = 0  # of the samples, inflated; at the end, those that the store sent
         self.requests = 0  # known at the end
         self.failures: list[Any] = []
         self.start = time.perf_counter()
@@ -310,6 +310,7 @@ def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
     finally:
         counters = loader.stats()["counters"]
         tally.requests = int(counters.get("get.requests", 0) + counters.get("get.retries", 0))
+        tally.read_bytes = int(counters.get("get.bytes", 0))
 
 
 def _announcement(warming: Any, found: tuple[int, int], given: tuple[int, int] | None) -> str:
@@ -349,6 +350,10 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if document.get("redone"):
+        console.print(
+            f"{document['redone']:,} slices were done again: what they read before is not among these numbers"
+        )
     for node in document.get("nodes", ()):
         if node["lost"]:
             share = "{}/{}".format(*node["shard"])

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from fastload.cli.cluster import Cluster, Lost, Node, Task
+from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
 from fastload.cli.measurement import Bars, describe_machine
 from fastload.cli.output import Output
 from fastload.cli.warm_target import Target
 from fastload.cli.warming import find_left, find_share
 from fastload.datasets.warm import ToRead
-from fastload.errors import ArgumentError, StoreError
+from fastload.errors import ArgumentError, StoreError, WorkerError
 
 __all__ = ["NodesWarming"]
 
@@ -84,7 +84,8 @@ class NodesWarming:
                 f"--shard {shard[0]}/{shard[1]} with --ray: each node gets its own share; leave --shard "
                 "out, or give 0/1 to warm all of the data on every node"
             )
-        self._fill, self._target = fill, target
+        refuse_limits(target.storage_options)
+        self._fill, self._target = fill, target.anywhere()
         self._whole, self._num_workers, self._refresh = shard is not None, num_workers, refresh
         self._documents: dict[Node, list[dict[str, Any]]] = {}
         self._lost: dict[Node, str] = {}
@@ -140,6 +141,9 @@ class NodesWarming:
                     f"{next(iter(surveys)).address}: they changed meanwhile, or an old listing is kept; "
                     "run the command with --refresh"
                 )
+        if not surveys:
+            (node, reason), *_ = self._lost.items()
+            raise WorkerError(f"all nodes are gone, as node {node.address} ({reason}): run the command again")
         return surveys
 
     def _slices(self, node: Node, survey: Any) -> Iterator[Task]:

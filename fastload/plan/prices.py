@@ -91,7 +91,9 @@ def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Pric
 
 def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
     """Whether an option or the environment names the server."""
-    return "endpoint_url" in open_store(url, **options).public_options()[0]
+    found = open_store(url, **options).public_options()[0]
+    named = found.keys() | found.get("client_kwargs", {}).keys()
+    return bool({"endpoint", "endpoint_url", "base_url"} & named)
 
 
 def describe_prices(prices: Prices | None, gets: float, egress_bytes: float) -> dict[str, Any]:

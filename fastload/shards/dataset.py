@@ -33,7 +33,6 @@ from fastload.shards.filling import ShardFilling
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.own_index import read_own_indexes
 from fastload.shards.pending import PendingRecords
-from fastload.shards.reader import PIECES
 from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
@@ -214,7 +213,18 @@ class ShardDataset(FieldsDataset):
 
         What the cache has is read again only where a shard has no index, or is compressed.
         """
-        filling = ShardFilling(
+        return self._filling().run(shards)
+
+    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
+        """What `warm` has to read for these samples. Raises as `warm`."""
+        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
+
+    def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
+        """What `warm_shards` has to read. Raises as `warm`."""
+        return self._filling().left(shards)
+
+    def _filling(self) -> ShardFilling:
+        return ShardFilling(
             self._shards,
             self._index,
             self._form,
@@ -224,22 +234,6 @@ class ShardDataset(FieldsDataset):
             counters=self.counters,
             blocks=self._blocks(),
         )
-        return filling.run(shards)
-
-    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """What `warm` has to read for these samples. Raises as `warm`."""
-        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
-
-    def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
-        """What `warm_shards` has to read: all of a shard of which the cache lacks a record."""
-        cache, found = self._cache_to_fill(), []
-        for shard in shards:
-            table = self._index.get(shard)
-            offsets = None if table is None else table.offsets[:, 0].tolist()
-            if offsets is None or not all(cache.has(self._cache_key_at(shard, one)) for one in offsets):
-                found.append(self._shards[shard].size)
-        requests = sum(1 + -(-size // PIECES.usual) for size in found)
-        return ToRead(len(found), requests, sum(found))
 
     # --- StreamDataset
 

@@ -112,6 +112,9 @@ class RecordBlocks(Protocol):
     def spans(self) -> list[Span]:
         """All blocks, as the records of their shards."""
 
+    def size(self, span: Span) -> int:
+        """Bytes to read of a block: at most, about its part of the shard."""
+
     def most_open(self, most_bytes: int) -> int:
         """How many blocks a process may have open so that these, and those read ahead, take so many bytes."""
 

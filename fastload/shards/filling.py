@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fastload.cache import Cache
-from fastload.datasets.warm import Outcome, Warmed, put
+from fastload.datasets.warm import Outcome, ToRead, Warmed, put
 from fastload.errors import CacheError, DecodeError
 from fastload.fetch.concurrency import process_share
 from fastload.fetch.threads import ReadPool
@@ -104,6 +104,25 @@ class ShardFilling:
             records.close()
             self._pool.close()
             self._cache.flush()
+
+    def left(self, shards: Iterable[int]) -> ToRead:
+        """What `run` has to read for these shards."""
+        spans: list[Span] = []
+        for shard in shards:
+            for _ in self._look(shard, spans):
+                pass
+        ranges = [found for span in spans for found in self._ahead.ranges(*self._bytes_of(span))]
+        return ToRead(len({span.shard for span in spans}), len(ranges), sum(b - a for a, b in ranges))
+
+    def _bytes_of(self, span: Span) -> tuple[int, int]:
+        """Where a span begins and ends in its shard."""
+        if self._blocks is not None:
+            return 0, self._blocks.size(span)
+        records, size = self._index.get(span.shard), self._shards[span.shard].size
+        if records is None or records.compressed:
+            return 0, size
+        stop = size if span.stop is None else int(records.offsets[span.stop - 1].sum())
+        return int(records.offsets[span.first, 0]), stop
 
     def _look(self, shard: int, spans: list[Span]) -> Iterator[Warmed]:
         """The records of a shard that need not be read; what has to be read is added to `spans`."""

@@ -81,6 +81,11 @@ class RowGroups:
     def spans(self) -> list[Span]:
         return self._files.row_groups()
 
+    def size(self, span: Span) -> int:
+        sizes = self._files.files[span.shard].sizes  # inflated
+        part = sizes[self.group_of(span.shard, span.first)] / max(1, sizes.sum())
+        return int(self._shards[span.shard].size * part)
+
     def most_open(self, most_bytes: int) -> int:
         # As many are read ahead, and one that is decoded takes its bytes twice.
         return max(1, most_bytes // (4 * max(1, self._files.largest())))

@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import mmap
-import operator
 import os
-import struct
 import threading
 import time
 import weakref
@@ -34,9 +32,9 @@ from fastload.store.process import ProcessLocal
 
 __all__ = ["Allowance", "Asked", "Limits"]
 
-_ASKED = struct.Struct("QQQQ")  # the fields of `Asked`
-# The memory is an array of them. The first one holds how many processes have one of their own; the second one
-# is for all. Pages that nobody has written take no memory.
+# The memory is an array of `Asked`, each as `_WIDTH` numbers of 64 bits. The first one holds how many
+# processes have one of their own; the second one is for all. Pages that nobody has written take no memory.
+# Numbers are written one by one: `struct` sets all to 0 first, which a reader, or a kill, would find.
 _SHARED, _FIRST, _MOST = 1, 2, 1 << 16
 _LOCK_SECONDS = 60.0
 _LOOK_SECONDS = 0.0005
@@ -59,6 +57,8 @@ class Asked(NamedTuple):
 
 
 _NOTHING = Asked()
+_WIDTH = len(_NOTHING)
+_BYTES = _MOST * _WIDTH * 8
 
 
 class Allowance:
@@ -74,15 +74,15 @@ class Allowance:
 
     def __init__(self, limits: Limits, asked: Asked = _NOTHING) -> None:
         descriptor = memory_file("fastload-allowance")
-        os.ftruncate(descriptor, _MOST * _ASKED.size)
+        os.ftruncate(descriptor, _BYTES)
         self._map_file(limits, descriptor)
-        _ASKED.pack_into(self._map, _SHARED * _ASKED.size, *asked)
+        self._increase(_SHARED, asked)
 
     def _map_file(self, limits: Limits, descriptor: int) -> None:
         self.limits = limits
         self._descriptor = descriptor
         weakref.finalize(self, os.close, descriptor).atexit = False
-        self._map = mmap.mmap(descriptor, _MOST * _ASKED.size)
+        self._map = mmap.mmap(descriptor, _BYTES)
         self._threads = ProcessLocal(threading.Lock)  # the lock on the file is one of processes
         self._own = ProcessLocal(self._claim)
 
@@ -97,9 +97,8 @@ class Allowance:
     def asked(self) -> Asked:
         """What was asked for so far."""
         with memoryview(self._map).cast("Q") as numbers:
-            width = len(Asked._fields)
-            end = (_FIRST + numbers[0]) * width
-            return Asked(*(sum(numbers[_SHARED * width + at : end : width]) for at in range(width)))
+            end = (_FIRST + numbers[0]) * _WIDTH
+            return Asked(*(sum(numbers[_SHARED * _WIDTH + at : end : _WIDTH]) for at in range(_WIDTH)))
 
     def used(self) -> Limits:
         """What was asked for so far, in the terms of the limits."""
@@ -145,17 +144,22 @@ class Allowance:
         own = _SHARED if any(self.limits) else self._own.get()
         with self._locked() if own == _SHARED else self._threads.get():
             check()
-            before = _ASKED.unpack_from(self._map, own * _ASKED.size)
-            _ASKED.pack_into(self._map, own * _ASKED.size, *map(operator.add, before, more))
+            self._increase(own, more)
+
+    def _increase(self, place: int, more: Asked) -> None:
+        with memoryview(self._map).cast("Q") as numbers:
+            for at, number in enumerate(more, place * _WIDTH):
+                numbers[at] += number
 
     def _claim(self) -> int:
         """The place of this process. Once all are taken, the shared one."""
         with self._locked():
-            (taken, *_) = _ASKED.unpack_from(self._map)
-            if _FIRST + taken >= _MOST:
-                return _SHARED
-            _ASKED.pack_into(self._map, 0, taken + 1, 0, 0, 0)
-            return _FIRST + int(taken)
+            with memoryview(self._map).cast("Q") as numbers:
+                place = _FIRST + numbers[0]
+                if place == _MOST:
+                    return _SHARED
+                numbers[0] += 1
+            return place
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -190,6 +190,23 @@ def test_processes_never_pass_the_limit(method: str) -> None:
     assert made.value == 3000 and allowance.used() == (3000, 0)
 
 
+def ask_often(allowance: Allowance) -> None:
+    for _ in range(100_000):
+        allowance.reserve("key", 0)
+
+
+def test_numbers_read_while_another_process_counts_never_fall() -> None:
+    allowance, before = Allowance(Limits()), 0
+    process = multiprocessing.get_context("fork").Process(target=ask_often, args=(allowance,))
+    process.start()
+    while process.is_alive():
+        now = allowance.asked().gets
+        assert now >= before
+        before = now
+    process.join(60)
+    assert allowance.asked().gets == 100_000
+
+
 def hold(allowance: Allowance, held: Any) -> None:
     with allowance._locked():
         held.set()

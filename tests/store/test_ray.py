@@ -241,7 +241,11 @@ def test_other_version_is_refused(
 
 @pytest.mark.parametrize(
     ("address", "says"),
-    [("127.0.0.1:1", "nothing answers there"), ("ray://127.0.0.1:1", "ray job submit"), ("h:x", "HOST:PORT")],
+    [
+        ("127.0.0.1:1", "nothing answers there"),
+        ("ray://127.0.0.1:1", "ray job submit"),
+        *[(address, "give HOST:PORT") for address in ("h:x", "127.0.0.1", "LOCAL")],
+    ],
 )
 def test_address_without_a_cluster_is_refused_at_once(address: str, says: str, tmp_path: Path) -> None:
     code, document = run("warm", tmp_path, "--cache", tmp_path / "ssd", "--ray", address)

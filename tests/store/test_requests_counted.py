@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
@@ -15,7 +16,7 @@ from faultserver import LIST, Fault, FaultServer
 from typer.testing import CliRunner
 
 import fastload
-from fastload import DataLoader, ObjectDataset
+from fastload import DataLoader, ObjectDataset, TarDataset
 from fastload.cli.app import app
 from fastload.metrics.metric_names import COUNTERS
 from fastload.store import open_store
@@ -133,12 +134,17 @@ def tar_of(shard: int, samples: int = 10) -> bytes:
     return file.getvalue()
 
 
+def told(server: FaultServer) -> list[str]:
+    return [
+        part for name, value in server.options.items() for part in ("--storage-option", f"{name}={value}")
+    ]
+
+
 def warmed(server: FaultServer, url: str, cache: Path, *more: str) -> dict[str, Any]:
     prices = cache.parent / "prices.toml"
     prices.write_text(OWN_PRICES)
-    options = [f"{name}={value}" for name, value in server.options.items()]
-    told = [part for option in options for part in ("--storage-option", option)]
-    command = ["warm", url, "--cache", str(cache), "--mode", "raw", "--num-workers", "1", *told, *more]
+    command = ["warm", url, "--cache", str(cache), "--mode", "raw", "--num-workers", "1"]
+    command += [*told(server), *more]
     result = CliRunner().invoke(app, [*command, "--prices", str(prices), "--json"])
     assert result.exit_code == 0, result.output
     document: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
@@ -163,9 +169,33 @@ def test_warm_quotes_what_is_left_before_it_reads(server: FaultServer, tmp_path:
     assert warmed(server, "s3://bucket", tmp_path / "cache", "--objects")["quote"]["requests"] == 0
 
 
+def test_bill_of_compressed_shards_is_what_the_store_sends(server: FaultServer, tmp_path: Path) -> None:
+    server.objects = {f"{number}.tar.gz": gzip.compress(tar_of(number)) for number in range(3)}
+    whole = sum(map(len, server.objects.values()))
+    document = warmed(server, "s3://bucket/*.tar.gz", tmp_path / "cache")
+    assert (document["stored"], document["requests"], document["read_bytes"]) == (30, 3, whole)
+    assert document["cost"] == {"requests": 3.0, "egress": pytest.approx(whole / 1e6)}
+
+
 def test_warm_quotes_shards_that_lack_records(server: FaultServer, tmp_path: Path) -> None:
     server.objects = {f"{number}.tar": tar_of(number) for number in range(3)}
     whole = sum(map(len, server.objects.values()))
     first = warmed(server, "s3://bucket/*.tar", tmp_path / "cache")
     assert first["quote"]["objects"] == 3 and first["quote"]["read_bytes"] == whole
     assert warmed(server, "s3://bucket/*.tar", tmp_path / "cache")["quote"]["objects"] == 0
+
+
+def test_quote_of_shards_that_the_cache_has_in_part_is_what_they_take(
+    server: FaultServer, tmp_path: Path
+) -> None:
+    """Every other record is missing: a request for each."""
+    server.objects = {f"{number}.tar": tar_of(number) for number in range(3)}
+    assert CliRunner().invoke(app, ["index", "s3://bucket/*.tar", *told(server)]).exit_code == 0
+    dataset = TarDataset("s3://bucket/*.tar", cache=tmp_path / "cache", storage_options=server.options)
+    assert sum(one.outcome == "stored" for one in dataset.warm(range(0, 30, 2))) == 15
+    left = dataset.left_to_warm_shards(range(3))
+    server.requests.clear()
+    assert sum(one.outcome == "stored" for one in dataset.warm_shards(range(3))) == 15
+    assert (left.objects, left.requests) == (3, 15) and seen(server) == {"store.gets": 15}
+    assert left.read_bytes >= 15 * 1024
+    dataset.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from typer.testing import CliRunner
 
 from fastload.cli import warm_nodes
 from fastload.cli.app import app
+from fastload.cli.cluster import Lost, Node, Task
+from fastload.cli.store_options import CacheMode
+from fastload.cli.warm_target import Target
 from fastload.errors import ArgumentError
 
 
@@ -54,3 +58,44 @@ def test_shard_with_ray_is_refused_unless_it_is_all(tmp_path: Path, monkeypatch:
     assert "give 0/1 to warm all" in refused(*words, "1/4")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert "needs Ray" in refused(*words, "0/1")
+
+
+@pytest.mark.parametrize("limit", ["max_gets=5", "max_egress=1GB"])
+def test_limit_of_requests_with_ray_is_refused(limit: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.bin").write_bytes(b"a")
+    warm = ["warm", "s3://bucket", "--cache", tmp_path / "ssd", "--storage-option", limit]
+    convert = ["convert", tmp_path / "in", tmp_path / "out", "--to", "tar", "--from", "objects"]
+    for words in (warm, [*convert, "--dst-option", limit]):
+        assert "would be a limit of each slice" in refused(*words, "--ray")
+
+
+def test_relative_paths_are_those_of_this_directory_on_all_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's processes work in another directory."""
+    monkeypatch.chdir(tmp_path)
+    target = Target("photos", "ssd", CacheMode.raw, None, 256, 90, False, None, None, {}).anywhere()
+    assert (target.url, target.cache) == (str(tmp_path / "photos"), str(tmp_path / "ssd"))
+    assert target._replace(url="s3://bucket/a?b").anywhere().url == "s3://bucket/a?b"
+
+
+def test_cluster_whose_nodes_all_die_at_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying:
+        def __init__(self, address: str) -> None:
+            self.nodes = [Node("10.0.0.1", 4, "a"), Node("10.0.0.2", 4, "b")]
+
+        def __enter__(self) -> Dying:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def run(self, lanes: list[Iterator[Task]]) -> Iterator[tuple[Task, Lost]]:
+            return ((next(lane), Lost("it was stopped")) for lane in lanes)
+
+    monkeypatch.setattr(warm_nodes, "Cluster", Dying)
+    done = CliRunner().invoke(app, ["warm", str(tmp_path), "--cache", str(tmp_path / "ssd"), "--ray"])
+    assert done.exit_code == 1 and "all nodes are gone, as node 10.0.0.1 (it was stopped)" in done.stderr

@@ -34,7 +34,11 @@ def test_s3_has_amazons_price_unless_an_endpoint_is_named(monkeypatch: pytest.Mo
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     prices = find_prices("s3://bucket", {"region": "us-east-1"}, None)
     assert prices is not None and "2026-09-29" in prices.source
-    assert find_prices("s3://bucket", {"endpoint_url": "https://obs.example.com"}, None) is None
+    for name in ("endpoint_url", "endpoint"):
+        assert find_prices("s3://bucket", {name: "https://obs.example.com"}, None) is None
+    nested = {"client_kwargs": {"endpoint_url": "https://obs.example.com"}}
+    assert find_prices("s3://bucket", nested, None) is None
+    assert find_prices("gs://bucket", {"base_url": "https://gcs.example.com"}, None) is None
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio.example.com")
     assert find_prices("s3://bucket", {}, None) is None
 

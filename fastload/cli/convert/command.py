@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli.cluster import Cluster, RayOption
+from fastload.cli.cluster import Cluster, RayOption, refuse_limits
 from fastload.cli.kinds import Kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
@@ -92,6 +92,7 @@ def convert(
                 if ray is not None:
                     from fastload.cli.convert.nodes_writing import check_source
 
+                    refuse_limits({**options, **stored})
                     check_source(opened)
                     cluster = stack.enter_context(Cluster(ray))
                 document = _run(opened, destination, stored, wanted, cluster, output)
