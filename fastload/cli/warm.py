@@ -47,7 +47,7 @@ from fastload.cli.store_options import (
     storage_options,
 )
 from fastload.cli.warm_target import Target
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, StoreError
 from fastload.metrics.units import format_money, format_size
 
 __all__ = ["warm"]
@@ -206,9 +206,16 @@ class Tally:
         return f"{rate:6,.0f} objects/s {(self.read_bytes - read) / seconds / 1e6:6,.1f} MB/s, {left} left"
 
 
-def _fill_slice(target: Target, shard: tuple[int, int], part: slice, num_workers: int) -> dict[str, Any]:
-    """A part of a node's share; the document of a run over it."""
+def _fill_slice(
+    target: Target, digests: tuple[str, str], shard: tuple[int, int], part: slice, num_workers: int
+) -> dict[str, Any]:
+    """A part of a node's share; the document of a run over it. `digests`: of the listing that was divided."""
     dataset, _ = target.open(False)
+    if dataset.listing().digests != digests:
+        raise StoreError(
+            f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "
+            "run the command again"
+        )
     return _fill(dataset, shard, num_workers, Output(as_json=True), part)
 
 

@@ -157,7 +157,8 @@ class NodesWarming:
             if any(done["full"] for done in self._documents[node]) or node in self._lost:
                 return
             name = f"share {share[0]}/{share[1]} from {part.start:,} on node {node.address}"
-            yield Task(self._fill, (self._target, share, part, workers), name, cpus, node)
+            arguments = (self._target, survey.digests, share, part, workers)
+            yield Task(self._fill, arguments, name, cpus, node)
 
     def _warm(self, cluster: Cluster, surveys: dict[Node, Any], output: Output) -> None:
         by_shard = any(survey.by_shard for survey in surveys.values())
@@ -172,7 +173,7 @@ class NodesWarming:
                     self._lost[task.node] = outcome.reason
                     continue
                 self._documents[task.node].append(outcome)
-                part = task.arguments[2]
+                part = task.arguments[3]
                 done, read = done + part.stop - part.start, read + outcome["read_bytes"]
                 rate = read / (time.perf_counter() - start) / 1e6
                 bar.show(done, f"{rate:6,.1f} MB/s, {len(surveys)} nodes")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import fastload
 from fastload.cli import warm_nodes
 from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
@@ -78,6 +79,47 @@ def test_relative_paths_are_those_of_this_directory_on_all_nodes(
     target = Target("photos", "ssd", CacheMode.raw, None, 256, 90, False, None, None, {}).anywhere()
     assert (target.url, target.cache) == (str(tmp_path / "photos"), str(tmp_path / "ssd"))
     assert target._replace(url="s3://bucket/a?b").anywhere().url == "s3://bucket/a?b"
+
+
+class OneNode:
+    """A cluster whose tasks run here, one after the other; `after_each` is called with their number."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.nodes = [Node("10.0.0.1", 2, "a")]
+
+    def __enter__(self) -> OneNode:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, lanes: list[Iterator[Task]]) -> Iterator[tuple[Task, Any]]:
+        for lane in lanes:
+            for task in lane:
+                yield task, task.run(*task.arguments)
+
+
+def test_objects_that_change_between_slices_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slice is a range of the listing, so in another listing it would leave objects out."""
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.bin").write_bytes(b"a")
+    cache = tmp_path / "ssd"
+
+    class Changing(OneNode):
+        def run(self, lanes: list[Iterator[Task]]) -> Iterator[tuple[Task, Any]]:
+            for outcome in super().run(lanes):
+                yield outcome
+                (tmp_path / "in" / "0.bin").unlink(missing_ok=True)
+                fastload.ObjectDataset(tmp_path / "in", cache=cache, refresh=True).close()
+
+    monkeypatch.setattr(warm_nodes, "Cluster", Changing)
+    words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--objects", "--num-workers", "0"]
+    done = CliRunner().invoke(app, list(map(str, words)))
+    assert done.exit_code == 1 and "was listed again while slices of it were warmed" in done.stderr
 
 
 def test_cluster_whose_nodes_all_die_at_first_is_named(
