@@ -18,7 +18,6 @@ samples, and 97 % have one of the first 5 %. To read single records out of the p
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import json
@@ -30,6 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
+from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -40,6 +40,7 @@ from fastload.errors import address
 from fastload.metrics.counters import Counters
 from fastload.metrics.platform import memory_file
 from fastload.store import Store
+from fastload.store.process import ProcessLocal
 
 __all__ = ["Remote", "close_all", "remote_of"]
 
@@ -240,6 +241,9 @@ def _open_memory(name: str) -> IO[bytes]:
 
 
 _remotes: dict[tuple[int, str, str], Remote] = {}  # by process, directory and URL
+# At the end of this process. atexit would not run in a multiprocessing child. The priority is below that of
+# the cache directories: they write out first, so that the last push finds all records.
+_finalizer = ProcessLocal(lambda: mp_util.Finalize(None, close_all, exitpriority=0))
 
 
 def remote_of(cache: Cache) -> Remote | None:
@@ -248,13 +252,13 @@ def remote_of(cache: Cache) -> Remote | None:
         return None
     key = (os.getpid(), cache.path, cache.remote.url)
     if key not in _remotes:
+        _finalizer.get()
         _remotes[key] = Remote(cache, cache.remote)
     remote = _remotes[key]
     remote.pushes |= cache.push
     return remote
 
 
-@atexit.register
 def close_all() -> None:
     """End what this process has begun, as `Remote.close` does."""
     while _remotes:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -342,6 +343,26 @@ def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) ->
     server.requests.clear()
     assert FaultyNode(server, tmp_path / "second").train()[0] == bodies
     assert not data_gets(server)
+
+
+def train_and_stop(options: dict[str, str], path: str) -> None:
+    remote = open_store("s3://bucket/packs", **options)
+    cache = Cache(path, "raw", remote=remote, push=True)
+    dataset = fastload.ObjectDataset("s3://bucket/data", cache=cache, storage_options=options)
+    next(iter(DataLoader(dataset, 4, collate_fn=list)))
+
+
+def test_trainer_in_a_multiprocessing_child_publishes_before_it_ends(
+    server: FaultServer, tmp_path: Path
+) -> None:
+    write_objects(server)
+    context = multiprocessing.get_context("forkserver")  # its children run no atexit
+    process = context.Process(target=train_and_stop, args=(server.options, str(tmp_path / "first")))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    process.close()
+    assert any(key.startswith("packs/") for key in server.objects)
 
 
 def test_killed_trainer_leaves_no_process(server: FaultServer, tmp_path: Path) -> None:
