@@ -67,17 +67,18 @@ def push(
     """
     directory = cache.open_or_raise()
     published, sources, done = Published(store), _sources(cache), Pushed()
+    keys = set[bytes]()  # of what is published
     todo = _entries(directory)
     total = len(todo)
     while True:
         with contextlib.suppress(NotFoundError):  # a directory to be made; of a bucket, the write says so
-            published.refresh()
+            keys.update(*(pack.keys.tolist() for pack in published.refresh()))
         published.refuse_others(sources)
-        chosen = _choose(directory, todo, published.keys, done)
+        chosen = _choose(directory, todo, keys, done)
         if chosen:
             pack = _write(directory, store, sources, chosen, done)
-            if pack is not None:
-                published.add(pack)
+            if pack is not None:  # its index need not be read
+                published.packs[pack.name] = pack
         progress(done, total)
         if not todo:
             return done

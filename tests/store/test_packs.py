@@ -17,6 +17,7 @@ import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import pull as pull_module
 from fastload.cache import push as push_module
+from fastload.cache.inflight import InflightLocks
 from fastload.cache.pack import Pack
 from fastload.cache.pull import pull
 from fastload.cache.push import push
@@ -236,6 +237,26 @@ def test_records_on_their_way_are_locked_until_they_can_be_read(
         assert pulling.result(PATIENCE).records == 32
     assert other.lock_inflight(damaged), "its object may be read"
     other.unlock_inflight(damaged)
+
+
+def test_few_small_records_are_locked_at_once(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = fill(open_cache(), 3000, 16)
+    push(open_cache(), url_of(server))
+    held, real = list[int](), InflightLocks.lock
+
+    def lock(locks: InflightLocks, key: bytes) -> bool:
+        held.append(len(locks._held))
+        return real(locks, key)
+
+    monkeypatch.setattr(InflightLocks, "lock", lock)
+    monkeypatch.setattr(pull_module, "REQUESTS", 2)
+    monkeypatch.setattr(pull_module, "_SPAN_RECORDS", 100)
+    other = open_cache(tmp_path / "other")
+    assert pull(other, url_of(server)).records == 3000
+    assert holds(other, content)
+    assert 0 < max(held) <= 200
 
 
 def test_failed_request_ends_the_pull_and_gives_its_locks_back(
