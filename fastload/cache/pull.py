@@ -112,7 +112,9 @@ def pull(
     done.present = _count(firsts) - _count(missing)
     total = sum(int(pack.lengths[each].sum()) for pack, each in zip(packs, missing, strict=True))
     pulling = _Pulling(cache, store, done)
-    pulling.run(_in_order(packs, missing, first), lambda: progress(done.bytes + pulling.spared, total))
+    for part in _parts(packs, missing, first):  # one after the other: a small cache is full with the first
+        spans = chain.from_iterable(map(_spans, packs, part))
+        pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
     if directory.writer is not None and directory.writer.error is not None:
         raise CacheError(f"cache {cache.path}: {directory.writer.error}")
     left = [_lacked(directory, pack) for pack in packs]
@@ -145,14 +147,16 @@ def _lacked(directory: Directory, pack: Pack) -> Chosen:
     return lacked
 
 
-def _in_order(packs: list[Pack], missing: list[Chosen], first: Set[bytes]) -> Iterator[_Span]:
-    """The requests for the records that are missing, and before all others those that are wanted first."""
-    both = list(zip(packs, missing, strict=True))
-    if not first:
-        return chain.from_iterable(_spans(pack, each) for pack, each in both)
-    wanted = [each & [key in first for key in pack.keys.tolist()] for pack, each in both]
-    others = [each & ~before for each, before in zip(missing, wanted, strict=True)]
-    return chain(_in_order(packs, wanted, frozenset()), _in_order(packs, others, frozenset()))
+def _parts(packs: list[Pack], missing: list[Chosen], first: Set[bytes]) -> Iterator[list[Chosen]]:
+    """The records that are missing: those that are wanted first, then the others."""
+    if first:
+        wanted = [
+            each & [key in first for key in pack.keys.tolist()]
+            for pack, each in zip(packs, missing, strict=True)
+        ]
+        yield wanted
+        missing = [each & ~before for each, before in zip(missing, wanted, strict=True)]
+    yield missing
 
 
 def _spans(pack: Pack, chosen: Chosen) -> Iterator[_Span]:
@@ -184,6 +188,8 @@ class _Pulling:
 
     def run(self, spans: Iterator[_Span], after_each: Callable[[], None]) -> None:
         """Read all spans, until the cache takes no more."""
+        if self._full:
+            return
         flying = set[Future[int | None]]()
         with ThreadPoolExecutor(REQUESTS, "fastload-pull") as pool:
             try:
