@@ -48,7 +48,7 @@ PATIENCE = 10.0  # seconds
 _JUDGED_SECONDS = 2.0  # of a pull, after which its speed is believed
 _OTHER_SECONDS = 3.0  # until the pull of another rank of the node has begun
 _LOOK_SECONDS = 0.02
-_END_SECONDS = 6.0  # for a process to end by itself
+_END_SECONDS = 1.0  # for a process to end by itself: a request that stalls does not
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
 # `-c` puts the working directory first, and lacks what the script has added.
 _WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"

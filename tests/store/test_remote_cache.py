@@ -15,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -255,19 +256,14 @@ def test_settled_packs_are_not_looked_at_again(server: FaultServer, tmp_path: Pa
 
 
 SCRIPT = """
-import json, os, sys
+import json, sys
 from fastload import Cache, DataLoader, ObjectDataset, open_store
-from fastload.cache import remote
-remote.PATIENCE = 2.0
-path, options, push, wait = json.loads(sys.argv[1])
+path, options = json.loads(sys.argv[1])
 if __name__ == "__main__":
-    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=push)
+    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=True)
     dataset = ObjectDataset("s3://bucket/data", cache=cache, storage_options=options)
     loader = DataLoader(dataset, 4, collate_fn=list, num_workers=2)
     assert sum(map(len, loader)) == 20
-    if wait:
-        print("trained", flush=True)
-        sys.stdin.read()
 """
 
 
@@ -318,12 +314,6 @@ def test_processes_take_modules_from_where_the_script_does(
     assert list((tmp_path / "packs").glob("*.pack"))
 
 
-def script(server: FaultServer, path: Path, *, push: bool, wait: bool) -> subprocess.Popen[str]:
-    arguments = json.dumps([str(path), server.options, push, wait])
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, arguments], stdin=pipe, stdout=pipe, text=True)
-
-
 def users_of(path: Path) -> list[int]:
     """The processes that have the cache's directory open."""
     found = []
@@ -337,19 +327,27 @@ def users_of(path: Path) -> list[int]:
 
 def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) -> None:
     bodies = write_objects(server)
-    process = script(server, tmp_path / "first", push=True, wait=False)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
+    arguments = json.dumps([str(tmp_path / "first"), server.options])
+    subprocess.run([sys.executable, "-c", SCRIPT, arguments], check=True, timeout=PATIENCE)
     server.requests.clear()
     assert FaultyNode(server, tmp_path / "second").train()[0] == bodies
     assert not data_gets(server)
 
 
-def train_and_stop(options: dict[str, str], path: str) -> None:
-    remote = open_store("s3://bucket/packs", **options)
-    cache = Cache(path, "raw", remote=remote, push=True)
+def loader_of(options: dict[str, str], path: str) -> DataLoader:
+    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=True)
     dataset = fastload.ObjectDataset("s3://bucket/data", cache=cache, storage_options=options)
-    next(iter(DataLoader(dataset, 4, collate_fn=list)))
+    return DataLoader(dataset, 4, collate_fn=list)
+
+
+def train_and_stop(options: dict[str, str], path: str) -> None:
+    next(iter(loader_of(options, path)))
+
+
+def train_and_wait(options: dict[str, str], path: str, say: Connection) -> None:
+    remote_module.PATIENCE = 0.2
+    say.send(sum(map(len, loader_of(options, path))))
+    time.sleep(PATIENCE)
 
 
 def test_trainer_in_a_multiprocessing_child_publishes_before_it_ends(
@@ -370,14 +368,17 @@ def test_killed_trainer_leaves_no_process(server: FaultServer, tmp_path: Path) -
     publish(server, tmp_path / "first")
     for key in [key for key in server.objects if key.startswith("packs/")]:
         server.script(key, None, Fault(stall_after=100), repeat=True)
-    process = script(server, tmp_path / "second", push=False, wait=True)
-    assert process.stdout is not None and process.stdin is not None
-    assert process.stdout.readline() == "trained\n"
-    assert users_of(tmp_path / "second")
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train_and_wait, args=(server.options, str(tmp_path / "second"), sender))
+    process.start()
+    sender.close()
+    with receiver:
+        assert receiver.recv() == 20
+    assert users_of(tmp_path / "second") != [process.pid], "its pull still runs"
     process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stdin.close()
+    process.join()
+    process.close()
     wait_until(lambda: not users_of(tmp_path / "second"), "its processes have ended")
     cache = Cache(tmp_path / "second")
     assert cache.check().ok and cache.info()["entries"] == 20
