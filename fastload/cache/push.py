@@ -132,8 +132,8 @@ def _write(
 ) -> Pack | None:
     """Write a pack of the chosen records, as far as they verify; None: none of them does."""
     try:
-        # The next process to open the cache alone removes what a killed one left under such a name.
-        with tempfile.NamedTemporaryFile(dir=directory.path, prefix=".push-", suffix=".part") as file:
+        # The file has no name in the directory: nothing is left of it where this process is killed.
+        with tempfile.TemporaryFile(dir=directory.path) as file:
             records = _fill(directory, file, chosen, done)
             if not records:
                 return None
@@ -142,7 +142,7 @@ def _write(
             file.flush()
             size = file.tell()
             name = pack_name(tail)
-            store.write(name, Path(file.name))
+            store.write(name, Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
     except (OSError, lmdb.Error) as error:
         if isinstance(error, FastloadError):  # of the store
             raise
