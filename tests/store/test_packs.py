@@ -87,6 +87,24 @@ def test_pull_of_pushed_cache_holds_the_same_records(
     assert open_cache(tmp_path / "other").check().ok
 
 
+def test_nodes_that_write_the_same_pack_at_once_need_no_conditional_writes(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes that both saw an empty URL: the later write has the name and the bytes of the earlier one."""
+    monkeypatch.setattr(push_module.random, "randrange", lambda stop: 0)
+    content = fill(open_cache(), 30)
+    fill(open_cache(tmp_path / "other"), 30)
+    push(open_cache(), url_of(server))
+    before = dict(server.objects)
+    server.objects.clear()
+    push(open_cache(tmp_path / "other"), url_of(server))
+    assert server.objects == before
+    conditions = {"if-none-match", "if-match"}
+    assert not any(conditions & request.headers.keys() for request in server.requests if request.body)
+    pull(open_cache(tmp_path / "third"), url_of(server))
+    assert holds(open_cache(tmp_path / "third"), content)
+
+
 def test_push_again_writes_only_what_is_new(
     server: FaultServer, open_cache: MakeCache, tmp_path: Path
 ) -> None:

@@ -118,12 +118,12 @@ def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_pa
 class FaultyNode:
     """A node whose store follows a script: 20 objects under data/, packs under packs/."""
 
-    def __init__(self, server: FaultServer, path: Path, **options: Any) -> None:
+    def __init__(
+        self, server: FaultServer, path: Path, url: str = "s3://bucket/data", **options: Any
+    ) -> None:
         remote = open_store("s3://bucket/packs", **server.options)
         self.cache = Cache(path, "raw", remote=remote, **options)
-        self.dataset = fastload.ObjectDataset(
-            "s3://bucket/data", cache=self.cache, storage_options=server.options
-        )
+        self.dataset = fastload.ObjectDataset(url, cache=self.cache, storage_options=server.options)
 
     def train(self, **options: Any) -> tuple[list[bytes], dict[str, float]]:
         loader = DataLoader(self.dataset, 4, collate_fn=list, **options)
@@ -146,6 +146,10 @@ def publish(server: FaultServer, path: Path) -> None:
     node.end()
     assert any(key.startswith("packs/") for key in server.objects)
     server.requests.clear()
+
+
+def packs_of(server: FaultServer) -> dict[str, bytes]:
+    return {key: body for key, body in server.objects.items() if key.startswith("packs/")}
 
 
 def data_gets(server: FaultServer) -> list[str]:
@@ -187,6 +191,27 @@ def test_foreign_objects_at_the_url_are_named_and_kept(server: FaultServer, tmp_
         assert node.train()[0] == bodies
         node.end()
     assert [key for key in server.objects if key.startswith("packs/")] == ["packs/cat.jpg"]
+
+
+def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultServer, tmp_path: Path) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    published = packs_of(server)
+    others = [b"other" * 300 + bytes([number]) for number in range(12)]
+    server.objects |= {f"other/{number:02}.bin": body for number, body in enumerate(others)}
+    node = FaultyNode(server, tmp_path / "second", "s3://bucket/other", push=True)
+    with pytest.warns(RuntimeWarning, match=r"records of '.*data.*this cache is of '.*other.*of its own"):
+        assert node.train()[0] == others
+        node.end()
+    assert packs_of(server) == published
+    again = FaultyNode(server, tmp_path / "second", "s3://bucket/other")
+    found, counters = again.train()
+    assert found == others and counters["cache.hits"] == 12
+    again.end()
+    server.requests.clear()
+    third = FaultyNode(server, tmp_path / "third")
+    assert third.train()[0] == bodies and not data_gets(server)
+    third.end()
 
 
 def test_first_iteration_does_not_wait_for_a_long_pull(
