@@ -145,9 +145,11 @@ class Remote:
             try:
                 running.process.wait(_SAY_SECONDS)
             except subprocess.TimeoutExpired:
-                logging.getLogger("fastload").warning(
-                    f"publishing the cache {self._cache.path} at {self._store.url}; Ctrl-C stops that"
-                )
+                if "close" not in self._warned:
+                    self._warned.add("close")
+                    logging.getLogger("fastload").warning(
+                        f"publishing the cache {self._cache.path} at {self._store.url}; Ctrl-C stops that"
+                    )
                 running.process.wait()
             self._collect("push")
 
