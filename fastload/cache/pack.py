@@ -19,8 +19,9 @@ import json
 import re
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from fastload.cache.segment import KEY_SIZE, MAX_PAYLOAD
@@ -31,6 +32,7 @@ __all__ = ["Pack", "Record", "is_pack_name", "pack_index", "pack_name", "tail_si
 VERSION = 1
 _MAGIC = b"FLPK"
 _RECORD = struct.Struct(f"<{KEY_SIZE}sIQ")
+_RECORDS = np.dtype([("key", f"V{KEY_SIZE}"), ("length", "<u4"), ("checksum", "<u8")])
 _TRAILER = struct.Struct("<4sHHQQ")
 _NAME = re.compile(r"[0-9a-f]{32}-([0-9]{1,12})\.pack", re.ASCII)
 
@@ -97,21 +99,34 @@ class Pack:
         if length != len(index) or xxhash.xxh3_64_intdigest(index) != index_sum:
             raise CacheError("is damaged: its index differs from its checksum", key=name)
         try:
-            head, _, self._records = index.partition(b"\n")
-            self.sources = frozenset(str(source) for source in json.loads(head)["sources"])
-            fits = sum(record.length for record in self) == size - len(tail)
-        except (ValueError, LookupError, TypeError, struct.error):
+            start = index.index(b"\n") + 1
+            self.sources = frozenset(str(source) for source in json.loads(index[:start])["sources"])
+            self._records = np.frombuffer(index, _RECORDS, offset=start)  # an object each takes far more
+            fits = int(self.lengths.sum()) == size - len(tail) and not (self.lengths > MAX_PAYLOAD).any()
+        except (ValueError, LookupError, TypeError):
             fits = False
         if not fits:
             raise CacheError("is damaged: its index and its size do not agree", key=name)
 
+    @property
+    def keys(self) -> np.ndarray[Any, Any]:
+        """Of all records, as bytes of `KEY_SIZE`."""
+        return self._records["key"]
+
+    @property
+    def lengths(self) -> np.ndarray[Any, Any]:
+        """Of the payloads of all records."""
+        return self._records["length"].astype(np.int64)
+
     def __iter__(self) -> Iterator[Record]:
-        offset = 0
-        for key, length, payload_sum in _RECORD.iter_unpack(self._records):
-            if length > MAX_PAYLOAD:
-                raise ValueError(length)
-            yield Record(key, offset, length, payload_sum)
-            offset += length
+        return self.chosen(np.arange(len(self)))
+
+    def chosen(self, numbers: np.ndarray[Any, Any]) -> Iterator[Record]:
+        """Some records, by their numbers in this pack."""
+        offsets = np.cumsum(self.lengths) - self.lengths
+        for number in numbers:
+            key, length, payload_sum = self._records[number].item()
+            yield Record(key, int(offsets[number]), length, payload_sum)
 
     def __len__(self) -> int:
-        return len(self._records) // _RECORD.size
+        return len(self._records)

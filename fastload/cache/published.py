@@ -26,7 +26,6 @@ class Published:
         names: of all packs.
         store: the URL, opened.
         packs: name -> index, in the order of names.
-        keys: of all records in them.
         damaged: name -> what is wrong with an object that is named like a pack.
         foreign: names of other objects.
     """
@@ -36,12 +35,11 @@ class Published:
         self._settled = frozenset(settled)
         self.names: list[str] = []
         self.packs: dict[str, Pack] = {}
-        self.keys: set[bytes] = set()
         self.damaged: dict[str, str] = {}
         self.foreign: list[str] = []
 
-    def refresh(self) -> None:
-        """List the URL, and read the index of each pack that was not there before.
+    def refresh(self) -> list[Pack]:
+        """List the URL, and read the index of each pack that was not there before: these packs.
 
         Raises:
             NotFoundError: there is no such directory or bucket.
@@ -59,9 +57,9 @@ class Published:
         known = self._settled | self.packs.keys() | self.damaged.keys()
         new = [info for info in packs if info.key not in known]
         with ThreadPoolExecutor(REQUESTS, "fastload-packs") as pool:
-            for found in pool.map(self._read, sorted(new)):
-                if found is not None:
-                    self.add(found)
+            found = [pack for pack in pool.map(self._read, sorted(new)) if pack is not None]
+        self.packs |= {pack.name: pack for pack in found}
+        return found
 
     def _read(self, info: ObjectInfo) -> Pack | None:
         size = tail_size(info.key)
@@ -75,11 +73,6 @@ class Published:
         except (NotFoundError, ObjectChangedError):  # deleted or written again meanwhile
             pass
         return None
-
-    def add(self, pack: Pack) -> None:
-        """Take in a pack that is published now."""
-        self.packs[pack.name] = pack
-        self.keys.update(record.key for record in pack)
 
     def refuse_others(self, sources: frozenset[str]) -> None:
         """Refuse a URL that is not for records of these sources: the identities of the listings.

@@ -12,20 +12,26 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import Directory
 from fastload.cache.pack import Pack, Record
 from fastload.cache.published import REQUESTS, Published
-from fastload.cache.segment import checksum
+from fastload.cache.segment import KEY_SIZE, checksum
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError, StoreError
 from fastload.store import Store
 
 __all__ = ["Pulled", "pull"]
 
+Chosen: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"  # some records of a pack
+
 RANGE_BYTES = 8 << 20  # of one request; with REQUESTS of them in flight, 64 MB
 _GAP_BYTES = 256 << 10  # that are read in vain rather than with another request
+_SPAN_RECORDS = 250  # of one request: each is locked meanwhile, and each lock goes through all that are held
+_LOOKED_UP = 10_000  # keys at once
 _WRITE_SECONDS = 60.0  # that a disk gets for the records before
 
 
@@ -65,7 +71,7 @@ class _Span(NamedTuple):
 
     def takes(self, record: Record) -> bool:
         """Whether one request for this record too is worth its bytes."""
-        near = record.offset - self.stop <= _GAP_BYTES
+        near = record.offset - self.stop <= _GAP_BYTES and len(self.records) < _SPAN_RECORDS
         return near and record.offset + record.length - self.start <= RANGE_BYTES
 
 
@@ -99,53 +105,70 @@ def pull(
     directory = cache.open_or_raise()
     if directory.readonly:
         raise CacheError(f"cache {cache.path} {directory.readonly}: nothing can be pulled into it")
-    missing = _missing(directory, published)
-    done = Pulled(packs=len(published.packs), damaged=dict(published.damaged))
-    done.present = len(published.keys) - len(missing)
-    total = sum(missing.values())
-    wanted = first & missing.keys()
-    spans = chain(_spans(published, wanted), _spans(published, missing.keys() - wanted))
+    packs = list(published.packs.values())
+    firsts = _firsts(packs)
+    missing = [each & _lacked(directory, pack) for pack, each in zip(packs, firsts, strict=True)]
+    done = Pulled(packs=len(packs), damaged=dict(published.damaged))
+    done.present = _count(firsts) - _count(missing)
+    total = sum(int(pack.lengths[each].sum()) for pack, each in zip(packs, missing, strict=True))
     pulling = _Pulling(cache, store, done)
-    pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
-    cache.flush(_WRITE_SECONDS)
+    for part in _parts(packs, missing, first):  # one after the other: a small cache is full with the first
+        spans = chain.from_iterable(map(_spans, packs, part))
+        pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
     if directory.writer is not None and directory.writer.error is not None:
         raise CacheError(f"cache {cache.path}: {directory.writer.error}")
-    left = _missing(directory, published)
-    done.left = len(left)
-    done.records = len(missing) - done.left
-    done.settled = [
-        pack.name for pack in published.packs.values() if not any(record.key in left for record in pack)
-    ]
+    left = [_lacked(directory, pack) for pack in packs]
+    done.left = _count(each & lacked for each, lacked in zip(firsts, left, strict=True))
+    done.records = _count(missing) - done.left
+    done.settled = [pack.name for pack, lacked in zip(packs, left, strict=True) if not lacked.any()]
     return done
 
 
-def _missing(directory: Directory, published: Published) -> dict[bytes, int]:
-    """key -> length of the published records that the cache lacks."""
-    keys = list(published.keys)
-    entries = directory.index.packed(keys)
-    absent = {key for key, entry in zip(keys, entries, strict=True) if entry is None}
-    return {
-        record.key: record.length
-        for pack in published.packs.values()
-        for record in pack
-        if record.key in absent
-    }
+def _count(chosen: Iterable[Chosen]) -> int:
+    return sum(int(each.sum()) for each in chosen)
 
 
-def _spans(published: Published, missing: set[bytes]) -> Iterator[_Span]:
-    """The requests for the records that are missing. Each is taken from the first pack that has it."""
-    for pack in published.packs.values():
-        span = _Span(pack, [])
-        for record in pack:
-            if record.key not in missing:
-                continue
-            missing.remove(record.key)
-            if span.records and not span.takes(record):
-                yield span
-                span = _Span(pack, [])
-            span.records.append(record)
-        if span.records:
+def _firsts(packs: list[Pack]) -> list[Chosen]:
+    """The records of each pack that no pack before it has."""
+    if not packs:
+        return []
+    keys = np.concatenate([pack.keys for pack in packs]).view(f"S{KEY_SIZE}")
+    found = np.zeros(len(keys), np.bool_)
+    found[np.unique(keys, return_index=True)[1]] = True
+    return np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
+
+
+def _lacked(directory: Directory, pack: Pack) -> Chosen:
+    """The records of a pack that the cache lacks."""
+    lacked = np.zeros(len(pack), np.bool_)
+    for start in range(0, len(pack), _LOOKED_UP):
+        some = slice(start, start + _LOOKED_UP)
+        lacked[some] = [entry is None for entry in directory.index.packed(pack.keys[some].tolist())]
+    return lacked
+
+
+def _parts(packs: list[Pack], missing: list[Chosen], first: Set[bytes]) -> Iterator[list[Chosen]]:
+    """The records that are missing: those that are wanted first, then the others."""
+    if first:
+        wanted = [
+            each & [key in first for key in pack.keys.tolist()]
+            for pack, each in zip(packs, missing, strict=True)
+        ]
+        yield wanted
+        missing = [each & ~before for each, before in zip(missing, wanted, strict=True)]
+    yield missing
+
+
+def _spans(pack: Pack, chosen: Chosen) -> Iterator[_Span]:
+    """The requests for some records of a pack."""
+    span = _Span(pack, [])
+    for record in pack.chosen(np.flatnonzero(chosen)):
+        if span.records and not span.takes(record):
             yield span
+            span = _Span(pack, [])
+        span.records.append(record)
+    if span.records:
+        yield span
 
 
 class _Pulling:
@@ -165,6 +188,8 @@ class _Pulling:
 
     def run(self, spans: Iterator[_Span], after_each: Callable[[], None]) -> None:
         """Read all spans, until the cache takes no more."""
+        if self._full:
+            return
         flying = set[Future[int | None]]()
         with ThreadPoolExecutor(REQUESTS, "fastload-pull") as pool:
             try:
@@ -195,7 +220,9 @@ class _Pulling:
             self.spared += sum(record.length for record in span.records)
             return 0
         try:
-            return self._write(span, locked)
+            written = self._write(span, locked)
+            self._cache.flush(_WRITE_SECONDS)  # else small records would queue up, each with its lock
+            return written
         finally:
             for key in locked:
                 self._cache.unlock_inflight(key)

@@ -67,17 +67,18 @@ def push(
     """
     directory = cache.open_or_raise()
     published, sources, done = Published(store), _sources(cache), Pushed()
+    keys = set[bytes]()  # of what is published
     todo = _entries(directory)
     total = len(todo)
     while True:
         with contextlib.suppress(NotFoundError):  # a directory to be made; of a bucket, the write says so
-            published.refresh()
+            keys.update(*(pack.keys.tolist() for pack in published.refresh()))
         published.refuse_others(sources)
-        chosen = _choose(directory, todo, published.keys, done)
+        chosen = _choose(directory, todo, keys, done)
         if chosen:
             pack = _write(directory, store, sources, chosen, done)
-            if pack is not None:
-                published.add(pack)
+            if pack is not None:  # its index need not be read
+                published.packs[pack.name] = pack
         progress(done, total)
         if not todo:
             return done
@@ -131,8 +132,8 @@ def _write(
 ) -> Pack | None:
     """Write a pack of the chosen records, as far as they verify; None: none of them does."""
     try:
-        # The next process to open the cache alone removes what a killed one left under such a name.
-        with tempfile.NamedTemporaryFile(dir=directory.path, prefix=".push-", suffix=".part") as file:
+        # The file has no name in the directory: nothing is left of it where this process is killed.
+        with tempfile.TemporaryFile(dir=directory.path) as file:
             records = _fill(directory, file, chosen, done)
             if not records:
                 return None
@@ -141,7 +142,7 @@ def _write(
             file.flush()
             size = file.tell()
             name = pack_name(tail)
-            store.write(name, Path(file.name))
+            store.write(name, Path(f"/proc/{os.getpid()}/fd/{file.fileno()}"))
     except (OSError, lmdb.Error) as error:
         if isinstance(error, FastloadError):  # of the store
             raise

@@ -18,7 +18,6 @@ samples, and 97 % have one of the first 5 %. To read single records out of the p
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
 import json
@@ -30,6 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
+from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -40,6 +40,7 @@ from fastload.errors import address
 from fastload.metrics.counters import Counters
 from fastload.metrics.platform import memory_file
 from fastload.store import Store
+from fastload.store.process import ProcessLocal
 
 __all__ = ["Remote", "close_all", "remote_of"]
 
@@ -47,7 +48,7 @@ PATIENCE = 10.0  # seconds
 _JUDGED_SECONDS = 2.0  # of a pull, after which its speed is believed
 _OTHER_SECONDS = 3.0  # until the pull of another rank of the node has begun
 _LOOK_SECONDS = 0.02
-_END_SECONDS = 6.0  # for a process to end by itself
+_END_SECONDS = 1.0  # for a process to end by itself: a request that stalls does not
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
 # `-c` puts the working directory first, and lacks what the script has added.
 _WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
@@ -144,9 +145,11 @@ class Remote:
             try:
                 running.process.wait(_SAY_SECONDS)
             except subprocess.TimeoutExpired:
-                logging.getLogger("fastload").warning(
-                    f"publishing the cache {self._cache.path} at {self._store.url}; Ctrl-C stops that"
-                )
+                if "close" not in self._warned:
+                    self._warned.add("close")
+                    logging.getLogger("fastload").warning(
+                        f"publishing the cache {self._cache.path} at {self._store.url}; Ctrl-C stops that"
+                    )
                 running.process.wait()
             self._collect("push")
 
@@ -240,6 +243,9 @@ def _open_memory(name: str) -> IO[bytes]:
 
 
 _remotes: dict[tuple[int, str, str], Remote] = {}  # by process, directory and URL
+# At the end of this process. atexit would not run in a multiprocessing child. The priority is below that of
+# the cache directories: they write out first, so that the last push finds all records.
+_finalizer = ProcessLocal(lambda: mp_util.Finalize(None, close_all, exitpriority=0))
 
 
 def remote_of(cache: Cache) -> Remote | None:
@@ -248,13 +254,13 @@ def remote_of(cache: Cache) -> Remote | None:
         return None
     key = (os.getpid(), cache.path, cache.remote.url)
     if key not in _remotes:
+        _finalizer.get()
         _remotes[key] = Remote(cache, cache.remote)
     remote = _remotes[key]
     remote.pushes |= cache.push
     return remote
 
 
-@atexit.register
 def close_all() -> None:
     """End what this process has begun, as `Remote.close` does."""
     while _remotes:

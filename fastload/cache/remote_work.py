@@ -28,7 +28,7 @@ from fastload.store.client_process import keep_clients_here
 __all__ = ["Job", "main"]
 
 _TRAINER_SECONDS = 0.5  # between two looks whether the trainer lives
-_END_SECONDS = 5.0  # for this process to end by itself
+_END_SECONDS = 1.0  # for this process to end by itself: a request that stalls does not
 _PROGRESS_BYTES = 64
 
 

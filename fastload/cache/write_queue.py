@@ -76,21 +76,20 @@ class WriteQueue:
                 return True
             if not self._has_room(size):
                 return False
-            wake = not self._items or self._is_batch(self.nbytes + size)
             self._items.append(item)
             self._keys.add(item.key)
             self.nbytes += size
             self._submitted += 1
-            if wake:
+            if len(self._items) == 1 or self._is_batch():
                 self._changed.notify_all()
         return True
 
     def _has_room(self, size: int) -> bool:
         return not self.nbytes or self.nbytes + size <= min(QUEUE_BYTES, payload_limit())
 
-    def _is_batch(self, nbytes: int) -> bool:
-        """Whether so many bytes need not wait for more: they fill a batch, or half of a smaller queue."""
-        return nbytes >= min(BATCH_BYTES, payload_limit() // 2)
+    def _is_batch(self) -> bool:
+        """Whether what is queued need not wait for more: it fills a batch, or half of a smaller queue."""
+        return len(self._items) >= BATCH_RECORDS or self.nbytes >= min(BATCH_BYTES, payload_limit() // 2)
 
     def drop(self, key: bytes, entry: Entry) -> None:
         """Queue the removal of a bad entry."""
@@ -126,9 +125,7 @@ class WriteQueue:
         """The next batch, once there is one; None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._drops or self._closed)
-            self._changed.wait_for(
-                lambda: self._is_batch(self.nbytes) or self._flushers or self._closed, LINGER
-            )
+            self._changed.wait_for(lambda: self._is_batch() or self._flushers or self._closed, LINGER)
             items: list[Item] = []
             size = 0
             while self._items and len(items) < BATCH_RECORDS and size < BATCH_BYTES:

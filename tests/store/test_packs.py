@@ -17,6 +17,7 @@ import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import pull as pull_module
 from fastload.cache import push as push_module
+from fastload.cache.inflight import InflightLocks
 from fastload.cache.pack import Pack
 from fastload.cache.pull import pull
 from fastload.cache.push import push
@@ -84,6 +85,24 @@ def test_pull_of_pushed_cache_holds_the_same_records(
     assert holds(open_cache(tmp_path / "other"), content)
     assert len(server.requests) < COUNT / 4
     assert open_cache(tmp_path / "other").check().ok
+
+
+def test_nodes_that_write_the_same_pack_at_once_need_no_conditional_writes(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes that both saw an empty URL: the later write has the name and the bytes of the earlier one."""
+    monkeypatch.setattr(push_module.random, "randrange", lambda stop: 0)
+    content = fill(open_cache(), 30)
+    fill(open_cache(tmp_path / "other"), 30)
+    push(open_cache(), url_of(server))
+    before = dict(server.objects)
+    server.objects.clear()
+    push(open_cache(tmp_path / "other"), url_of(server))
+    assert server.objects == before
+    conditions = {"if-none-match", "if-match"}
+    assert not any(conditions & request.headers.keys() for request in server.requests if request.body)
+    pull(open_cache(tmp_path / "third"), url_of(server))
+    assert holds(open_cache(tmp_path / "third"), content)
 
 
 def test_push_again_writes_only_what_is_new(
@@ -236,6 +255,26 @@ def test_records_on_their_way_are_locked_until_they_can_be_read(
         assert pulling.result(PATIENCE).records == 32
     assert other.lock_inflight(damaged), "its object may be read"
     other.unlock_inflight(damaged)
+
+
+def test_few_small_records_are_locked_at_once(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = fill(open_cache(), 3000, 16)
+    push(open_cache(), url_of(server))
+    held, real = list[int](), InflightLocks.lock
+
+    def lock(locks: InflightLocks, key: bytes) -> bool:
+        held.append(len(locks._held))
+        return real(locks, key)
+
+    monkeypatch.setattr(InflightLocks, "lock", lock)
+    monkeypatch.setattr(pull_module, "REQUESTS", 2)
+    monkeypatch.setattr(pull_module, "_SPAN_RECORDS", 100)
+    other = open_cache(tmp_path / "other")
+    assert pull(other, url_of(server)).records == 3000
+    assert holds(other, content)
+    assert 0 < max(held) <= 200
 
 
 def test_failed_request_ends_the_pull_and_gives_its_locks_back(
@@ -402,8 +441,8 @@ def written(folder: Path) -> int:
 def test_killed_at_any_moment_then_run_again_has_each_record_once(
     bucket: Bucket, tmp_path: Path, victim: str
 ) -> None:
-    content = fill(Cache(tmp_path / "first"), 200, 30_000)
-    Cache(tmp_path / "first").close()
+    trains = Cache(tmp_path / "first")  # has the directory open all the time
+    content = fill(trains, 200, 30_000)
     url = f"s3://packs/killed-{victim}"
     pushing = ["push", tmp_path / "first", url]
     pulling = ["pull", url, tmp_path / "second"]
@@ -418,11 +457,11 @@ def test_killed_at_any_moment_then_run_again_has_each_record_once(
         wait_until(lambda: written(way) >= target or process.poll() is not None, "it writes")  # noqa: B023
         process.send_signal(signal.SIGKILL)
         assert process.wait(PATIENCE) == -signal.SIGKILL
+        assert not list(tmp_path.glob("*/v1/.*.part")), "nothing piles up while others use the cache"
     assert bucket.run(*pushing)[0] == 0
     code, document = bucket.run(*pulling)
     assert (code, document["left"], document["records"] + document["present"]) == (0, 0, 200)
     cache = Cache(tmp_path / "second")
     assert holds(cache, content)
     cache.close()
-    left = list((tmp_path / "first" / "v1").glob(".*.part"))
-    assert not left, "the next process to open the cache removes them"
+    trains.close()

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +118,12 @@ def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_pa
 class FaultyNode:
     """A node whose store follows a script: 20 objects under data/, packs under packs/."""
 
-    def __init__(self, server: FaultServer, path: Path, **options: Any) -> None:
+    def __init__(
+        self, server: FaultServer, path: Path, url: str = "s3://bucket/data", **options: Any
+    ) -> None:
         remote = open_store("s3://bucket/packs", **server.options)
         self.cache = Cache(path, "raw", remote=remote, **options)
-        self.dataset = fastload.ObjectDataset(
-            "s3://bucket/data", cache=self.cache, storage_options=server.options
-        )
+        self.dataset = fastload.ObjectDataset(url, cache=self.cache, storage_options=server.options)
 
     def train(self, **options: Any) -> tuple[list[bytes], dict[str, float]]:
         loader = DataLoader(self.dataset, 4, collate_fn=list, **options)
@@ -144,6 +146,10 @@ def publish(server: FaultServer, path: Path) -> None:
     node.end()
     assert any(key.startswith("packs/") for key in server.objects)
     server.requests.clear()
+
+
+def packs_of(server: FaultServer) -> dict[str, bytes]:
+    return {key: body for key, body in server.objects.items() if key.startswith("packs/")}
 
 
 def data_gets(server: FaultServer) -> list[str]:
@@ -185,6 +191,27 @@ def test_foreign_objects_at_the_url_are_named_and_kept(server: FaultServer, tmp_
         assert node.train()[0] == bodies
         node.end()
     assert [key for key in server.objects if key.startswith("packs/")] == ["packs/cat.jpg"]
+
+
+def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultServer, tmp_path: Path) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    published = packs_of(server)
+    others = [b"other" * 300 + bytes([number]) for number in range(12)]
+    server.objects |= {f"other/{number:02}.bin": body for number, body in enumerate(others)}
+    node = FaultyNode(server, tmp_path / "second", "s3://bucket/other", push=True)
+    with pytest.warns(RuntimeWarning, match=r"records of '.*data.*this cache is of '.*other.*of its own"):
+        assert node.train()[0] == others
+        node.end()
+    assert packs_of(server) == published
+    again = FaultyNode(server, tmp_path / "second", "s3://bucket/other")
+    found, counters = again.train()
+    assert found == others and counters["cache.hits"] == 12
+    again.end()
+    server.requests.clear()
+    third = FaultyNode(server, tmp_path / "third")
+    assert third.train()[0] == bodies and not data_gets(server)
+    third.end()
 
 
 def test_first_iteration_does_not_wait_for_a_long_pull(
@@ -254,19 +281,14 @@ def test_settled_packs_are_not_looked_at_again(server: FaultServer, tmp_path: Pa
 
 
 SCRIPT = """
-import json, os, sys
+import json, sys
 from fastload import Cache, DataLoader, ObjectDataset, open_store
-from fastload.cache import remote
-remote.PATIENCE = 2.0
-path, options, push, wait = json.loads(sys.argv[1])
+path, options = json.loads(sys.argv[1])
 if __name__ == "__main__":
-    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=push)
+    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=True)
     dataset = ObjectDataset("s3://bucket/data", cache=cache, storage_options=options)
     loader = DataLoader(dataset, 4, collate_fn=list, num_workers=2)
     assert sum(map(len, loader)) == 20
-    if wait:
-        print("trained", flush=True)
-        sys.stdin.read()
 """
 
 
@@ -317,12 +339,6 @@ def test_processes_take_modules_from_where_the_script_does(
     assert list((tmp_path / "packs").glob("*.pack"))
 
 
-def script(server: FaultServer, path: Path, *, push: bool, wait: bool) -> subprocess.Popen[str]:
-    arguments = json.dumps([str(path), server.options, push, wait])
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, arguments], stdin=pipe, stdout=pipe, text=True)
-
-
 def users_of(path: Path) -> list[int]:
     """The processes that have the cache's directory open."""
     found = []
@@ -336,27 +352,58 @@ def users_of(path: Path) -> list[int]:
 
 def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) -> None:
     bodies = write_objects(server)
-    process = script(server, tmp_path / "first", push=True, wait=False)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
+    arguments = json.dumps([str(tmp_path / "first"), server.options])
+    subprocess.run([sys.executable, "-c", SCRIPT, arguments], check=True, timeout=PATIENCE)
     server.requests.clear()
     assert FaultyNode(server, tmp_path / "second").train()[0] == bodies
     assert not data_gets(server)
+
+
+def loader_of(options: dict[str, str], path: str) -> DataLoader:
+    cache = Cache(path, "raw", remote=open_store("s3://bucket/packs", **options), push=True)
+    dataset = fastload.ObjectDataset("s3://bucket/data", cache=cache, storage_options=options)
+    return DataLoader(dataset, 4, collate_fn=list)
+
+
+def train_and_stop(options: dict[str, str], path: str) -> None:
+    next(iter(loader_of(options, path)))
+
+
+def train_and_wait(options: dict[str, str], path: str, say: Connection) -> None:
+    remote_module.PATIENCE = 0.2
+    say.send(sum(map(len, loader_of(options, path))))
+    time.sleep(PATIENCE)
+
+
+def test_trainer_in_a_multiprocessing_child_publishes_before_it_ends(
+    server: FaultServer, tmp_path: Path
+) -> None:
+    write_objects(server)
+    context = multiprocessing.get_context("forkserver")  # its children run no atexit
+    process = context.Process(target=train_and_stop, args=(server.options, str(tmp_path / "first")))
+    process.start()
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+    process.close()
+    assert any(key.startswith("packs/") for key in server.objects)
 
 
 def test_killed_trainer_leaves_no_process(server: FaultServer, tmp_path: Path) -> None:
     write_objects(server)
     publish(server, tmp_path / "first")
     for key in [key for key in server.objects if key.startswith("packs/")]:
-        server.script(key, None, Fault(stall_after=100), repeat=True)
-    process = script(server, tmp_path / "second", push=False, wait=True)
-    assert process.stdout is not None and process.stdin is not None
-    assert process.stdout.readline() == "trained\n"
-    assert users_of(tmp_path / "second")
+        server.script(key, Fault(stall_after=100), repeat=True)
+    context = multiprocessing.get_context("forkserver")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=train_and_wait, args=(server.options, str(tmp_path / "second"), sender))
+    process.start()
+    sender.close()
+    with receiver:
+        assert receiver.recv() == 20
+    wait_until(lambda: len(users_of(tmp_path / "second")) == 2, "its pull runs")
     process.kill()
-    process.wait()
-    process.stdout.close()
-    process.stdin.close()
+    process.join()
+    process.close()
     wait_until(lambda: not users_of(tmp_path / "second"), "its processes have ended")
     cache = Cache(tmp_path / "second")
     assert cache.check().ok and cache.info()["entries"] == 20

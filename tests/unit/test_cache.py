@@ -354,6 +354,16 @@ def test_queue_that_a_memory_limit_makes_small_is_written_before_it_is_full(
     assert time.monotonic() - began < PATIENCE / 2
 
 
+def test_small_records_that_fill_a_batch_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "LINGER", PATIENCE)
+    queue, began = queue_module.WriteQueue(), time.monotonic()
+    for i in range(queue_module.BATCH_RECORDS):
+        assert queue.put(Item(b"%d" % i, memoryview(b"small"), 0, None, Counters()))
+    batch = queue.take()
+    assert batch is not None and len(batch.items) == queue_module.BATCH_RECORDS
+    assert time.monotonic() - began < PATIENCE / 2
+
+
 def test_full_queue_drops_and_does_not_wait(
     open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
