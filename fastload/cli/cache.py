@@ -218,7 +218,7 @@ def pull(
                 cache.close()
         output.console.print(
             f"{directory}: {done.records:,} records ({format_size(done.bytes)}) pulled, {done.present:,} "
-            f"were there, {done.left:,} are left out",
+            f"were there, {done.left:,} do not fit or are damaged",
             markup=False,
             soft_wrap=True,
         )

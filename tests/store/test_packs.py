@@ -327,7 +327,7 @@ def test_pull_from_where_no_packs_are_says_so(
     with pytest.raises(NotFoundError, match="no packs of a cache: fastload cache push writes them"):
         pull(open_cache(), url_of(server))
     server.objects["packs/cat.jpg"] = b"a photo"
-    with pytest.raises(NotFoundError, match=r"'cat.jpg' is none"):
+    with pytest.raises(NotFoundError, match=r"but 'cat.jpg': fastload cache push"):
         pull(open_cache(), url_of(server))
     with pytest.raises(NotFoundError, match="does not exist"):
         pull(open_cache(), open_store(tmp_path / "absent"))
