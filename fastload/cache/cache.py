@@ -97,7 +97,7 @@ class Cache:
         quality: "shrunk": JPEG quality, 1 to 100.
         remote: a URL, or what `open_store` returns for one that needs storage options, where nodes publish
             records for each other. When a loader begins an epoch, a background process pulls what is
-            published there and not here, the share of a node with `partition="node"` first. The first
+            published there and not here; with `partition="node"` of the share of its node only. The first
             iteration waits for a pull that ends within 10 s; samples that have not come are read from their
             objects. Records are verified, and found only by datasets over the same versions of the objects.
             Where the URL fails, training goes on without it, with one RuntimeWarning.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from fastload.cache.cache import Cache
 from fastload.cache.pack import Pack, is_pack_name, tail_size
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError
 from fastload.store import ObjectInfo, Store
 from fastload.store.files import is_part
+from fastload.store.manifest import Manifest
 
-__all__ = ["REQUESTS", "Published"]
+__all__ = ["REQUESTS", "Published", "sources_of"]
 
 REQUESTS = 8  # in flight
 
@@ -74,27 +76,41 @@ class Published:
             pass
         return None
 
+    def refuse_foreign(self) -> None:
+        """Refuse a URL at which other objects are.
+
+        Raises:
+            CacheError: names the first of them.
+        """
+        if self.foreign:
+            raise CacheError(
+                f"{self.store.url} holds objects that are no packs of a cache: give a prefix of its own",
+                key=self.foreign[0],
+            )
+
     def refuse_others(self, sources: frozenset[str]) -> None:
-        """Refuse a URL that is not for records of these sources: the identities of the listings.
+        """Refuse a URL that is not for records of these sources; see `sources_of`.
 
         A pack or a cache whose sources are not known passes: its keys tell its records apart anyway.
 
         Raises:
-            CacheError: other objects are there, or packs of other data.
+            CacheError: packs of other data are there.
         """
-        url = self.store.url
-        if self.foreign:
-            raise CacheError(
-                f"{url} holds objects that are no packs of a cache: give a prefix of its own",
-                key=self.foreign[0],
-            )
         for pack in self.packs.values():
             if sources and pack.sources and not sources & pack.sources:
                 raise CacheError(
-                    f"{url} holds records of {_named(pack.sources)}, and this cache is of {_named(sources)}: "
-                    "give a prefix of its own",
+                    f"{self.store.url} holds records of {_named(pack.sources)}, and this cache is of "
+                    f"{_named(sources)}: give a prefix of its own",
                     key=pack.name,
                 )
+
+
+def sources_of(cache: Cache) -> frozenset[str]:
+    """The identities of the places that the datasets of this cache list."""
+    folder = cache.manifests
+    if folder is None or not folder.is_dir():
+        return frozenset()
+    return frozenset(manifest.identity for manifest in Manifest.kept_in(folder))
 
 
 def _named(sources: frozenset[str]) -> str:

@@ -80,19 +80,21 @@ def pull(
     store: Store,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
-    first: Set[bytes] = frozenset(),
+    only: Set[bytes] | None = None,
     settled: Iterable[str] = (),
+    sources: frozenset[str] = frozenset(),
 ) -> Pulled:
-    """Put all published records into a cache that it lacks. Other processes may use it meanwhile.
+    """Put the published records into a cache that it lacks. Other processes may use it meanwhile.
 
     Args:
         progress: called with (bytes done, bytes in all).
-        first: keys of records that are pulled before all others.
+        only: keys of the records that are wanted; None: all.
         settled: names of packs that are not looked at.
+        sources: what the cache is for, as `sources_of` says; not given: whatever is published.
 
     Raises:
         NotFoundError: there are no packs at the URL.
-        CacheError: the cache cannot be written.
+        CacheError: the cache cannot be written, or records of other data are there.
         StoreError: the store failed. What was pulled stays, and a second pull goes on there.
     """
     published = Published(store, settled)
@@ -102,23 +104,23 @@ def pull(
         raise NotFoundError(
             f"{store.url} holds no packs of a cache{other}: fastload cache push writes them", stage="list"
         )
+    published.refuse_others(sources)
     directory = cache.open_or_raise()
     if directory.readonly:
         raise CacheError(f"cache {cache.path} {directory.readonly}: nothing can be pulled into it")
     packs = list(published.packs.values())
-    firsts = _firsts(packs)
-    missing = [each & _lacked(directory, pack) for pack, each in zip(packs, firsts, strict=True)]
+    wanted = _wanted(packs, only)
+    missing = [each & _lacked(directory, pack) for pack, each in zip(packs, wanted, strict=True)]
     done = Pulled(packs=len(packs), damaged=dict(published.damaged))
-    done.present = _count(firsts) - _count(missing)
+    done.present = _count(wanted) - _count(missing)
     total = sum(int(pack.lengths[each].sum()) for pack, each in zip(packs, missing, strict=True))
     pulling = _Pulling(cache, store, done)
-    for part in _parts(packs, missing, first):  # one after the other: a small cache is full with the first
-        spans = chain.from_iterable(map(_spans, packs, part))
-        pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
+    spans = chain.from_iterable(map(_spans, packs, missing))
+    pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
     if directory.writer is not None and directory.writer.error is not None:
         raise CacheError(f"cache {cache.path}: {directory.writer.error}")
-    left = [_lacked(directory, pack) for pack in packs]
-    done.left = _count(each & lacked for each, lacked in zip(firsts, left, strict=True))
+    left = [each & _lacked(directory, pack) for pack, each in zip(packs, wanted, strict=True)]
+    done.left = _count(left)
     done.records = _count(missing) - done.left
     done.settled = [pack.name for pack, lacked in zip(packs, left, strict=True) if not lacked.any()]
     return done
@@ -128,14 +130,18 @@ def _count(chosen: Iterable[Chosen]) -> int:
     return sum(int(each.sum()) for each in chosen)
 
 
-def _firsts(packs: list[Pack]) -> list[Chosen]:
-    """The records of each pack that no pack before it has."""
+def _wanted(packs: list[Pack], only: Set[bytes] | None) -> list[Chosen]:
+    """The records of each pack that are wanted, and that no pack before it has."""
     if not packs:
         return []
     keys = np.concatenate([pack.keys for pack in packs]).view(f"S{KEY_SIZE}")
     found = np.zeros(len(keys), np.bool_)
     found[np.unique(keys, return_index=True)[1]] = True
-    return np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
+    firsts = np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
+    if only is None:
+        return firsts
+    chosen = ([key in only for key in pack.keys.tolist()] for pack in packs)
+    return [each & ours for each, ours in zip(firsts, chosen, strict=True)]
 
 
 def _lacked(directory: Directory, pack: Pack) -> Chosen:
@@ -145,18 +151,6 @@ def _lacked(directory: Directory, pack: Pack) -> Chosen:
         some = slice(start, start + _LOOKED_UP)
         lacked[some] = [entry is None for entry in directory.index.packed(pack.keys[some].tolist())]
     return lacked
-
-
-def _parts(packs: list[Pack], missing: list[Chosen], first: Set[bytes]) -> Iterator[list[Chosen]]:
-    """The records that are missing: those that are wanted first, then the others."""
-    if first:
-        wanted = [
-            each & [key in first for key in pack.keys.tolist()]
-            for pack, each in zip(packs, missing, strict=True)
-        ]
-        yield wanted
-        missing = [each & ~before for each, before in zip(missing, wanted, strict=True)]
-    yield missing
 
 
 def _spans(pack: Pack, chosen: Chosen) -> Iterator[_Span]:
@@ -188,8 +182,6 @@ class _Pulling:
 
     def run(self, spans: Iterator[_Span], after_each: Callable[[], None]) -> None:
         """Read all spans, until the cache takes no more."""
-        if self._full:
-            return
         flying = set[Future[int | None]]()
         with ThreadPoolExecutor(REQUESTS, "fastload-pull") as pool:
             try:

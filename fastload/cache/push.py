@@ -24,11 +24,10 @@ import lmdb
 from fastload.cache.cache import Cache
 from fastload.cache.directory import Directory
 from fastload.cache.pack import Pack, pack_index, pack_name
-from fastload.cache.published import Published
+from fastload.cache.published import Published, sources_of
 from fastload.cache.segment import CorruptRecordError, Entry
 from fastload.errors import CacheError, FastloadError, NotFoundError
 from fastload.store import Store
-from fastload.store.manifest import Manifest
 
 __all__ = ["Pushed", "push"]
 
@@ -66,13 +65,14 @@ def push(
         StoreError: the store failed, or takes no writes.
     """
     directory = cache.open_or_raise()
-    published, sources, done = Published(store), _sources(cache), Pushed()
+    published, sources, done = Published(store), sources_of(cache), Pushed()
     keys = set[bytes]()  # of what is published
     todo = _entries(directory)
     total = len(todo)
     while True:
         with contextlib.suppress(NotFoundError):  # a directory to be made; of a bucket, the write says so
             keys.update(*(pack.keys.tolist() for pack in published.refresh()))
+        published.refuse_foreign()
         published.refuse_others(sources)
         chosen = _choose(directory, todo, keys, done)
         if chosen:
@@ -82,14 +82,6 @@ def push(
         progress(done, total)
         if not todo:
             return done
-
-
-def _sources(cache: Cache) -> frozenset[str]:
-    """The places that the datasets of this cache list."""
-    folder = cache.manifests
-    if folder is None or not folder.is_dir():
-        return frozenset()
-    return frozenset(manifest.identity for manifest in Manifest.kept_in(folder))
 
 
 def _entries(directory: Directory) -> deque[tuple[bytes, Entry]]:

@@ -28,7 +28,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable
 from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -56,10 +55,11 @@ _began = time.time()  # what the file said before is of an earlier training
 
 
 class _Running(NamedTuple):
-    """A process, and the file that it writes its result to."""
+    """A process, the file that it writes its result to, and the keys that it pulls."""
 
     process: subprocess.Popen[bytes]
     result: IO[bytes]
+    only: bytes | None
 
 
 class Remote:
@@ -79,7 +79,7 @@ class Remote:
         self._cache = copy.copy(cache)  # not opened, nor kept open
         self._store = store
         self._owner = os.getpid()
-        self._settled: list[str] = []  # packs whose records the cache has
+        self._settled: dict[bytes | None, list[str]] = {}  # wanted keys -> packs that have no more of them
         self._pushed = -1  # records that the cache had at the last push
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
@@ -87,22 +87,22 @@ class Remote:
         self.pushes = cache.push
         self._counts = Counters()
 
-    def pull(self, first: Iterable[bytes] = ()) -> None:
+    def pull(self, only: bytes | None = None) -> None:
         """Pull what was published since the last pull, in the background.
 
         Args:
-            first: keys of records that are wanted before all others.
+            only: the keys of the records that are wanted, one behind the other; None: all.
         """
         self._collect("pull")
         self._leads = True
         if "pull" not in self._running:
-            self._start("pull", b"".join(first))
+            self._start("pull", only)
 
     def push(self) -> None:
         """Publish what is not published yet, in the background. A push that runs still is not begun again."""
         self._collect("push")
         if "push" not in self._running:
-            self._start("push", b"")
+            self._start("push")
 
     def wait_for_pull(self) -> None:
         """Wait for a pull that has not long to go, by this process or the first rank of the node.
@@ -166,11 +166,12 @@ class Remote:
             running.process.wait()
         running.result.close()
 
-    def _start(self, kind: str, first: bytes) -> None:
+    def _start(self, kind: str, only: bytes | None = None) -> None:
         with contextlib.ExitStack() as undone:
             try:
                 result = undone.enter_context(_open_memory("fastload-result"))
-                job = pickle.dumps(Job(kind, self._cache, first, self._settled, self._pushed, self._owner))
+                settled = self._settled.get(only, [])
+                job = pickle.dumps(Job(kind, self._cache, only, settled, self._pushed, self._owner))
                 with _open_memory("fastload-job") as given:
                     given.write(job)
                     given.seek(0)
@@ -184,7 +185,7 @@ class Remote:
                 self._warn(kind, f"no process could be started: {error}")
             else:
                 undone.pop_all()
-                self._running[kind] = _Running(process, result)
+                self._running[kind] = _Running(process, result, only)
 
     def _collect(self, kind: str) -> None:
         """Take the result of a process that has ended."""
@@ -203,7 +204,7 @@ class Remote:
         if result["error"]:
             self._warn(kind, result["error"])
         if kind == "pull":
-            self._settled = result["settled"]
+            self._settled[running.only] = result["settled"]
             self._counts.add("cache.pulled", result["records"])
         elif not result["error"]:
             self._pushed = result["entries"]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import PULLING, PUSHING
+from fastload.cache.published import sources_of
 from fastload.cache.pull import Pulled, pull
 from fastload.cache.push import Pushed, push
 from fastload.cache.segment import KEY_SIZE
@@ -38,7 +39,7 @@ class Job(NamedTuple):
     Args:
         kind: "pull" or "push".
         cache: with its `remote`.
-        first: the keys of the records that are pulled first, one behind the other.
+        only: the keys of the records that are pulled, one behind the other; None: all.
         settled: names of packs that are not looked at again.
         entries: of the cache at the last push. While it has no more, there is nothing to push.
         trainer: the process that waits for it.
@@ -46,7 +47,7 @@ class Job(NamedTuple):
 
     kind: str
     cache: Cache
-    first: bytes
+    only: bytes | None
     settled: list[str]
     entries: int
     trainer: int
@@ -94,8 +95,8 @@ def _end_with(trainer: int) -> None:
 def _pull(job: Job) -> _Result:
     store = job.cache.remote
     assert store is not None
-    keys = job.first
-    first = {keys[at : at + KEY_SIZE] for at in range(0, len(keys), KEY_SIZE)}
+    keys = job.only
+    only = None if keys is None else {keys[at : at + KEY_SIZE] for at in range(0, len(keys), KEY_SIZE)}
     with _alone(job.cache, PULLING) as progress:
         start = time.monotonic()
 
@@ -104,7 +105,8 @@ def _pull(job: Job) -> _Result:
             os.pwrite(progress, line.ljust(_PROGRESS_BYTES).encode(), 0)
 
         try:
-            done = pull(job.cache, store, note, first=first, settled=job.settled)
+            sources = sources_of(job.cache)
+            done = pull(job.cache, store, note, only=only, settled=job.settled, sources=sources)
         except NotFoundError:  # nobody has published yet
             done = Pulled()
         note(1, 1)

@@ -110,11 +110,16 @@ class StoreDataset(Dataset[Any]):
             raise ArgumentError("the dataset has no cache: give it one with cache=")
         return self._cache_key(self._record(index))
 
+    def cache_keys(self, index: int) -> list[bytes]:
+        """The keys of all that the cache has of a sample: of each object of a `TableDataset`. Raises as
+        `cache_key`."""
+        return [self.cache_key(index)]
+
     def contains(self, index: int) -> bool:
-        """Whether the cache has a sample. Does not count as a miss. Raises as `cache_key`."""
-        key = self.cache_key(index)
+        """Whether the cache has all of a sample. Does not count as a miss. Raises as `cache_key`."""
+        keys = self.cache_keys(index)
         assert self.cache is not None  # `cache_key` says so
-        return self.cache.has(key)
+        return all(map(self.cache.has, keys))
 
     def outstanding(self) -> int:
         """How many samples this process has read ahead, or is reading, that were not used yet."""

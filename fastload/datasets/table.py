@@ -200,11 +200,9 @@ class TableDataset(FieldsDataset):
         """
         return super().cache_key(index)
 
-    def contains(self, index: int) -> bool:
-        """Whether the cache has all objects of a sample. Does not count as a miss. Raises as `cache_key`."""
-        self.cache_key(index)
-        assert self.cache is not None  # `cache_key` says so
-        return all(self.cache.has(self._object_key(one)) for one in self._objects(self._record(index)))
+    def cache_keys(self, index: int) -> list[bytes]:
+        self.cache_key(index)  # raises where there is no cache
+        return [self._object_key(one) for one in self._objects(self._record(index))]
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """As `ObjectDataset.warm`, with an outcome for each object of a sample."""

@@ -5,8 +5,7 @@ an epoch begins ─▶ pull what is published ─▶ the first one waits, if it 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from fastload.cache import Cache
@@ -26,6 +25,7 @@ class RemoteCaches:
     """Of one loader. A copy of it, in another process, has its own processes."""
 
     def __init__(self) -> None:
+        self._shares: dict[Remote, bytes | None] = {}  # the cache keys of this node's share
         self._begun = False
         self._pushing: list[Remote] = []  # in this epoch
         self._all: list[Remote] = []
@@ -43,7 +43,9 @@ class RemoteCaches:
         if found and _leads(loader):
             self._pushing = [remote for dataset, remote in found if dataset.cache.push]
             for dataset, remote in found:
-                remote.pull(() if self._begun else _share(dataset, loader))
+                if remote not in self._shares:
+                    self._shares[remote] = _share(dataset, loader)
+                remote.pull(self._shares[remote])
         if not self._begun:
             for remote in self._all:
                 remote.wait_for_pull()
@@ -75,12 +77,17 @@ def _leads(loader: Any) -> bool:
     return not local or local[0] == 0
 
 
-def _share(dataset: Any, loader: Any) -> Iterator[bytes]:
-    """The cache keys of this node's share, where each node keeps to one."""
+def _share(dataset: Any, loader: Any) -> bytes | None:
+    """The cache keys of this node's share, one behind the other; None where a node reads all, or has no keys.
+
+    With `partition="node"` a disk may hold no more than a share, and nothing that a cache has makes room.
+    """
     sampler = loader.sampler
     place = sampler.place if isinstance(sampler, DistributedSampler) else None
     if place is None or place.nodes == 1 or dataset is not loader.dataset:
-        return
-    with contextlib.suppress(FastloadError, TypeError):  # no keys, such as of shards without an index
-        for index in node_shares(len(dataset), place.nodes)[place.node :: place.nodes].tolist():
-            yield dataset.cache_key(index)
+        return None
+    share = node_shares(len(dataset), place.nodes)[place.node :: place.nodes].tolist()
+    try:
+        return b"".join(chain.from_iterable(map(dataset.cache_keys, share)))
+    except (FastloadError, TypeError, AttributeError):  # no keys, such as of shards without an index
+        return None

@@ -204,10 +204,8 @@ def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultSe
         assert node.train()[0] == others
         node.end()
     assert packs_of(server) == published
-    again = FaultyNode(server, tmp_path / "second", "s3://bucket/other")
-    found, counters = again.train()
-    assert found == others and counters["cache.hits"] == 12
-    again.end()
+    assert node.cache.info()["entries"] == 12, "nor does it pull what it has no use for"
+    node.cache.close()
     server.requests.clear()
     third = FaultyNode(server, tmp_path / "third")
     assert third.train()[0] == bodies and not data_gets(server)
@@ -256,15 +254,27 @@ def test_other_rank_of_the_node_waits_for_the_first_ones_pull(
     leader.end()
 
 
-def test_share_of_the_node_is_pulled_first(server: FaultServer, tmp_path: Path) -> None:
-    write_objects(server)
-    publish(server, tmp_path / "first")
-    node = FaultyNode(server, tmp_path / "second", size_limit=12 * SIZE)
-    sampler = DistributedSampler(node.dataset, 2, 1, shuffle=True, partition="node", num_nodes=2)
-    node.train(sampler=sampler)
+def test_node_of_a_partition_pulls_its_share_and_leaves_its_disk_to_that(
+    server: FaultServer, tmp_path: Path
+) -> None:
+    """The disk holds a share. Only the other node has published its own."""
+    bodies = write_objects(server)
+    first = FaultyNode(server, tmp_path / "first", push=True)
+    options: dict[str, Any] = {"shuffle": True, "partition": "node", "num_nodes": 2}
+    first.train(sampler=DistributedSampler(first.dataset, 2, 0, **options))
+    first.end()
+    node = FaultyNode(server, tmp_path / "second", size_limit=12 * SIZE, push=True)
+    sampler = DistributedSampler(node.dataset, 2, 1, **options)
+    found, counters = node.train(sampler=sampler)
+    assert counters["get.requests"] == len(found) == 10 and not counters.get("cache.pulled")
     node.end()
     assert all(node.dataset.contains(index) for index in sampler)
     node.dataset.close()
+    again = FaultyNode(server, tmp_path / "third", size_limit=12 * SIZE)
+    found, counters = again.train(sampler=DistributedSampler(again.dataset, 2, 1, **options))
+    assert counters["cache.pulled"] == counters["cache.hits"] == 10 and not counters.get("get.requests")
+    assert set(found) < set(bodies)
+    again.end()
 
 
 def test_settled_packs_are_not_looked_at_again(server: FaultServer, tmp_path: Path) -> None:
