@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fastload.cache.checks import absolute
 from fastload.cli.kinds import SHARDS, Kind, find_kind
 from fastload.cli.shard_source import open_shards
 from fastload.cli.store_options import CacheMode
 from fastload.errors import ArgumentError, CacheError
-from fastload.store import open_store
-from fastload.store.local import LocalStore
 
 __all__ = ["Target", "check_usable"]
 
@@ -31,6 +28,10 @@ class Target(NamedTuple):
 
     def anywhere(self) -> Target:
         """The same for processes in other directories: without relative paths."""
+        from fastload.cache.checks import absolute
+        from fastload.store import open_store
+        from fastload.store.local import LocalStore
+
         store = open_store(self.url, **self.storage_options)
         url = store.address if isinstance(store, LocalStore) else self.url
         return self._replace(url=url, cache=absolute(self.cache))
