@@ -98,7 +98,7 @@ def test_only_missing_records_of_an_indexed_shard_are_read(kind: str, tmp_path: 
     document = run("warm", tmp_path / "shards", "--cache", tmp_path / "cache")
     assert counts(document) == [TOTAL, TOTAL - len(some), len(some), 0, 0]
     sizes = sum(data._index.locate(data._record(number))[1] for number in range(TOTAL) if number not in some)
-    assert document["read_bytes"] == sizes
+    assert sizes <= document["read_bytes"] == document["quote"]["read_bytes"] < 1.05 * sizes
 
 
 def test_fields_of_the_training_are_those_of_the_warming(tmp_path: Path) -> None:
