@@ -111,7 +111,8 @@ def run(bucket: Path, tmp_path: Path) -> Iterator[Callable[[Path], None]]:
         shutil.copytree(bucket / part, folder / "data" / part)
     (folder / "data" / "train.beton").write_bytes(gzip.decompress((FORMATS / "fields.beton.gz").read_bytes()))
     with serve_s3(tmp_path / "s3", read_only=False) as server, delay_proxy(server.endpoint_url, 0.0) as proxy:
-        environment = {
+        # All of it: the fork server has the one of the test that started it.
+        environment = dict(os.environ) | {
             "AWS_ENDPOINT_URL": proxy.url,
             "AWS_ACCESS_KEY_ID": server.key,
             "AWS_SECRET_ACCESS_KEY": server.secret,

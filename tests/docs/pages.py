@@ -83,7 +83,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
 
     Args:
         folder: where it starts. `folder/ssd` and `folder/data` stand for the pages' /ssd and /data.
-        environment: added to that of the process.
+        environment: of the process.
         output: receives what is printed, and the traceback.
     """
     with output.open("w") as file:
@@ -91,6 +91,7 @@ def run_page(page: Path, folder: Path, environment: dict[str, str], output: Path
         os.dup2(file.fileno(), 2)
     os.setsid()  # what a page starts and leaves ends with this group
     multiprocessing.set_start_method("fork", force=True)  # as in a script: this process has the fork server's
+    os.environ.clear()
     os.environ.update(environment)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.chdir(folder)

@@ -337,7 +337,7 @@ def test_epochs_that_are_broken_off(folder: Any, decode: str) -> None:
 
 @pytest.mark.parametrize(
     ("dali", "nvjpeg", "kept"),
-    [(1e9, 1.0, "dali"), (1.0, 1e9, "nvjpeg"), (1.0, 2.0, "cpu"), (10.4, 10.4, "cpu")],
+    [(1e9, 0.01, "dali"), (0.01, 1e9, "nvjpeg"), (0.01, 0.02, "cpu"), (0.104, 0.104, "cpu")],
 )
 @every_workers
 def test_auto_keeps_the_fastest(
@@ -350,7 +350,8 @@ def test_auto_keeps_the_fastest(
     kept: str,
 ) -> None:
     """With any of them, no sample is lost or repeated, and the images equal those of the CPU path."""
-    rates = {"cpu": 10.0, "dali": dali, "nvjpeg": nvjpeg}
+    # So slow that the time for headers, which is measured, does not count.
+    rates = {"cpu": 0.1, "dali": dali, "nvjpeg": nvjpeg}
     made: dict[Any, str] = {}
     open_: list[str] = []
     real = Decoding._new
