@@ -31,9 +31,13 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture
 def server(objects: dict[str, bytes]) -> Iterator[FaultServer]:
     with FaultServer(objects) as running:
-        for key in sorted(objects)[::4]:
-            running.script(key, None, Fault(status=503), None)  # each fourth object fails once
         yield running
+
+
+def fail_again(server: FaultServer) -> None:
+    """Each fourth object fails once more."""
+    for key in sorted(server.objects)[::4]:
+        server.script(key, None, Fault(status=503), None)
 
 
 def asked(server: FaultServer) -> int:
@@ -54,6 +58,7 @@ def stopped_early(loader: Any) -> list[int]:
 
 
 def check(shape: Callable[..., Any], server: FaultServer, cache: Path, workers: int, part: float) -> None:
+    fail_again(server)
     dataset = shape(None, server.options)
     opening = asked(server)
     assert Counter(shapes.flat(shapes.samples(shapes.loader_of(dataset, 0)))) == WANTED
@@ -62,6 +67,7 @@ def check(shape: Callable[..., Any], server: FaultServer, cache: Path, workers: 
     assert counted.gets + counted.heads == opening + epoch, "each request is counted once"
 
     limit = opening + max(1, int(part * (epoch - 1)))
+    fail_again(server)  # the retries count too
     limited = shape(None, {**server.options, "max_gets": limit})
     loader = shapes.loader_of(limited, workers)
     seen = stopped_early(loader)
