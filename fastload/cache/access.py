@@ -112,12 +112,17 @@ class Access:
         text = (
             f"fastload passes through its cache {self._path}: {error}. See {address('cache-passes-through')}"
         )
-        try:
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
-        except RuntimeWarning:  # under -W error; training goes on all the same
-            logging.getLogger("fastload").warning(text)
+        warn(text, stacklevel=5)
 
     def _report_writer(self, error: BaseException) -> None:
         if not self._writer_failed:
             self._writer_failed = True
             self.report(error)
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """A RuntimeWarning; under `-W error` a line of the log, because training goes on all the same."""
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel)
+    except RuntimeWarning:
+        logging.getLogger("fastload").warning(text)

@@ -27,11 +27,11 @@ import pickle
 import subprocess
 import sys
 import time
-import warnings
 from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from fastload.cache.access import warn
 from fastload.cache.cache import Cache
 from fastload.cache.directory import FOLDER, PULLING
 from fastload.cache.remote_work import Job
@@ -78,7 +78,6 @@ class Remote:
     def __init__(self, cache: Cache, store: Store) -> None:
         self._cache = copy.copy(cache)  # not opened, nor kept open
         self._store = store
-        self._owner = os.getpid()
         self._settled: dict[bytes | None, list[str]] = {}  # wanted keys -> packs that have no more of them
         self._pushed = -1  # records that the cache had at the last push
         self._running: dict[str, _Running] = {}
@@ -128,8 +127,6 @@ class Remote:
 
     def close(self) -> None:
         """Stop pulling. Publish what is left, with a line in the log where that takes a while."""
-        if self._owner != os.getpid():
-            return
         try:
             self._end("pull")
             if self.pushes and self._leads:
@@ -171,7 +168,7 @@ class Remote:
             try:
                 result = undone.enter_context(_open_memory("fastload-result"))
                 settled = self._settled.get(only, [])
-                job = pickle.dumps(Job(kind, self._cache, only, settled, self._pushed, self._owner))
+                job = pickle.dumps(Job(kind, self._cache, only, settled, self._pushed, os.getpid()))
                 with _open_memory("fastload-job") as given:
                     given.write(job)
                     given.seek(0)
@@ -233,36 +230,37 @@ class Remote:
             f"fastload trains on without the {kind} of its cache {self._cache.path}: {text}. "
             f"See {address('cache-remote')}"
         )
-        try:
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # under -W error; training goes on all the same
-            logging.getLogger("fastload").warning(message)
+        warn(message, stacklevel=3)
 
 
 def _open_memory(name: str) -> IO[bytes]:
     return os.fdopen(memory_file(name), "r+b")
 
 
-_remotes: dict[tuple[int, str, str], Remote] = {}  # by process, directory and URL
-# At the end of this process. atexit would not run in a multiprocessing child. The priority is below that of
-# the cache directories: they write out first, so that the last push finds all records.
-_finalizer = ProcessLocal(lambda: mp_util.Finalize(None, close_all, exitpriority=0))
+def _new_remotes() -> dict[tuple[str, str], Remote]:
+    # atexit would not run in a multiprocessing child. The priority is below that of the cache directories:
+    # they write out first, so that the last push finds all records.
+    mp_util.Finalize(None, close_all, exitpriority=0)
+    return {}
+
+
+_remotes = ProcessLocal(_new_remotes)  # by directory and URL
 
 
 def remote_of(cache: Cache) -> Remote | None:
     """The one of this process for the cache's directory and URL; None: the cache has no remote."""
     if cache.remote is None:
         return None
-    key = (os.getpid(), cache.path, cache.remote.url)
-    if key not in _remotes:
-        _finalizer.get()
-        _remotes[key] = Remote(cache, cache.remote)
-    remote = _remotes[key]
+    remotes, key = _remotes.get(), (cache.path, cache.remote.url)
+    if key not in remotes:
+        remotes[key] = Remote(cache, cache.remote)
+    remote = remotes[key]
     remote.pushes |= cache.push
     return remote
 
 
 def close_all() -> None:
     """End what this process has begun, as `Remote.close` does."""
-    while _remotes:
-        _remotes.popitem()[1].close()
+    remotes = _remotes.get()
+    while remotes:
+        remotes.popitem()[1].close()

@@ -39,10 +39,10 @@ class RemoteCaches:
     def start_epoch(self, loader: Any) -> None:
         """Pull what the caches lack, in the first rank of a node. The first epoch waits a little for it."""
         found = _remotes(loader.dataset)
-        self._all = [remote for _, remote in found]
+        self._all = list(found)
         if found and _leads(loader):
-            self._pushing = [remote for dataset, remote in found if dataset.cache.push]
-            for dataset, remote in found:
+            self._pushing = [remote for remote in found if remote.pushes]
+            for remote, dataset in found.items():
                 if remote not in self._shares:
                     self._shares[remote] = _share(dataset, loader)
                 remote.pull(self._shares[remote])
@@ -59,15 +59,15 @@ class RemoteCaches:
             remote.add_counts(counters)
 
 
-def _remotes(dataset: Any) -> list[tuple[Any, Remote]]:
-    """(a dataset, what its cache pulls and pushes): one for each directory and URL."""
-    found: dict[int, tuple[Any, Remote]] = {}
+def _remotes(dataset: Any) -> dict[Remote, Any]:
+    """What pulls and pushes for the caches of a dataset -> the first dataset with that directory and URL."""
+    found: dict[Remote, Any] = {}
     for one in fastload_datasets(dataset):
         cache = getattr(one, "cache", None)
         remote = remote_of(cache) if isinstance(cache, Cache) else None
         if remote is not None:
-            found.setdefault(id(remote), (one, remote))
-    return list(found.values())
+            found.setdefault(remote, one)
+    return found
 
 
 def _leads(loader: Any) -> bool:
