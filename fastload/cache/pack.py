@@ -31,7 +31,6 @@ __all__ = ["Pack", "Record", "is_pack_name", "pack_index", "pack_name", "tail_si
 
 VERSION = 1
 _MAGIC = b"FLPK"
-_RECORD = struct.Struct(f"<{KEY_SIZE}sIQ")
 _RECORDS = np.dtype([("key", f"V{KEY_SIZE}"), ("length", "<u4"), ("checksum", "<u8")])
 _TRAILER = struct.Struct("<4sHHQQ")
 _NAME = re.compile(r"[0-9a-f]{32}-([0-9]{1,12})\.pack", re.ASCII)
@@ -60,7 +59,7 @@ def tail_size(name: str) -> int:
 def pack_index(sources: Sequence[str], records: Sequence[tuple[bytes, int, int]]) -> bytes:
     """Index and trailer of a pack of records, as (key, length, checksum) in the order of their payloads."""
     head = json.dumps({"sources": sorted(sources)}).encode() + b"\n"
-    index = head + b"".join(_RECORD.pack(*record) for record in records)
+    index = head + np.array(records, _RECORDS).tobytes()
     return index + _TRAILER.pack(_MAGIC, VERSION, 0, len(index), xxhash.xxh3_64_intdigest(index))
 
 

@@ -99,7 +99,7 @@ def pull(
     """
     published = Published(store, settled)
     published.refresh()
-    if not published.names and not published.damaged:
+    if not published.names:
         other = f", but {published.foreign[0]!r}" if published.foreign else ""
         raise NotFoundError(
             f"{store.url} holds no packs of a cache{other}: fastload cache push writes them", stage="list"
