@@ -118,8 +118,10 @@ def warm(
             start = time.perf_counter()
             dataset, kind = target.open(refresh)
             listing_seconds = round(time.perf_counter() - start, 3)
-            quoted = quote(find_left(find_share(dataset, wanted)[0]))
-            document = _fill(dataset, wanted, CORES if num_workers is None else num_workers, output)
+            warming, part = find_share(dataset, wanted)
+            quoted = quote(find_left(warming))
+            workers = CORES if num_workers is None else num_workers
+            document = _fill(warming, part, workers, output, given=wanted)
             document |= {"listing_seconds": listing_seconds, "quote": quoted}
             document["settings"] = {"url": dataset.url, "kind": kind.value, **document["settings"]}
         else:
@@ -143,10 +145,15 @@ def _quote(left: Any, prices: Any, output: Output) -> dict[str, Any]:
     cost = describe_prices(prices, left.requests, left.read_bytes)["cost"]
     text = f"to read: about {left.requests:,} GETs, {format_size(left.read_bytes)}"
     if prices is not None:
-        requests, egress = (format_money(cost[kind], prices.currency) for kind in ("requests", "egress"))
+        requests, egress = _money(cost, prices.currency)
         text += f"; they cost {requests}, their egress {egress}, by {prices.source}"
     output.console.print(text, markup=False, soft_wrap=True)
     return {**left._asdict(), "cost": cost}
+
+
+def _money(cost: dict[str, Any], currency: str) -> tuple[str, str]:
+    """(requests, egress)"""
+    return format_money(cost["requests"], currency), format_money(cost["egress"], currency)
 
 
 def _parse_shard(text: str | None) -> tuple[int, int] | None:
@@ -216,23 +223,30 @@ def _fill_slice(
             f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "
             "run the command again"
         )
-    return _fill(dataset, shard, num_workers, Output(as_json=True), part)
-
-
-def _fill(
-    dataset: Any,
-    shard: tuple[int, int] | None,
-    num_workers: int,
-    output: Output,
-    part: slice = slice(None),
-) -> dict[str, Any]:
-    """Run the workers until all samples are done, the cache is full, or the user interrupts."""
-    from fastload.cli.measurement import describe_machine
     from fastload.cli.warming import find_share
 
     warming, found = find_share(dataset, shard)
     warming.samples = warming.samples[part]
-    output.console.print(_announcement(warming, found, shard), markup=False)
+    return _fill(warming, found, num_workers, Output(as_json=True), given=shard)
+
+
+def _fill(
+    warming: Any,
+    shard: tuple[int, int],
+    num_workers: int,
+    output: Output,
+    *,
+    given: tuple[int, int] | None,
+) -> dict[str, Any]:
+    """Run the workers until all samples are done, the cache is full, or the user interrupts.
+
+    Args:
+        given: the `shard` that was asked for; None: found by the launcher.
+    """
+    from fastload.cli.measurement import describe_machine
+
+    dataset = warming.dataset
+    output.console.print(_announcement(warming, shard, given), markup=False)
     tally, interrupted = Tally(warming.by_shard), False
     with Bars(output.console) as bars:
         try:
@@ -255,7 +269,7 @@ def _fill(
                 name: getattr(dataset.cache, name) for name in ("mode", "short_side", "quality", "size_limit")
             },
             "num_workers": num_workers,
-            "shard": list(found),
+            "shard": list(shard),
         },
         "objects": tally.done if total is None else total,
         "stored": counts["stored"],
@@ -339,10 +353,7 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         soft_wrap=True,
     )
     if document["prices"]["currency"] is not None:
-        requests, egress = (
-            format_money(document["cost"][kind], document["prices"]["currency"])
-            for kind in ("requests", "egress")
-        )
+        requests, egress = _money(document["cost"], document["prices"]["currency"])
         console.print(
             f"{document['requests']:,} GETs cost {requests}, their egress {egress}; "
             f"prices by {document['prices']['source']}; egress is often free within a region",
