@@ -40,11 +40,10 @@ from bench.peers.contenders import (
     GROWING,
     LATER,
     OUTSIDE,
-    WITH_OWN_FILES,
     Contender,
 )
 from bench.peers.environment import Unavailable, build_pillow, is_installed, python_of
-from bench.peers.peer import Peer
+from bench.peers.peer import make_own_files
 from bench.show import node, report, report_page
 from fastload.cli.measurement import describe_machine
 from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
@@ -82,13 +81,7 @@ def prepare(folder: Path, count: int) -> None:
     """Makes the shards and the peers' own files: before the server starts, because it keeps its listings."""
     for form in ("tar", "tfrecord"):
         make_shards(folder, count, form)
-    for script, mode in sorted({(contender.script, contender.mode) for contender in ALL}):
-        if script in WITH_OWN_FILES and is_installed(script):
-            job = {"prepare": True, "folder": str(folder), "mode": mode, "size": SIZE, "batch": BATCH}
-            try:
-                Peer(script, job).close()
-            except Unavailable as error:
-                raise SystemExit(f"{script} could not make its files: {error}") from None
+    make_own_files(folder, [contender for contender in ALL if is_installed(contender.script)])
 
 
 # --- sections

@@ -36,8 +36,8 @@ from rich.table import Table
 import fastload
 from bench.data import BATCH, ROOT, ROUND_TRIP, SIZE, WORKERS, make_shards, photo_folder
 from bench.measure.sections import Course, Entrant, Place
-from bench.peers.contenders import COLD, WITH_OWN_FILES, Contender
-from bench.peers.peer import Peer, Run
+from bench.peers.contenders import COLD, Contender
+from bench.peers.peer import Run, make_own_files
 from fastload.cache.remote import close_all
 from fastload.cli.measurement import describe_machine
 from fastload.demo.delay_proxy import Counts
@@ -109,10 +109,7 @@ def peers() -> list[Contender]:
 def prepare(photos: Path, count: int) -> None:
     """Make the shards of the peers: before their server starts, because it keeps its listings."""
     make_shards(photos, count, "tar")
-    for peer in peers():
-        if peer.script in WITH_OWN_FILES:
-            job = {"prepare": True, "folder": str(photos), "mode": peer.mode, "size": SIZE, "batch": BATCH}
-            Peer(peer.script, job).close()
+    make_own_files(photos, peers())
 
 
 @contextmanager

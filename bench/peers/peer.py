@@ -11,15 +11,18 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from bench.data import BATCH, SIZE
+from bench.peers.contenders import WITH_OWN_FILES, Contender
 from bench.peers.environment import SCRIPTS, Unavailable, python_of
 
-__all__ = ["Peer", "Run", "memory_of"]
+__all__ = ["Peer", "Run", "make_own_files", "memory_of"]
 
 TO_START = 180.0
 TO_ANSWER = 180.0  # beyond the seconds of an epoch: MosaicML waits for 60 s before its first batch
@@ -154,6 +157,17 @@ class Peer:
                 times = process.cpu_times()
                 total += times.user + times.system + times.children_user + times.children_system
         return total
+
+
+def make_own_files(folder: Path, contenders: Iterable[Contender]) -> None:
+    """Have contenders that read a format of their own make their files from the photos of a folder."""
+    for script, mode in sorted({(contender.script, contender.mode) for contender in contenders}):
+        if script in WITH_OWN_FILES:
+            job = {"prepare": True, "folder": str(folder), "mode": mode, "size": SIZE, "batch": BATCH}
+            try:
+                Peer(script, job).close()
+            except Unavailable as error:
+                raise SystemExit(f"{script} could not make its files: {error}") from None
 
 
 def memory_of(pid: int) -> int:
