@@ -2,7 +2,8 @@
 
 Predictions and the runs that they predict alternate, over a real S3 server 20 ms away. The errors are those
 of the median prediction against the median run, and of every pair. Rates count from the first batch on,
-because a plan does not predict the start.
+because a plan does not predict the start. An epoch that is nearly over by then tells no rate, and the
+benchmark says so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 from bench.data import BATCH, QUALITY, ROUND_TRIP, WORKERS, WORKPLACE, photo_folder
 from fastload.demo.s3_server import delay_proxy, serve_s3
+
+SHORTEST = 0.5  # seconds from the first batch to the last; what is shorter measures batches made ahead
 
 
 def main() -> None:
@@ -52,12 +55,22 @@ def _pair(words: list[str]) -> dict[str, Any]:
         epochs = _fastload("bench", *words, "--cache", cache, "--batch-size", str(BATCH))["epochs"]
     finally:
         shutil.rmtree(cache, ignore_errors=True)
-    first, later = (
-        (epoch["images"] - BATCH) / (epoch["seconds"] - epoch["first_batch_seconds"]) for epoch in epochs
-    )
+    first, later = map(_rate, epochs)
     pair = {"first": (predicted["first"]["rate"], first), "later": (predicted["later"]["rate"], later)}
     print({name: tuple(map(round, rates)) for name, rates in pair.items()}, f"load {os.getloadavg()[0]:.1f}")
     return pair
+
+
+def _rate(epoch: dict[str, Any]) -> float:
+    """Return the images/s after the first batch; end the program where the epoch is too short to tell."""
+    seconds = epoch["seconds"] - epoch["first_batch_seconds"]
+    if seconds < SHORTEST:
+        raise SystemExit(
+            f"{epoch['images']} images are too few to measure a rate: an epoch ended {seconds:.2f} s after its first "
+            f"batch, and at least {SHORTEST} s are needed. Give more --images."
+        )
+    rate: float = (epoch["images"] - BATCH) / seconds
+    return rate
 
 
 def _fastload(*arguments: str) -> Any:

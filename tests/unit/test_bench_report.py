@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bench.show import charts, figures, losses, report, report_page, report_readme, tables
+from fastload.plan.model import MODES
 
 ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]
@@ -69,6 +70,21 @@ def test_a_damaged_result_is_refused(small: Document, name: str) -> None:
     damage(small)
     with pytest.raises(ValueError, match=re.escape(message)):
         report.check(small)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("section", ["later", "decode"])
+def test_a_result_may_have_every_cache_mode(small: Document, section: str, mode: str) -> None:
+    """A run of an hour ended in an error, because the schema lacked a mode that was measured."""
+    about = {"section": section, "case": mode}
+    limit = {"name": "a limit", "rates": [1, 2, 3], "unit": "images/s"}
+    small["rows"].append(small["rows"][0] | about | {"limit": "a limit"})
+    small["limits"].append(about | limit)
+    small["node"] = {"fitted": {}, "assumptions": ["none"], "check": None, "predictions": []}
+    prediction = {"node": "8 GPUs", "nodes": 1, "epoch": "later", "wanted": 1, "rate": 1, "limit": "the GPUs"}
+    small["node"]["predictions"] = [prediction | {"mode": mode, "store_bytes_per_second": 0}]
+    report.check(small)
+    assert mode in tables.cases(small, section)
 
 
 # --- figures

@@ -106,4 +106,4 @@ def size(batch):
 
 
 if __name__ == "__main__":
-    serve(start, "fastload", "torch")
+    serve(start, "torch-fastload", "torch")
