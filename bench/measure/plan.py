@@ -66,8 +66,8 @@ def _rate(epoch: dict[str, Any]) -> float:
     seconds = epoch["seconds"] - epoch["first_batch_seconds"]
     if seconds < SHORTEST:
         raise SystemExit(
-            f"{epoch['images']} images are too few to measure a rate: an epoch ended {seconds:.2f} s after its first "
-            f"batch, and at least {SHORTEST} s are needed. Give more --images."
+            f"{epoch['images']} images are too few to measure a rate: an epoch ended {seconds:.2f} s after "
+            f"its first batch, and at least {SHORTEST} s are needed. Give more --images."
         )
     rate: float = (epoch["images"] - BATCH) / seconds
     return rate

@@ -78,8 +78,8 @@ def test_a_result_may_have_every_cache_mode(small: Document, section: str, mode:
     """A run of an hour ended in an error, because the schema lacked a mode that was measured."""
     about = {"section": section, "case": mode}
     limit = {"name": "a limit", "rates": [1, 2, 3], "unit": "images/s"}
-    small["rows"].append(small["rows"][0] | about | {"limit": "a limit"})
-    small["limits"].append(about | limit)
+    small["rows"] = [small["rows"][0] | about | {"limit": "a limit"}]
+    small["limits"] = [about | limit]
     small["node"] = {"fitted": {}, "assumptions": ["none"], "check": None, "predictions": []}
     prediction = {"node": "8 GPUs", "nodes": 1, "epoch": "later", "wanted": 1, "rate": 1, "limit": "the GPUs"}
     small["node"]["predictions"] = [prediction | {"mode": mode, "store_bytes_per_second": 0}]
