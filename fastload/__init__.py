@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastload import errors as errors
+    from fastload import testing as testing
     from fastload.cache import Cache
     from fastload.datasets.cached import cached
     from fastload.datasets.image_folder import ImageFolder
@@ -69,6 +71,8 @@ _HOME = {
     "watch": "fastload.loader.watch",
 }
 
+_MODULES = ("errors", "testing")  # as attributes, without an import of their own
+
 __all__ = [
     "BetonDataset",
     "ByEpoch",
@@ -105,6 +109,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"fastload.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fastload' has no attribute {name!r}")
     from fastload.metrics.platform import importable, need_linux
@@ -117,4 +123,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_MODULES])

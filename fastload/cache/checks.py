@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from fastload.errors import ArgumentError
@@ -28,6 +29,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
         raise ArgumentError(f"path={text!r}: give the path of a directory")
     if "://" in text:
         raise ArgumentError(f"path={text!r} is a URL; the cache needs a directory on a local disk")
+    if re.search(r"(^|/)\$(\w|{)", text):
+        raise ArgumentError(
+            f"path={text!r} names a variable, which only a shell replaces: use os.path.expandvars"
+        )
     return str(Path(text).expanduser().absolute())
 
 

@@ -11,6 +11,7 @@ __all__ = ["View"]
 T = TypeVar("T")
 
 _CHUNK = 4096
+_WHOLE, _SHOWN = 20, 3  # items of a list whose text is whole; of each end of a longer one
 
 
 class View(Sequence[T]):
@@ -64,4 +65,8 @@ class View(Sequence[T]):
         return [*other, *self] if isinstance(other, list) else NotImplemented
 
     def __repr__(self) -> str:
-        return repr(list(self))
+        """Return the list's text, cut where it is long: of a million items it would be 40 MB."""
+        if self._count <= _WHOLE:
+            return repr(list(self))
+        begin, end = (repr(self[part])[1:-1] for part in (slice(_SHOWN), slice(self._count - _SHOWN, None)))
+        return f"[{begin}, ..., {end}] ({self._count:,} items)"

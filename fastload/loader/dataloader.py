@@ -339,7 +339,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         return {
             "rank": find_rank()[0],
             "epochs": context.position.epoch,
-            "counters": context.counters.as_dict(),
+            "counters": {"bad.samples": 0, **context.counters.as_dict()},
             "rates": gauges,
             "autoscale": "" if context.autoscaler is None else context.autoscaler.sentence(),
             "limit": find_bottleneck(epoch),

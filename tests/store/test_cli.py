@@ -86,6 +86,11 @@ def test_every_command_takes_json(command: list[str]) -> None:
     assert "--json" in re.sub(r"\x1b\[[0-9;]*m", "", run(*command, "--help").stdout)
 
 
+def test_the_default_of_a_shards_name_is_in_the_help() -> None:
+    words = re.sub(r"\x1b\[[0-9;]*m|[│\s]+", " ", run("convert", "--help").stdout)
+    assert "SRC's last part" in words
+
+
 def test_version() -> None:
     assert run("--version").stdout.strip() == f"fastload {fastload.__version__}"
 

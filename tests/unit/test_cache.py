@@ -287,7 +287,7 @@ def test_bad_arguments(tmp_path: Path, options: dict[str, Any]) -> None:
     assert not (tmp_path / "c").exists()
 
 
-@pytest.mark.parametrize("path", ["", "s3://bucket/cache", b"bytes", "a\0b"])
+@pytest.mark.parametrize("path", ["", "s3://bucket/cache", b"bytes", "a\0b", "$TMPDIR/cache", "/ssd/${USER}"])
 def test_bad_paths(path: Any) -> None:
     with pytest.raises(ArgumentError, match="path="):
         Cache(path)

@@ -59,7 +59,7 @@ def convert(
     ] = Kind.auto,
     name: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Files are NAME-000000.tar, ...  [default: SRC's last part]"),
+        typer.Option(metavar="NAME", help="Files are NAME-000000.tar, ...", show_default="SRC's last part"),
     ] = None,
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
