@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import simplejpeg
 import torch
 
 from fastload.formats.dct_record import is_record
@@ -23,23 +21,6 @@ def encode(crop: Crop, files: dict[str, bytes], seed: int = 0) -> EncodedImages:
     seeds = [seed + k for k in range(len(files))]
     assert batch.fill(range(len(files)), list(files.values()), seeds, list(files)) == []
     return batch.finish()
-
-
-class CpuEngine:
-    """An engine for `NvJpegDecoder` by simplejpeg: all around it runs, and is tested, without a GPU."""
-
-    library = "simplejpeg"
-
-    def decode(self, files: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            torch.from_numpy(
-                simplejpeg.decode_jpeg(file.numpy(), "RGB", fastdct=False, fastupsample=False)
-            ).permute(2, 0, 1)
-            for file in files
-        ]
-
-    def wait(self) -> None:
-        pass
 
 
 def undecodable(data: bytes) -> bytes:

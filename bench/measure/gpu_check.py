@@ -39,7 +39,7 @@ NO_GPU = 3
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BATCH = 256
 STEP_RATE = 3000  # images per second that the synthetic step takes: ResNet-50 in bf16 on one H200
-DECODERS = ("cpu", "dali", "nvjpeg")
+DECODERS = ("cpu", "dali")
 PART_SECONDS = 300
 TRAINER_SECONDS = 480  # photos are made, and four runs of three epochs
 

@@ -171,22 +171,13 @@ def check_decoders() -> Check:
     """What `DataLoader(decode=...)` can choose from on this machine."""
     name = "decode="
     try:
-        import torch
-
         from fastload.gpu.dali import why_no_dali
-        from fastload.gpu.nvjpeg import why_no_nvjpeg
-        from fastload.images.torchcodec import why_no_torchcodec
     except ImportError as error:
         return Check(name, "warn", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
-    found, advice = ['"cpu"'], ""
+    found = ['"cpu"', '"torch"']
     if why_no_dali() is None:
         found.append('"dali"')
-    if torch.cuda.is_available() and why_no_nvjpeg(torch.device("cuda")) is None:
-        torchcodec = why_no_torchcodec()
-        found.append(f'"nvjpeg" through {"torchvision" if torchcodec else "torchcodec"}')
-        if torchcodec:
-            advice = f"torchvision's decoders are deprecated since its version 0.29. {torchcodec}"
-    return Check(name, "ok", ", ".join(found), advice)
+    return Check(name, "ok", ", ".join(found))
 
 
 def _cores() -> Check:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from fastload.images.encoded import EncodedImages, decode_by_kernel
 from fastload.metrics.counters import Counters
 
-__all__ = ["BadSamples", "BaseDecoder", "ImageDecoder", "KernelDecoder", "finish_decoding", "start_decoding"]
+__all__ = ["BadSamples", "BaseDecoder", "ImageDecoder", "exact_float32", "finish_decoding", "start_decoding"]
 
 
 class BadSamples(Protocol):
@@ -69,13 +70,26 @@ class BaseDecoder:
         return images.to(self._device), len(bad)
 
 
-class KernelDecoder(BaseDecoder):
-    """An `ImageDecoder` by the CPU kernel in this process, for batches that no other decoder takes."""
-
-    def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        return lambda: self.decode_by_kernel(encoded)[0]
-
-    def close(self) -> None: ...
+@contextlib.contextmanager
+def exact_float32(device: torch.device) -> Iterator[None]:
+    """Compute float32 as float32: the training's autocast and TF32 change no pixel."""
+    backends: tuple[Any, ...] = (torch.backends.cuda, torch.backends.mkldnn)
+    matmuls: list[Any] = [getattr(backend, "matmul", None) for backend in backends]
+    switches = [matmul for matmul in matmuls if hasattr(matmul, "fp32_precision")]  # from torch 2.9 on
+    before = [matmul.fp32_precision for matmul in switches]
+    legacy = None if switches else torch.get_float32_matmul_precision()
+    try:
+        for matmul in switches:
+            matmul.fp32_precision = "ieee"
+        if legacy is not None:
+            torch.set_float32_matmul_precision("highest")
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        for matmul, precision in zip(switches, before, strict=True):
+            matmul.fp32_precision = precision
+        if legacy is not None:
+            torch.set_float32_matmul_precision(legacy)
 
 
 def start_decoding(batch: Any, start: Callable[[EncodedImages], Callable[[], torch.Tensor]]) -> Any:

@@ -12,6 +12,7 @@ kernel's by the clamping of colours before the resize, and where the kernel deco
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.formats.dct_record import RECORD_MAGIC
-from fastload.gpu.decoders import BaseDecoder
-from fastload.images.encoded import EncodedImages
+from fastload.gpu.decoders import BaseDecoder, exact_float32
+from fastload.images.encoded import EncodedImages, to_device
 
 __all__ = ["TorchDctDecoder"]
 
@@ -70,7 +71,7 @@ class TorchDctDecoder(BaseDecoder):
     """An `ImageDecoder` for batches of records. The kernel decodes what is none, and rare colours."""
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
-        with self.counters.timed("decoder"):
+        with self.counters.timed("decoder"), exact_float32(self._device):
             out, whole = self._decode(encoded)
         self.counters.add("decoder.batches")
         self.counters.add("decoder.samples", len(encoded.encoded_rows))
@@ -85,6 +86,10 @@ class TorchDctDecoder(BaseDecoder):
 
     def close(self) -> None: ...
 
+    @functools.cached_property  # not of the module: each loader has a stream of its own
+    def _matrix(self) -> torch.Tensor:
+        return to_device(_inverse_dct(), self._device)
+
     def _decode(self, encoded: EncodedImages) -> tuple[torch.Tensor, torch.Tensor]:
         """(pixels, whether all records were whole)."""
         crop, device = encoded.crop, self._device
@@ -98,13 +103,16 @@ class TorchDctDecoder(BaseDecoder):
             groups.setdefault(picture.layout, []).append(picture)
         data = encoded.data.to(device, non_blocking=True)
         for layout, pictures in groups.items():
-            coefficients, fits = _unpack(data, pictures, layout)
+            counts = [picture.starts.size for picture in pictures]
+            image = to_device(np.repeat(np.arange(len(pictures)), counts), device)
+            coefficients, fits = _unpack(data, image, pictures, layout)
             whole &= fits
-            rows = [picture.row for picture in pictures]
-            resized = _resize(_planes(coefficients, pictures, layout), pictures, layout, encoded)
-            flips = torch.from_numpy(encoded.flips[rows]).to(device)[:, None, None, None]
-            images = _rgb(torch.where(flips, resized.flip(-1), resized))
-            out[torch.tensor(rows, device=device)] = images
+            rows = np.array([picture.row for picture in pictures])
+            samples = (coefficients @ self._matrix + 128).round_().clamp_(0, 255)
+            planes = _planes(samples, image, pictures, layout)
+            resized = _resize(planes, pictures, layout, encoded)
+            flips = to_device(encoded.flips[rows], device)[:, None, None, None]
+            out[to_device(rows, device)] = _rgb(torch.where(flips, resized.flip(-1), resized))
         if crop.channels_last:
             out = out.permute(0, 2, 3, 1).contiguous()
         encoded.fill_in(out)
@@ -164,20 +172,23 @@ def _needed(start: float, end: float, outputs: int, size: int, step: int) -> tup
 
 
 def _unpack(
-    data: torch.Tensor, pictures: list[_Picture], layout: _Layout
+    data: torch.Tensor, image: torch.Tensor, pictures: list[_Picture], layout: _Layout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float32 (MCUs, blocks, 64) in zigzag order, dequantised; whether each MCU ends where it should)."""
+    """(float32 (MCUs, blocks, 64) in zigzag order, dequantised; whether each MCU ends where it should).
+
+    Args:
+        image: of each MCU, its place in `pictures`.
+    """
     device = data.device
-    at = torch.from_numpy(np.concatenate([p.starts.ravel() for p in pictures])).to(device)
-    ends = torch.from_numpy(np.concatenate([p.ends.ravel() for p in pictures])).to(device)
+    at = to_device(np.concatenate([p.starts.ravel() for p in pictures]), device)
+    ends = to_device(np.concatenate([p.ends.ravel() for p in pictures]), device)
     blocks = [c for c, (h, v) in enumerate(layout.factors) for _ in range(h * v)]  # their components
     unpacked = []
     for _ in blocks:
         block, at = _unpack_block(data, at)
         unpacked.append(block)
-    tables = np.repeat([p.tables for p in pictures], [p.starts.size for p in pictures], axis=0)
-    scale = torch.from_numpy(tables).to(device)[:, blocks]
-    return (torch.stack(unpacked, 1) * scale).float(), (at == ends).all()
+    tables = to_device(np.stack([p.tables[blocks] for p in pictures]), device)
+    return (torch.stack(unpacked, 1) * tables[image]).float(), (at == ends).all()
 
 
 def _unpack_block(data: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,20 +220,18 @@ def _unpack_block(data: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, t
 # ---------------------------------------------------------------- coefficients to planes
 
 
-def _planes(coefficients: torch.Tensor, pictures: list[_Picture], layout: _Layout) -> list[torch.Tensor]:
+def _planes(
+    samples: torch.Tensor, image: torch.Tensor, pictures: list[_Picture], layout: _Layout
+) -> list[torch.Tensor]:
     """Per component float32 (images, height, width), 0 to 255; smaller images have zeros at the end."""
-    device = coefficients.device
-    samples = (coefficients @ _inverse_dct(device) + 128).round_().clamp_(0, 255)
-    image = torch.repeat_interleave(
-        torch.arange(len(pictures), device=device),
-        torch.tensor([p.starts.size for p in pictures], device=device),
-    )
+    device = samples.device
     places = [np.indices(p.starts.shape).reshape(2, -1) for p in pictures]
-    row, column = torch.from_numpy(np.concatenate(places, 1)).to(device)
+    row, column = to_device(np.concatenate(places, 1), device)
     rows, columns = (max(p.starts.shape[axis] for p in pictures) for axis in (0, 1))
     planes, first = [], 0
     for h, v in layout.factors:
-        plane = torch.zeros((len(pictures), rows, v, 8, columns, h, 8), device=device)
+        shape = (len(pictures), rows, v, 8, columns, h, 8)
+        plane = torch.zeros(shape, dtype=torch.float32, device=device)
         blocks = samples[:, first : first + h * v].reshape(-1, v, h, 8, 8)
         plane[image, row, :, :, column] = blocks.transpose(2, 3)
         planes.append(plane.reshape(len(pictures), rows * v * 8, columns * h * 8))
@@ -230,12 +239,13 @@ def _planes(coefficients: torch.Tensor, pictures: list[_Picture], layout: _Layou
     return planes
 
 
-def _inverse_dct(device: torch.device) -> torch.Tensor:
+def _inverse_dct() -> NDArray[np.float32]:
     """(64, 64): coefficients in zigzag order times this are the samples of a block. ITU-T T.81, A.3.3."""
-    frequency = torch.arange(8.0)
-    basis = torch.cos((2 * torch.arange(8.0)[:, None] + 1) * frequency * math.pi / 16) / 2
+    place = np.arange(8)
+    basis = np.cos((2 * place[:, None] + 1) * place * math.pi / 16) / 2
     basis[:, 0] /= math.sqrt(2)
-    return torch.einsum("yv,xu->vuyx", basis, basis).reshape(64, 64)[_ZIGZAG].to(device)
+    matrix: NDArray[np.float32] = np.einsum("yv,xu->vuyx", basis, basis).astype(np.float32)
+    return matrix.reshape(64, 64)[_ZIGZAG]
 
 
 # ---------------------------------------------------------------- planes to the result
@@ -247,9 +257,9 @@ def _resize(
     """(images, components, height, width): each component's box, resized by the kernel's filter."""
     crop, device = encoded.crop, planes[0].device
     rows = [picture.row for picture in pictures]
-    boxes = torch.from_numpy(encoded.boxes[rows]).to(device)
-    sizes = torch.from_numpy(encoded.sizes[rows]).to(device)
-    origins = torch.tensor([(p.left, p.top) for p in pictures], device=device)
+    boxes = to_device(encoded.boxes[rows], device)
+    sizes = to_device(encoded.sizes[rows], device)
+    origins = to_device(np.array([(p.left, p.top) for p in pictures]), device)
     x0, y0, x1, y1 = boxes.unbind(1)
     height, width = planes[0].shape[1:]
     across = _weights(x0, x1, crop.width, width, origins[:, 0], sizes[:, 0], crop.clamp)
@@ -277,8 +287,9 @@ def _weights(
 ) -> torch.Tensor:
     """float32 (images, outputs, inputs): antialiased bilinear, as `fastload/images/resize.h`."""
     scale = ((end - start) / outputs)[:, None]
-    centre = start[:, None] + (torch.arange(outputs, device=start.device) + 0.5) * scale
-    pixel = origin[:, None] + torch.arange(inputs, device=start.device)
+    # In double, by name: a sum of whole numbers and 0.5 has torch's default dtype, which may be bfloat16.
+    centre = start[:, None] + (torch.arange(outputs, dtype=torch.double, device=start.device) + 0.5) * scale
+    pixel = origin[:, None] + torch.arange(inputs, dtype=torch.double, device=start.device)
     low = start.floor() if clamp else torch.zeros_like(start)
     high = torch.minimum(end.ceil(), size) if clamp else size.double()
     distance = (pixel[:, None] + 0.5 - centre[:, :, None]).abs() / scale.clamp(min=1)[:, :, None]

@@ -80,15 +80,12 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             called for batches that are never returned. On a GPU its stream does not wait for that of the
             training, so it must not read tensors that the training loop changes in place, such as averaged
             weights or a learned augmentation.
-        decode: the decoder of images. "cpu": the workers decode. "dali", "nvjpeg": the device decodes (not
-            yet run on a GPU), with NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it
-            has operators for the CPU too) or nvJPEG (on a CUDA device only; through TorchCodec 0.16 where it
-            is installed, else through torchvision); workers then only read, and draw the same crops and
-            flips. "auto": the first batch times the available decoders, the fastest one stays, and
-            `stats()["decode"]` names it. A `fastload.Dali`: DALI with other settings. "torch": the records of
-            a cache in mode "dct", by torch's own operations. All but "cpu" need an ImageFolder or
-            ObjectDataset with a fused transform, and all but "cpu" and "torch" cache mode "raw" or "shrunk",
-            or "auto", which is then "raw". A cut JPEG
+        decode: the decoder of images. "cpu": the workers decode. "dali": the device decodes (not yet run on a
+            GPU), with NVIDIA DALI (install `torch-fastload[dali-cuda13]` or `[dali-cuda12]`; it has operators
+            for the CPU too); workers then only read, and draw the same crops and flips. A `fastload.Dali`:
+            DALI with other settings. "torch": the records of a cache in mode "dct", by torch's own
+            operations. All but "cpu" need an ImageFolder or ObjectDataset with a fused transform, and DALI
+            needs cache mode "raw" or "shrunk", or "auto", which is then "raw". A cut JPEG
             is an error. Damage in its middle is an error with "cpu" if the decoder notices it, which it
             cannot below the crop, and rarely does where a few bytes are wrong; the others may return a
             damaged image.
@@ -330,7 +327,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "autoscale": the choice of num_workers="auto", with the reason; else "".
             "memory": with `memory_limit=`, bytes: "limit", and of workers "used" and "peak"; else empty.
             "limits": of each dataset with limits: "max_gets", "gets", "max_egress" and "egress".
-            "decode": the decoder ("decoder"), and for decode="auto" the reason.
+            "decode": the decoder ("decoder").
         """
         context = self.loader_context
         context.find_allowances(self.dataset)
@@ -382,7 +379,6 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         return Decoding(
             decode,
             self.device,
-            workers=self.num_workers,
             on_error=self.on_error,
             counters=self.loader_context.counters,
             bad=self.loader_context.bad,

@@ -59,6 +59,7 @@ class LoaderIterator(TorchIterator):
         with context.position.seeding(loader):
             super().__init__(loader)
         self._base_seed = context.position.base_seed(int(self._base_seed))
+        self._encoded = context.decoding is not None  # whether workers send images as they are
         self._device = new_device(loader, context)
         if self._device is not None and self._device.copies:
             self._pin_memory = False
@@ -148,15 +149,11 @@ class LoaderIterator(TorchIterator):
         seq, self._sent = self._sent, self._sent + 1
         self._reorder.expect(seq, lane)
         try:
-            self._executor.submit(worker_id, seq, index, encoded=self._next_encoded())
+            self._executor.submit(worker_id, seq, index, encoded=self._encoded)
         except BaseException:  # an index that cannot be pickled, Ctrl-C: nobody may wait for this batch
             self._reorder.forget(seq)
             raise
         return worker_id
-
-    def _next_encoded(self) -> bool:
-        decoding = self._context.decoding
-        return decoding is not None and decoding.next_encoded()
 
     def _wait_for(self, seq: int) -> Arrival:
         """Wait for the next result: the one that is due, or the first one if order does not matter."""
@@ -298,7 +295,7 @@ class LoaderIterator(TorchIterator):
             self._outdated.discard(seq)
             self._discard(arrival)
             index = given.revised.index
-            self._executor.submit(worker_id, seq, index, encoded=self._next_encoded(), again=True)
+            self._executor.submit(worker_id, seq, index, encoded=self._encoded, again=True)
         except BaseException:  # Ctrl-C: nobody may wait for this batch, which whoever resumes gets
             self._reorder.forget(seq)
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,21 +11,13 @@ import torch
 from fastload import CenterCrop, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.errors import DecodeError
 from fastload.gpu.dali import why_no_dali
-from fastload.gpu.decoding import measure_decoder
-from fastload.gpu.nvjpeg import Engine, NvJpegDecoder, new_engine, why_no_nvjpeg
-from fastload.images.encoded import decode_by_kernel
-from fastload.metrics.counters import Counters
-from tests.encodedimages import encode, psnr, undecodable
-from tests.photos import oriented, pillow_jpeg, scene, variants
+from tests.encodedimages import psnr, undecodable
+from tests.photos import pillow_jpeg, scene, variants
 
-CUDA = torch.device("cuda:0")
-no_nvjpeg = why_no_nvjpeg(CUDA)
-needs_nvjpeg = pytest.mark.skipif(no_nvjpeg is not None, reason=str(no_nvjpeg))
 every_decoder = pytest.mark.parametrize(
     "decode",
     [
         pytest.param("dali", marks=pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))),
-        pytest.param("nvjpeg", marks=needs_nvjpeg),
     ],
 )
 pytestmark = [
@@ -35,7 +26,7 @@ pytestmark = [
 
 COUNT = 48
 BAD = "b/05.jpg"
-# nvJPEG's inverse DCT and chroma differ from libjpeg-turbo's in the last bits.
+# The inverse DCT and chroma of nvJPEG, which DALI uses, differ from libjpeg-turbo's in the last bits.
 LEAST = 32.0
 
 
@@ -103,66 +94,3 @@ def test_images_are_not_overwritten_while_the_device_reads_them(dataset: ImageFo
         sums.append(images.double().sum((1, 2, 3)))
         del images
     assert [part.tolist() for part in sums] == expected
-
-
-@needs_nvjpeg
-def test_nvjpeg_does_not_write_where_the_stream_still_reads() -> None:
-    """Known of the hardware engine: it does not honour stream order. The decoder waits; see the next test."""
-    assert _overwritten(new_engine(CUDA)) == 0
-
-
-@needs_nvjpeg
-def test_without_the_wait_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard removed: if this stops to fail, nvJPEG was mended, and the waits can go."""
-    engine = new_engine(CUDA)
-    monkeypatch.setattr(engine, "wait", lambda: None)
-    if not _overwritten(engine):
-        pytest.skip(f"this GPU, driver or {engine.library} keeps stream order: the wait is not needed here")
-
-
-@needs_nvjpeg
-def test_nvjpeg_does_not_turn_photos() -> None:
-    """TorchCodec applies the EXIF orientation, where it sees one."""
-    files = {str(k): pillow_jpeg(scene(96, 72), exif=oriented(k)) for k in range(1, 9)}
-    encoded = encode(CenterCrop(64), files)
-    decoder = NvJpegDecoder(CUDA, "raise", Counters(), [])
-    images = decoder.start(encoded)().cpu()
-    assert decoder.counters["decoder.fallbacks"] == 0
-    expected, _ = decode_by_kernel(encoded, "raise")
-    assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > LEAST
-
-
-def _overwritten(engine: Engine) -> int:
-    """How often memory that was freed, with its reader still queued, is found to hold something else."""
-    encoded = encode(CenterCrop(64, resize=73), {str(k): pillow_jpeg(scene(512, 512, k)) for k in range(4)})
-    decoder = NvJpegDecoder(CUDA, "raise", Counters(), [], engine)
-    decoder.start(encoded)()
-    matrix = torch.randn(4096, 4096, device=CUDA)
-    wrong = 0
-    for _ in range(20):
-        blocks = [torch.full((3, 512, 512), 7, dtype=torch.uint8, device=CUDA) for _ in range(4)]
-        for _ in range(20):
-            matrix = torch.nn.functional.normalize(matrix @ matrix)
-        sums = [block.sum() for block in blocks]
-        del blocks
-        decoder.start(encoded)()
-        wrong += sum(int(total) != 7 * 3 * 512 * 512 for total in sums)
-    return wrong
-
-
-@every_decoder
-def test_auto_measures_and_keeps_one(dataset: ImageFolder, decode: str) -> None:
-    loader: Any = DataLoader(dataset, 4, num_workers=2, seed=1, device="cuda", decode="auto")
-    assert sum(len(labels) for _, labels in loader) == COUNT
-    stats = loader.stats()["decode"]
-    assert stats["decoder"] in stats["rates"] and decode in stats["rates"], stats
-
-
-@every_decoder
-def test_a_rate_can_be_measured(dataset: ImageFolder, decode: str) -> None:
-    loader: Any = DataLoader(dataset, 4, num_workers=2, device="cuda", decode=decode)
-    encoded = encode(
-        RandomResizedCrop(64, flip=0.5), {str(k): pillow_jpeg(scene(300, 240, k)) for k in range(16)}
-    )
-    next(iter(loader))
-    assert measure_decoder(loader.loader_context.decoding._decoder, encoded, rounds=4) > 0

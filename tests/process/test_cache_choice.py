@@ -364,7 +364,7 @@ def test_decoding_on_the_device_needs_files(folder: Any, tmp_path: Path) -> None
         DataLoader(folder(Cache(tmp_path / "cache", "dct")), 8, decode="dali")
     raw, auto = folder(Cache(tmp_path / "cache", "raw")), folder(tmp_path / "cache")
     assert auto.cache_key(0) != raw.cache_key(0)
-    DataLoader(auto, 8, decode="auto")
+    DataLoader(auto, 8, decode="dali")
     assert auto.cache_key(0) == raw.cache_key(0)
 
 

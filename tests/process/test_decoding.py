@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -23,21 +22,15 @@ from fastload import (
     ObjectDataset,
     RandomResizedCrop,
 )
-from fastload.errors import ArgumentError, DecodeError, FastloadError
-from fastload.gpu.dali import DaliDecoder, why_no_dali
-from fastload.gpu.decoders import KernelDecoder
-from fastload.gpu.decoding import Decoding, measure_decoder
-from fastload.gpu.nvjpeg import NvJpegDecoder
-from fastload.images.encoded import EncodedImages
-from fastload.metrics.counters import Counters
-from tests.encodedimages import CpuEngine, encode, psnr, undecodable
+from fastload.errors import ArgumentError, DecodeError
+from fastload.gpu.dali import why_no_dali
+from tests.encodedimages import psnr, undecodable
 from tests.photos import pillow_jpeg, png, scene
 
 pytestmark = pytest.mark.usefixtures("no_leaks")  # all of them read local files
 
 needs_dali = pytest.mark.skipif(why_no_dali() is not None, reason=str(why_no_dali()))
-DECODERS = [pytest.param("dali", marks=needs_dali), "nvjpeg"]
-every_decoder = pytest.mark.parametrize("decode", DECODERS)
+every_decoder = pytest.mark.parametrize("decode", [pytest.param("dali", marks=needs_dali)])
 every_workers = pytest.mark.parametrize("num_workers", [0, 2])
 
 COUNT = 24
@@ -49,13 +42,6 @@ def _photo(k: int) -> bytes:
     if k % 8 == 3:
         return pillow_jpeg(pixels, progressive=True)
     return png(Image.fromarray(pixels)) if k % 8 == 6 else pillow_jpeg(pixels)
-
-
-@pytest.fixture(autouse=True)
-def nvjpeg_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything but nvJPEG itself runs here, with a test engine in its place."""
-    monkeypatch.setattr("fastload.gpu.decoding.why_no_nvjpeg", lambda device: None)
-    monkeypatch.setattr("fastload.gpu.nvjpeg.new_engine", lambda device: CpuEngine())
 
 
 @pytest.fixture
@@ -119,8 +105,7 @@ def test_the_same_epochs(folder: Any, decode: str, num_workers: int, device: str
     assert counters["decoder.batches"] == 10
     assert counters["decoder.samples"] == 2 * COUNT * 6 / 8  # two of eight are PNG and progressive
     assert counters["collate.samples"] == 2 * COUNT
-    library = {"library": "simplejpeg"} if decode == "nvjpeg" else {}
-    assert ours.stats()["decode"] == {"decoder": decode} | library
+    assert ours.stats()["decode"] == {"decoder": decode}
     assert (
         theirs.stats()["decode"] == {"decoder": "cpu"} and "decoder.batches" not in theirs.stats()["counters"]
     )
@@ -228,8 +213,8 @@ def test_bad_images_are_raised(folder: Any, spoilt: Path, decode: str, num_worke
     [
         ({"decode": "gpu"}, "decode must be one of"),
         ({"decode": None}, "decode must be one of"),
-        ({"decode": "nvjpeg", "collate_fn": list}, "leave out collate_fn"),
-        ({"decode": "nvjpeg", "batch_size": None}, "and batch_size=None"),
+        ({"decode": "dali", "collate_fn": list}, "leave out collate_fn"),
+        ({"decode": "dali", "batch_size": None}, "and batch_size=None"),
     ],
 )
 def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:
@@ -237,7 +222,7 @@ def test_arguments(folder: Any, arguments: dict[str, Any], text: str) -> None:
         DataLoader(folder(), **arguments)
 
 
-@pytest.mark.parametrize("decode", ["dali", "nvjpeg", "auto"])
+@pytest.mark.parametrize("decode", ["dali", "torch"])
 def test_datasets_without_encoded_images(folder: Any, photos: Path, tmp_path: Path, decode: str) -> None:
     """Refused at once, with the reason, before a worker starts."""
     cases = [
@@ -270,9 +255,6 @@ def test_a_decoder_that_is_not_installed(folder: Any, monkeypatch: pytest.Monkey
     for decode in ("dali", Dali()):
         with pytest.raises(ArgumentError, match="pip install x"):
             DataLoader(folder(), 4, decode=decode)
-    loader = DataLoader(folder(), 2, decode="auto")
-    _epoch(loader)
-    assert "pip install x" in loader.stats()["decode"]["missing"]["dali"]
 
 
 @needs_dali
@@ -332,132 +314,7 @@ def test_epochs_that_are_broken_off(folder: Any, decode: str) -> None:
         assert next(one)[1].tolist() == next(two)[1].tolist()
 
 
-# --- auto
-
-
-@pytest.mark.parametrize(
-    ("dali", "nvjpeg", "kept"),
-    [(1e9, 0.01, "dali"), (0.01, 1e9, "nvjpeg"), (0.01, 0.02, "cpu"), (0.104, 0.104, "cpu")],
-)
-@every_workers
-def test_auto_keeps_the_fastest(
-    folder: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    num_workers: int,
-    dali: float,
-    nvjpeg: float,
-    kept: str,
-) -> None:
-    """With any of them, no sample is lost or repeated, and the images equal those of the CPU path."""
-    # So slow that the time for headers, which is measured, does not count.
-    rates = {"cpu": 0.1, "dali": dali, "nvjpeg": nvjpeg}
-    made: dict[Any, str] = {}
-    open_: list[str] = []
-    real = Decoding._new
-
-    def new(self: Decoding, name: str, counters: Counters, bad: Any) -> Any:
-        decoder = real(self, "nvjpeg" if name == "dali" else name, counters, bad)
-        made[decoder] = name
-        open_.append(name)
-        monkeypatch.setattr(decoder, "close", lambda: open_.remove(name))
-        return decoder
-
-    monkeypatch.setattr(Decoding, "_new", new)
-    monkeypatch.setattr("fastload.gpu.decoding.measure_decoder", lambda decoder, _: rates[made[decoder]])
-    monkeypatch.setattr("fastload.gpu.decoding.usable_cores", lambda: 1)
-    dataset = folder()
-    loader = DataLoader(dataset, 2, num_workers=num_workers, seed=1, decode="auto")
-    assert loader.stats()["decode"]["decoder"] == "cpu"
-    reference = DataLoader(dataset, 2, seed=1)
-    with caplog.at_level(logging.INFO, "fastload"):
-        for _ in range(2):
-            (images, labels), (expected, wanted) = _epoch(loader), _epoch(reference)
-            assert labels == wanted and _alike(images, expected)
-    stats = loader.stats()["decode"]
-    assert stats["decoder"] == kept and f"{kept} is kept" in stats["why"]
-    assert set(stats["rates"]) == {"cpu", "dali", "nvjpeg"} and not stats["missing"]
-    assert len([record for record in caplog.records if "decode='auto'" in record.message]) == 1
-    assert open_ == [kept]
-    counters = loader.stats()["counters"]
-    assert counters["collate.samples"] == 2 * COUNT
-    # Of the first epoch, some batches were asked for as pixels before the choice; of the second, none.
-    batches = counters.get("decoder.batches", 0)
-    assert batches == 0 if kept == "cpu" else COUNT // 2 < batches <= COUNT
-
-
-def test_auto_tries_again_after_batches_without_an_image_for_a_decoder(
-    folder: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fastload.gpu.decoding._PERIOD", 4)
-    for path in (photos / "a").iterdir():  # the first 8 batches
-        path.write_bytes(png(Image.fromarray(scene(90, 60))))
-    loader = DataLoader(folder(), 1, seed=1, decode="auto")
-    batches = iter(loader)
-    for _ in range(8):
-        next(batches)
-    assert "no batch yet" in loader.stats()["decode"]["why"]
-    assert len(list(batches)) == COUNT - 8
-    assert "is kept" in loader.stats()["decode"]["why"]
-
-
-def test_auto_survives_a_decoder_that_fails(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails to start or to decode: the others are compared, and stats() has the reason."""
-
-    class Failing(NvJpegDecoder):
-        def start(self, encoded: EncodedImages) -> Any:
-            raise RuntimeError("no kernel image is available")
-
-    real = Decoding._new
-
-    def new(self: Decoding, name: str, counters: Counters, bad: Any) -> Any:
-        if name == "dali":
-            raise FastloadError("decode='dali' cannot start: driver too old", stage="decode")
-        if name == "nvjpeg":
-            return Failing(torch.device("cpu"), "raise", counters, bad)
-        return real(self, name, counters, bad)
-
-    monkeypatch.setattr("fastload.gpu.decoding.why_no_dali", lambda: None)
-    monkeypatch.setattr(Decoding, "_new", new)
-    dataset = folder()
-    loader = DataLoader(dataset, 2, num_workers=2, seed=1, decode="auto")
-    assert _alike(_epoch(loader)[0], _epoch(DataLoader(dataset, 2, seed=1))[0])
-    stats = loader.stats()["decode"]
-    assert stats["decoder"] == "cpu"
-    assert "driver too old" in stats["missing"]["dali"] and "no kernel image" in stats["missing"]["nvjpeg"]
-
-
-def test_auto_without_any_decoder_stays_on_its_device(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel decodes the encoded batches of the comparison, onto the loader's device."""
-    encoded = encode(RandomResizedCrop(24, flip=0.5), {"a": pillow_jpeg(scene(96, 72))})
-    kernel = KernelDecoder(torch.device("meta"), "raise", Counters(), [])
-    assert kernel.start(encoded)().device.type == "meta"
-    for reason in ("why_no_dali", "why_no_nvjpeg"):
-        monkeypatch.setattr(f"fastload.gpu.decoding.{reason}", lambda *device: "not installed")
-    dataset = folder()
-    loader = DataLoader(dataset, 2, num_workers=2, seed=1, decode="auto")
-    assert _alike(_epoch(loader)[0], _epoch(DataLoader(dataset, 2, seed=1))[0])
-
-
-def test_auto_with_bad_images_and_few_batches(folder: Any, spoilt: Path) -> None:
-    """Too short an epoch to compare; bad images count once, even if a comparison decodes them twice."""
-    loader = DataLoader(folder(), 6, num_workers=2, seed=1, decode="auto", on_error="skip")
-    for _ in range(4):
-        _epoch(loader)
-    assert loader.stats()["counters"]["bad.samples"] == 8
-    assert sorted(key for key, _ in loader.stats()["bad"]) == sorted([BAD, HIDDEN] * 4)
-
-
-@every_decoder
-def test_measure_decoder(decode: str) -> None:
-    kind: Any = {"dali": DaliDecoder, "nvjpeg": NvJpegDecoder}[decode]
-    decoder = kind(torch.device("cpu"), "raise", Counters(), [])
-    encoded = encode(RandomResizedCrop(24, flip=0.5), {"a": pillow_jpeg(scene(96, 72))})
-    assert measure_decoder(decoder, encoded, rounds=3) > 0
-    assert decoder.counters["decoder.batches"] == 3
-    decoder.close()
-
-
+@needs_dali
 def test_exif_is_not_applied(tmp_path: Path) -> None:
     """No decoder applies it: torchvision's loader does not, and the crops would differ."""
     exif = Image.Exif()
@@ -467,9 +324,6 @@ def test_exif_is_not_applied(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(file.getvalue())
     dataset = ObjectDataset(str(tmp_path), transform=CenterCrop(48, resize=55))
     [expected] = DataLoader(dataset, 1)
-    for decode in [d.values[0] if hasattr(d, "values") else d for d in DECODERS]:
-        if decode == "dali" and why_no_dali() is not None:
-            continue
-        [images] = DataLoader(dataset, 1, decode=decode)
-        assert _alike(images, expected, 45)
+    [images] = DataLoader(dataset, 1, decode="dali")
+    assert _alike(images, expected, 45)
     dataset.close()

@@ -260,7 +260,7 @@ def test_methods_put_into_the_class_or_the_object_later_are_obeyed(
     assert told(next(iter(DataLoader(dataset, 3)))) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("decode", ["dali", "nvjpeg", "auto"])
+@pytest.mark.parametrize("decode", ["dali", "torch"])
 @pytest.mark.parametrize("kind", [OwnItems, OwnLists, OwnObjects])
 def test_decoding_on_the_device_is_refused_for_samples_of_its_own(
     kind: Any, decode: str, photos: Path, opened: Any

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,45 @@ def test_decoder_gives_the_images_of_the_kernel(
 ) -> None:
     kinds = {kind: data for kind, data in RECORDS.items() if kind not in RARE}
     assert check(encode(crop, kinds, seed), least).counters["decoder.fallbacks"] == 0
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def matmuls_in_bfloat16() -> Iterator[None]:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16", "the training's choice was changed"
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+SWITCHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "inference mode": torch.inference_mode,
+    "matmuls in bfloat16": matmuls_in_bfloat16,
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_global_switches_of_torch_change_no_pixel(switch: str) -> None:
+    encoded = encode(RandomResizedCrop(64, flip=0.5), {k: v for k, v in RECORDS.items() if k not in RARE})
+    expected = decoder().start(encoded)()
+    with SWITCHES[switch]():
+        images = decoder().start(encoded)()
+    assert torch.equal(images, expected)
 
 
 RARE = ("cmyk", "ycck", "progressive cmyk", "stored as RGB", "411")
