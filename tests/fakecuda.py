@@ -139,7 +139,7 @@ class FakeCuda:
     def wait(self, event: FakeEvent) -> None:
         self._here()
         event.synchronize()
-        self.log.append(("wait", event))
+        self.log.append(("side wait" if self._on_side else "wait", event))
 
     def keep(self, tensor: torch.Tensor) -> None:
         self._here()

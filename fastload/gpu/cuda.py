@@ -7,6 +7,7 @@ process without a CUDA context, and none in a worker.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -62,6 +63,11 @@ class Device(Protocol):
         """Undo `register`. The device must have read the memory."""
 
 
+@functools.cache  # of the process, and not of an epoch: each stream has a pool of memory of its own
+def _side_stream(device: torch.device, process: int) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class Cuda:
     """One CUDA device.
 
@@ -74,7 +80,7 @@ class Cuda:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
         self._owner = os.getpid()
-        self._side: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side = _side_stream(self._device, self._owner)
         self._consumer = torch.cuda.current_stream(self._device)
         # Tensors that the transform uses may still be in the making on the consumer's stream.
         self._side.wait_stream(self._consumer)

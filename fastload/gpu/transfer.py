@@ -93,6 +93,7 @@ class DevicePrefetcher:
         self._owner = os.getpid()
         self._started: dict[Hashable, _Started] = {}
         self._reading: deque[_Copy] = deque()
+        self._asked: deque[Event] = deque(maxlen=2)  # on the consumer's stream, at its last requests
         self._idle = _IdleTime(counters)
         self._warned = False
 
@@ -129,7 +130,8 @@ class DevicePrefetcher:
     def mark_wait(self) -> None:
         """The consumer asks for its next batch."""
         if self.copies:
-            self._idle.ask(self._device.event())
+            self._asked.append(self._device.event())
+            self._idle.ask(self._asked[-1])
 
     def start(self, key: Hashable, load: Callable[[], Any]) -> None:
         """Start the batch `load()`, unless it was started. `load` is called once in any case.
@@ -187,6 +189,11 @@ class DevicePrefetcher:
     def _send(self, host: Any, started: _Started) -> None:
         device = self._device
         with device.side():
+            # The memory of dropped batches is given out again on this stream. `keep` tells the allocator who
+            # still reads them, but finds no tensor in an object of a class that only the transform knows. So
+            # this stream waits for the request before the last one; a copy still overlaps a whole step.
+            if len(self._asked) == 2:
+                device.wait(self._asked[0])
             before = copied = device.event()
             try:
                 begun = host if self._decoding is None else self._decoding.begin(host)

@@ -103,8 +103,16 @@ def _leaves(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
             yield from _leaves(item, seen)
     elif dataclasses.is_dataclass(value) or callable(getattr(value, "to", None)):
         # Other leaves are not entered: one may refer to its dataset, and so to the whole process.
-        for item in list(getattr(value, "__dict__", {}).values()):
+        for item in _attributes(value):
             yield from _leaves(item, seen)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return what the object holds: in its dict, and in the slots of its classes."""
+    slots = [getattr(base, "__slots__", ()) for base in type(value).__mro__]
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    held = [getattr(value, name, None) for name in names if name not in ("__dict__", "__weakref__")]
+    return [*getattr(value, "__dict__", {}).values(), *held]
 
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

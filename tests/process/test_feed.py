@@ -7,6 +7,8 @@ import os
 import threading
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import fastload.gpu.transfer
 import fastload.loader.dataloader
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.gpu.cuda import Cpu
+from fastload.gpu.cuda import Cpu, Cuda
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.metrics.counters import Counters
 from fastload.workers import slot_memory as memory
@@ -145,6 +147,71 @@ def test_handed_over_batch_is_kept_for_the_consumers_stream(fake: FakeCuda, work
         wait = max(i for i, (what, _) in enumerate(fake.log) if what == "wait")
         kept = {address for what, address in fake.log[wait:] if what == "keep"}
         assert kept == {batch["a"].data_ptr(), batch["b"][0].data_ptr()}
+
+
+@dataclass(slots=True)
+class Slotted:
+    images: torch.Tensor
+
+
+class SlottedWithTo:
+    __slots__ = ("images",)
+
+    def __init__(self, images: torch.Tensor) -> None:
+        self.images = images
+
+    def to(self, device: object, **options: object) -> SlottedWithTo:
+        return SlottedWithTo(self.images.clone())
+
+
+class SlottedBelow(SlottedWithTo):
+    __slots__ = "label"
+
+    def __init__(self, images: torch.Tensor) -> None:
+        super().__init__(images)
+        self.label = images.sum()
+
+
+@pytest.mark.parametrize("kind", [Slotted, SlottedWithTo, SlottedBelow])
+def test_tensors_in_slots_are_kept_for_the_consumers_stream(fake: FakeCuda, kind: Any) -> None:
+    loader = DataLoader(
+        Numbers(4, numbered), 2, collate_fn=lambda rows: kind(torch.stack(rows)), device="cuda"
+    )
+    for batch in loader:
+        tensors = [batch.images, batch.label] if kind is SlottedBelow else [batch.images]
+        kept = {address for what, address in fake.log if what == "keep"}
+        assert {tensor.data_ptr() for tensor in tensors} <= kept
+
+
+def test_memory_that_only_the_transform_knows_waits_for_the_consumer(fake: FakeCuda) -> None:
+    """No walk through a batch finds it. So new work waits for the request before the last one."""
+    feed = DevicePrefetcher(torch.device("cuda"), lambda batch: SimpleNamespace(images=batch), Counters())
+    requests = []
+    for number in range(4):
+        feed.mark_wait()
+        requests.append(feed._asked[-1])
+        fake.log.clear()
+        feed.get(number, lambda: torch.zeros(1))
+        waits = [event for what, event in fake.log if what == "side wait"]
+        assert waits == requests[number - 1 : number] if number else waits == []
+    feed.close()
+
+
+def test_epochs_and_loaders_share_one_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream an epoch would keep a pool of device memory an epoch."""
+    made: list[object] = []
+
+    class Stream:
+        def __init__(self, device: object) -> None:
+            made.append(device)
+
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the consumer's")
+    for index in (6, 7, 6, 6):
+        Cuda(torch.device("cuda", index))
+    assert made == [torch.device("cuda", 6), torch.device("cuda", 7)]
 
 
 def test_memory_is_unregistered_and_then_unmapped(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
