@@ -4,14 +4,14 @@
                                       the part of a JPEG        antialiased linear
 
 DALI works on up to `queue_depth` batches in its own threads. An image that it cannot decode ends the whole
-pipeline: the kernel then decodes that batch, and a new pipeline takes the batches after it.
+pipeline: the kernel then decodes that batch, and that image from then on. A new pipeline takes later batches.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,9 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
+from fastload.distributed import cores_of_rank, local_ranks
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.decoders import BadSamples, BaseDecoder
-from fastload.images.encoded import EncodedImages
+from fastload.images.encoded import EncodedImages, render_rows, repeat_rows, to_device
+from fastload.metrics.cores import usable_cores
 from fastload.metrics.counters import Counters
 
 __all__ = ["Dali", "DaliDecoder", "why_no_dali"]
@@ -35,6 +37,9 @@ _log = logging.getLogger("fastload")
 
 _UNEXPLAINED = 3  # pipelines in a row that end although the kernel decodes every image of their batch
 _GPU_THREADS = 8  # more were not needed to keep the engines of one GPU busy
+_MOST_HINT = 4096  # pixels; memory for images of the hinted size is allocated at once, many of them
+# A pipeline that has nothing scheduled ends with StopIteration, which would end the epoch silently.
+_ENDED = (RuntimeError, StopIteration)
 
 
 @dataclass(frozen=True)
@@ -46,24 +51,23 @@ class Dali:
         from fastload import Dali, DataLoader, ImageFolder, RandomResizedCrop
 
         dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache="/ssd/cache")
-        decode = Dali(hw_decoder_load=0.65, queue_depth=3)
+        decode = Dali(hw_decoder_load=0.9, queue_depth=3)
         loader = DataLoader(dataset, batch_size=256, num_workers=4, device="cuda", decode=decode)
 
     Args:
         hw_decoder_load: the share of the JPEGs, 0 to 1, for the GPU's JPEG engines; CUDA and the CPU decode
-            the rest. DALI's own default is 0.65. 0.9 leaves the CPU to the workers; with many idle cores, a
-            lower share may be faster.
+            the rest. More leaves more of the CPU to the workers, and makes a batch wait for the engines.
         queue_depth: the number of batches in DALI at a time.
-        threads: the number of DALI's threads, which parse JPEGs and do the rest of the decoding. None: one
-            for each core of this process, on a GPU at most 8.
-        width_hint, height_hint: the size of the largest image; memory for it is allocated once. None: the
-            largest image of the first batch.
+        threads: the number of DALI's threads, which parse JPEGs and do the rest of the decoding. None: this
+            rank's share of the cores of this node, on a GPU at most 8.
+        width_hint, height_hint: the size of large images; memory for many of them is allocated once. None: of
+            19 in 20 images of the first batch, at most 4,096 pixels.
 
     Raises:
         ArgumentError: an argument is out of range.
     """
 
-    hw_decoder_load: float = 0.9
+    hw_decoder_load: float = 0.65
     queue_depth: int = 2
     threads: int | None = None
     width_hint: int | None = None
@@ -93,11 +97,18 @@ def why_no_dali() -> str | None:
 
 
 class _Batch:
-    """A batch in the pipeline; in the end it has images or an error."""
+    """A batch in the pipeline; in the end it has images or an error.
 
-    def __init__(self, encoded: EncodedImages) -> None:
+    Attributes:
+        rows: those that DALI decodes.
+        refused_rows: those that it has refused before, and the kernel decodes.
+    """
+
+    def __init__(self, encoded: EncodedImages, refused: set[str]) -> None:
         self.encoded = encoded
-        self.rows = encoded.encoded_rows
+        rows = encoded.encoded_rows
+        is_refused = np.array([encoded.keys[row] in refused for row in rows], np.bool_)
+        self.rows, self.refused_rows = rows[~is_refused], rows[is_refused]
         self.images: torch.Tensor | None = None
         self.error: Exception | None = None
 
@@ -124,13 +135,14 @@ class DaliDecoder(BaseDecoder):
         self._pipe: Any = None
         self._built_for: tuple[Any, ...] = ()
         self._unexplained = 0
+        self._refused: set[str] = set()  # keys of the images that ended a pipeline
         self._copied: deque[tuple[Any, Any]] = deque()  # (event, tensors that are read until then)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         with self.counters.timed("decoder"):
-            batch = _Batch(encoded)
+            batch = _Batch(encoded, self._refused)
             if not len(batch.rows):
-                batch.images = self._with_pixels(batch, None)
+                self._complete(batch, None)
                 return lambda: self._result(batch)
             while len(self._queue) >= self._options.queue_depth:
                 self._finish_oldest()
@@ -143,9 +155,17 @@ class DaliDecoder(BaseDecoder):
             return lambda: self._result(batch)
 
     def close(self) -> None:
-        self._queue.clear()
-        self._copied.clear()
+        # The pipeline reads the batches' memory until they are through.
+        while self._pipe is not None and self._queue:
+            self._finish_oldest()
+        while self._copied:
+            self._copied.popleft()[0].synchronize()
         self._pipe = None
+
+    def rest(self) -> None:
+        """Release the pipeline and its memory, unless a batch is in it: the next batch builds another."""
+        if not self._queue:
+            self.close()
 
     def _result(self, batch: _Batch) -> torch.Tensor:
         with self.counters.timed("decoder"):
@@ -177,7 +197,7 @@ class DaliDecoder(BaseDecoder):
         for k in range(position, len(self._queue)):
             try:
                 self._feed(self._queue[k])
-            except RuntimeError:
+            except _ENDED:
                 if k == 0:
                     raise
                 return
@@ -185,22 +205,28 @@ class DaliDecoder(BaseDecoder):
     def _finish_oldest(self) -> None:
         batch = self._queue.popleft()
         try:
-            batch.images = self._collect(batch)
+            self._collect(batch)
             self._unexplained = 0
-        except RuntimeError as error:
+        except _ENDED as error:
             self._fall_back(batch, error)
         self.counters.add("decoder.batches")
         self.counters.add("decoder.samples", len(batch.rows))
 
-    def _collect(self, batch: _Batch) -> torch.Tensor:
+    def _collect(self, batch: _Batch) -> None:
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         outputs = self._pipe.share_outputs(stream)
         images = from_dlpack(outputs[0].as_tensor())
         self._pipe.release_outputs()
-        return self._with_pixels(batch, images)
+        self._complete(batch, images)
+
+    def _complete(self, batch: _Batch, images: torch.Tensor | None) -> None:
+        try:
+            batch.images = self._with_pixels(batch, images)
+        except FastloadError as failure:
+            batch.error = failure
 
     def _with_pixels(self, batch: _Batch, images: torch.Tensor | None) -> torch.Tensor:
-        """DALI's images and those that workers decoded, on a GPU in torch's own memory."""
+        """DALI's images and those that workers and the kernel decoded, on a GPU in torch's own memory."""
         encoded = batch.encoded
         on_gpu = self._device.type == "cuda"
         if images is not None and len(batch.rows) == len(encoded) and not on_gpu:
@@ -211,8 +237,13 @@ class DaliDecoder(BaseDecoder):
         if images is not None and len(batch.rows) == len(encoded):
             out.copy_(images)
         elif images is not None:
-            out[torch.from_numpy(batch.rows).to(out.device)] = images
+            out[to_device(batch.rows, out.device)] = images
         encoded.fill_in(out)
+        if len(batch.refused_rows):
+            rendered, failures = render_rows(encoded, batch.refused_rows)
+            pixels = to_device(rendered.numpy()[batch.refused_rows], out.device)
+            out[to_device(batch.refused_rows, out.device)] = pixels
+            self.note_bad(repeat_rows(out, encoded, failures, self._on_error))
         if on_gpu:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
@@ -223,9 +254,11 @@ class DaliDecoder(BaseDecoder):
 
     # --- when it goes wrong
 
-    def _fall_back(self, batch: _Batch, error: RuntimeError) -> None:
+    def _fall_back(self, batch: _Batch, error: Exception) -> None:
         """The pipeline has ended with this batch: the kernel decodes it; later batches are fed again."""
         self.counters.add("decoder.fallbacks")
+        places = [int(place) for place in re.findall(r"sample #(\d{1,6})", str(error))]
+        self._refused.update(batch.encoded.keys[batch.rows[at]] for at in places if at < len(batch.rows))
         try:
             batch.images, bad = self.decode_by_kernel(batch.encoded)
             self._unexplained = 0 if bad else self._unexplained + 1
@@ -239,7 +272,7 @@ class DaliDecoder(BaseDecoder):
         self._pipe = self._new_pipeline()
         self._feed_from(0)
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def _give_up(self, error: Exception) -> None:
         failure = FastloadError(
             f"DALI has failed {self._unexplained} times in a row on sound images. Use decode='cpu'; "
             f"DALI's error: {_last_words(error)}",
@@ -247,6 +280,7 @@ class DaliDecoder(BaseDecoder):
         )
         for batch in self._queue:
             batch.error = failure
+        self._queue.clear()
         self.close()
         raise failure from error
 
@@ -262,9 +296,10 @@ class DaliDecoder(BaseDecoder):
     def _build(self, batch: _Batch) -> None:
         crop, sizes = batch.encoded.crop, batch.encoded.sizes
         self._built_for = (len(batch.encoded), crop.height, crop.width, crop.channels_last)
+        width, height = np.percentile(sizes[batch.rows], 95, axis=0, method="higher").clip(1, _MOST_HINT)
         self._hints = (
-            self._options.width_hint or int(sizes[:, 0].max()),
-            self._options.height_hint or int(sizes[:, 1].max()),
+            self._options.width_hint or int(width),
+            self._options.height_hint or int(height),
         )
         start = time.perf_counter()
         self._pipe = self._new_pipeline()
@@ -275,7 +310,7 @@ class DaliDecoder(BaseDecoder):
 
         batch_size, height, width, channels_last = self._built_for
         gpu = self._device.type == "cuda"
-        threads = self._options.threads or min(len(os.sched_getaffinity(0)), _GPU_THREADS if gpu else 1024)
+        threads = self._options.threads or _threads(_GPU_THREADS if gpu else 1024)
         pipe = Pipeline(
             batch_size=batch_size,
             num_threads=threads,
@@ -321,6 +356,13 @@ class DaliDecoder(BaseDecoder):
         return pipe
 
 
+def _threads(most: int) -> int:
+    """Return this rank's share of the cores that it may use."""
+    cores = usable_cores()
+    ranks = 1 if cores <= (cores_of_rank() or 0) else local_ranks()
+    return max(1, min(cores // ranks, most))
+
+
 def _run_in(pipe: Any, queue_depth: int) -> None:
     """Give a new pipeline the input of its first `schedule_run`, which starts `queue_depth` runs at once.
 
@@ -357,7 +399,7 @@ def _regions(encoded: EncodedImages) -> tuple[NDArray[Any], NDArray[Any], NDArra
     return start, end - start, low, high
 
 
-def _last_words(error: RuntimeError) -> str:
+def _last_words(error: Exception) -> str:
     """The cause, out of DALI's many lines."""
     text = str(error)
     return text.partition("encountered:")[2].partition("Current pipeline")[0].strip() or text

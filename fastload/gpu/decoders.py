@@ -40,6 +40,9 @@ class ImageDecoder(Protocol):
         started ahead; waiting for them in the order of their start is fastest.
         """
 
+    def rest(self) -> None:
+        """Release device memory where no batch is being decoded: this epoch may have been the last."""
+
     def close(self) -> None:
         """Release threads and device memory. Results not waited for by then are lost."""
 
@@ -65,9 +68,13 @@ class BaseDecoder:
             DecodeError: a bad image, where `on_error` does not cover it.
         """
         images, bad = decode_by_kernel(encoded, self._on_error)
+        self.note_bad(bad)
+        return images.to(self._device), len(bad)
+
+    def note_bad(self, bad: list[tuple[str, str]]) -> None:
+        """Count and keep (key, error) of bad images."""
         self.bad.extend(bad)
         self.counters.add("bad.samples", len(bad))
-        return images.to(self._device), len(bad)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,8 @@ class TorchDctDecoder(BaseDecoder):
 
         return result
 
+    def rest(self) -> None: ...
+
     def close(self) -> None: ...
 
     @functools.cached_property  # not of the module: each loader has a stream of its own

@@ -208,20 +208,37 @@ def decode_by_kernel(encoded: EncodedImages, on_error: str) -> tuple[torch.Tenso
     Raises:
         DecodeError: with the sample's key, where `on_error` is "raise" or no image of the batch is good.
     """
+    images, failures = render_rows(encoded, encoded.encoded_rows)
+    encoded.fill_in(images)
+    return images, repeat_rows(images, encoded, failures, on_error)
+
+
+def render_rows(
+    encoded: EncodedImages, rows: NDArray[np.int64]
+) -> tuple[torch.Tensor, list[tuple[int, DecodeError]]]:
+    """Return a batch in host memory whose `rows` the CPU kernel has decoded, and (row, error) of bad ones."""
     out: Pixels = np.empty(encoded.shape, np.uint8)
     items: list[Item] = [
-        (int(row), encoded.file(row), *encoded.boxes[row].tolist(), bool(encoded.flips[row]))
-        for row in encoded.encoded_rows
+        (int(row), encoded.file(row), *encoded.boxes[row].tolist(), bool(encoded.flips[row])) for row in rows
     ]
     failures = encoded.crop.render(out, items)
-    images = torch.from_numpy(out)
-    encoded.fill_in(images)
     for row, error in failures:
         error.key = encoded.keys[row]
+    return torch.from_numpy(out), failures
+
+
+def repeat_rows(
+    images: torch.Tensor, encoded: EncodedImages, failures: list[tuple[int, DecodeError]], on_error: str
+) -> list[tuple[str, str]]:
+    """Put another row of the batch in the place of each bad one; return (key, error) of these.
+
+    Raises:
+        DecodeError: where `on_error` is "raise" or no image of the batch is good.
+    """
     bad = {row for row, _ in failures}
     good = [row for row in range(len(encoded)) if row not in bad]
     if failures and (on_error == "raise" or not good):
         raise failures[0][1]
     for row in bad:
         images[row] = images[good[row % len(good)]]
-    return images, [(encoded.keys[row], f"{type(error).__name__}: {error}") for row, error in failures]
+    return [(encoded.keys[row], f"{type(error).__name__}: {error}") for row, error in failures]

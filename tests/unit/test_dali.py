@@ -20,7 +20,7 @@ from tests.photos import pillow_jpeg, png, scene, variants
 if why_no_dali() is not None:
     pytest.skip(str(why_no_dali()), allow_module_level=True)
 
-from fastload.gpu.dali import DaliDecoder
+from fastload.gpu.dali import DaliDecoder, _threads
 
 CPU = torch.device("cpu")
 GOOD = pillow_jpeg(scene(96, 72))
@@ -171,6 +171,66 @@ def test_bad_images_are_replaced_and_named(on_error: str) -> None:
     assert [key for key, _ in decoder.bad] == ["1b", "2b"]
     assert decoder.counters["bad.samples"] == 2
     decoder.close()
+
+
+def test_refused_image_ends_one_pipeline_only() -> None:
+    decoder = _decoder("skip")
+    for epoch in range(3):
+        for encoded in _batches({1, 2}, 4):
+            images, (expected, _) = decoder.start(encoded)(), decode_by_kernel(encoded, "skip")
+            assert min(psnr(image, other) for image, other in zip(images, expected, strict=True)) > 38
+        assert sorted(key for key, _ in decoder.bad) == sorted(["1b", "2b"] * (epoch + 1))
+    assert decoder.counters["decoder.rebuilt"] == 2
+    raising = _decoder()
+    raising._refused.add("1b")
+    with pytest.raises(DecodeError, match="decode '1b'"):
+        raising.start(_batches({1}, 2)[1])()
+    assert raising.counters["decoder.rebuilt"] == 0
+
+
+def test_end_of_a_pipelines_work_does_not_end_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = _decoder()
+    first, second = _batches(set(), 2)
+    decoder.start(first)()
+
+    def nothing_scheduled(*stream: object) -> None:
+        raise StopIteration
+
+    monkeypatch.setattr(decoder._pipe, "share_outputs", nothing_scheduled)
+    assert decoder.start(second)().shape == second.shape
+    assert decoder.counters["decoder.fallbacks"] == 1
+
+
+def test_memory_is_for_most_images_and_not_for_the_largest() -> None:
+    decoder = _decoder()
+    encoded = encode(
+        CenterCrop(24), {"large": pillow_jpeg(scene(5000, 40))} | {str(k): GOOD for k in range(39)}
+    )
+    decoder.start(encoded)()
+    assert decoder._hints == (96, 72)
+    decoder = _decoder()
+    decoder.start(encode(CenterCrop(24), large))()
+    assert decoder._hints == (4096, 40)
+
+
+def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastload.gpu.dali.usable_cores", lambda: 96)
+    monkeypatch.setattr("fastload.gpu.dali.local_ranks", lambda: 8)
+    assert (_threads(8), _threads(1024)) == (8, 12)
+    monkeypatch.setattr("fastload.gpu.dali.local_ranks", lambda: 200)
+    assert _threads(8) == 1
+
+
+def test_decoder_that_rests_keeps_no_pipeline_but_one_that_works() -> None:
+    decoder = _decoder()
+    first, second = _batches(set(), 2)
+    result = decoder.start(first)
+    decoder.rest()
+    assert decoder._pipe is not None, "a batch is in it"
+    result()
+    decoder.rest()
+    assert decoder._pipe is None
+    assert decoder.start(second)().shape == second.shape
 
 
 def test_results_are_kept_until_they_are_waited_for() -> None:

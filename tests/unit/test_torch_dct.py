@@ -1,4 +1,4 @@
-"""Records of cache mode "dct" decoded by torch's operations, here on the CPU, against the kernel."""
+"""Records of cache mode "dct" by torch's operations, on a GPU where there is one, against the kernel."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.photos import pillow_jpeg, png, scene, variants
 
 pytestmark = pytest.mark.skipif(not available(), reason="the kernel is not built: pip install -e .")
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 RECORDS = {kind: to_dct(data) for kind, data in variants().items()}
 
 
 def decoder(on_error: str = "raise") -> TorchDctDecoder:
-    return TorchDctDecoder(CPU, on_error, Counters(), [])
+    return TorchDctDecoder(DEVICE, on_error, Counters(), [])
 
 
 def check(encoded: EncodedImages, least: float) -> TorchDctDecoder:
     by_torch = decoder()
-    images = by_torch.start(encoded)()
+    images = by_torch.start(encoded)().cpu()
     expected, _ = decode_by_kernel(encoded, "raise")
     assert images.shape == expected.shape and images.dtype is torch.uint8 and images.is_contiguous()
     found = {key: psnr(images[row], expected[row]) for row, key in enumerate(encoded.keys)}
@@ -72,22 +72,24 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def matmuls_in_bfloat16() -> Iterator[None]:
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+def matmuls_of_low_precision() -> Iterator[None]:
+    cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = cuda.fp32_precision, cpu.fp32_precision
+    cuda.fp32_precision, cpu.fp32_precision = "tf32", "bf16"
     try:
         yield
     finally:
-        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16", "the training's choice was changed"
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        now = cuda.fp32_precision, cpu.fp32_precision
+        cuda.fp32_precision, cpu.fp32_precision = before
+        assert now == ("tf32", "bf16"), "the training's choice was changed"
 
 
 SWITCHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
     "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
     "default dtype float64": lambda: default_dtype(torch.float64),
     "inference mode": torch.inference_mode,
-    "matmuls in bfloat16": matmuls_in_bfloat16,
+    "matmuls of low precision": matmuls_of_low_precision,
 }
 
 
