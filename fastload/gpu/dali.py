@@ -181,7 +181,7 @@ class DaliDecoder(BaseDecoder):
 
     def _feed(self, batch: _Batch) -> None:
         encoded, rows = batch.encoded, batch.rows
-        starts, shapes, low, high = _regions(encoded)
+        starts, shapes, low, high = _regions(encoded, rows)
         for name, values in (("start", starts), ("shape", shapes), ("low", low), ("high", high)):
             self._pipe.feed_input(name, values)
         # Views of the slot, no copies: `batch` keeps it until it has its images.
@@ -382,12 +382,14 @@ def _run_in(pipe: Any, queue_depth: int) -> None:
         pipe.release_outputs()
 
 
-def _regions(encoded: EncodedImages) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """(start of the slice, its shape, low and high corner of the box in it) of the rows to decode, as (y, x).
+def _regions(
+    encoded: EncodedImages, rows: NDArray[np.int64]
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """(start of the slice, its shape, low and high corner of the box in it) of these rows, as (y, x).
 
     A box from right to left makes DALI flip. Where the filter reaches beyond the box, so does the slice.
     """
-    rows, crop = encoded.encoded_rows, encoded.crop
+    crop = encoded.crop
     low, high = encoded.boxes[rows, 1::-1], encoded.boxes[rows, 3:1:-1]
     limits = encoded.sizes[rows, ::-1]
     reach = 0 if crop.clamp else np.ceil(np.maximum(1, (high - low) / (crop.height, crop.width))) + 1

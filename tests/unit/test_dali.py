@@ -202,10 +202,9 @@ def test_end_of_a_pipelines_work_does_not_end_the_epoch(monkeypatch: pytest.Monk
 
 
 def test_memory_is_for_most_images_and_not_for_the_largest() -> None:
+    large = {"large": pillow_jpeg(scene(5000, 40))}
     decoder = _decoder()
-    encoded = encode(
-        CenterCrop(24), {"large": pillow_jpeg(scene(5000, 40))} | {str(k): GOOD for k in range(39)}
-    )
+    encoded = encode(CenterCrop(24), large | {str(k): GOOD for k in range(39)})
     decoder.start(encoded)()
     assert decoder._hints == (96, 72)
     decoder = _decoder()
