@@ -122,6 +122,8 @@ def measure(folder: Path, mode: str, passes: int, workers: int, rounds: int) -> 
     with tempfile.TemporaryDirectory(dir=WORKPLACE) as scratch:
         dataset = dataset_of(folder, Path(scratch), mode)
         samples = passes * len(dataset) // (BATCH * workers) * BATCH * workers
+        if not samples:
+            raise SystemExit(f"{len(dataset)} photos are no batch for each worker: give more --images")
         loader, kernels = Loader(dataset, samples, workers), Kernels(dataset, samples, workers)
         sides = {"loader": loader, "kernels": kernels}
         turns: dict[str, list[Turn]] = {name: [] for name in sides}
