@@ -26,14 +26,27 @@ import xxhash
 
 from fastload.cache.segment import KEY_SIZE, MAX_PAYLOAD
 from fastload.errors import CacheError
+from fastload.store.base import Buffer
 
-__all__ = ["Pack", "Record", "is_pack_name", "pack_index", "pack_name", "tail_size"]
+__all__ = [
+    "MOST_RECORDS",
+    "MOST_TAIL",
+    "Pack",
+    "Record",
+    "is_pack_name",
+    "pack_index",
+    "pack_name",
+    "tail_size",
+]
 
 VERSION = 1
 _MAGIC = b"FLPK"
 _RECORDS = np.dtype([("key", f"V{KEY_SIZE}"), ("length", "<u4"), ("checksum", "<u8")])
 _TRAILER = struct.Struct("<4sHHQQ")
 _NAME = re.compile(r"[0-9a-f]{32}-([0-9]{1,12})\.pack", re.ASCII)
+_MOST_HEAD = 64 << 10  # bytes of the line of JSON, from `push` and from anybody
+MOST_TAIL = 32 << 20  # bytes of index and trailer that are read; a pack may be anybody's
+MOST_RECORDS = (MOST_TAIL - _MOST_HEAD) // _RECORDS.itemsize - 1
 
 
 class Record(NamedTuple):
@@ -59,11 +72,13 @@ def tail_size(name: str) -> int:
 def pack_index(sources: Sequence[str], records: Sequence[tuple[bytes, int, int]]) -> bytes:
     """Index and trailer of a pack of records, as (key, length, checksum) in the order of their payloads."""
     head = json.dumps({"sources": sorted(sources)}).encode() + b"\n"
+    if len(head) > _MOST_HEAD:  # of thousands of places; whoever reads the pack takes them for unknown
+        head = b'{"sources": []}\n'
     index = head + np.array(records, _RECORDS).tobytes()
     return index + _TRAILER.pack(_MAGIC, VERSION, 0, len(index), xxhash.xxh3_64_intdigest(index))
 
 
-def pack_name(tail: bytes) -> str:
+def pack_name(tail: Buffer) -> str:
     """The name of the pack that ends with these bytes."""
     return f"{hashlib.blake2b(tail, digest_size=16).hexdigest()}-{len(tail)}.pack"
 
@@ -75,19 +90,20 @@ class Pack:
         name: of the object.
         version: of the object, as listed.
         size: of the object, as listed.
-        tail: its last bytes, as many as the name tells.
+        tail: its last bytes, as many as the name tells; they are kept.
 
     Raises:
         CacheError: this is not a whole pack, or one of a format that this fastload does not know.
     """
 
-    def __init__(self, name: str, version: str, size: int, tail: bytes) -> None:
+    def __init__(self, name: str, version: str, size: int, tail: Buffer) -> None:
         self.name = name
         self.version = version
-        index = tail[: -_TRAILER.size]
-        if len(tail) < _TRAILER.size:
+        view = memoryview(tail)
+        index = view[: -_TRAILER.size]
+        if len(view) < _TRAILER.size:
             raise CacheError("is not a pack of a cache: it is too short", key=name)
-        magic, found, _, length, index_sum = _TRAILER.unpack(tail[-_TRAILER.size :])
+        magic, found, _, length, index_sum = _TRAILER.unpack(view[-_TRAILER.size :])
         if magic != _MAGIC:
             raise CacheError("is not a pack of a cache: its last bytes say otherwise", key=name)
         if found != VERSION:
@@ -97,12 +113,15 @@ class Pack:
             )
         if length != len(index) or xxhash.xxh3_64_intdigest(index) != index_sum:
             raise CacheError("is damaged: its index differs from its checksum", key=name)
+        if pack_name(view) != name:
+            raise CacheError("is damaged: its index is not the one that its name tells", key=name)
         try:
-            start = index.index(b"\n") + 1
-            self.sources = frozenset(str(source) for source in json.loads(index[:start])["sources"])
+            head = bytes(index[:_MOST_HEAD])
+            start = head.index(b"\n") + 1
+            self.sources = frozenset(str(source) for source in json.loads(head[:start])["sources"])
             self._records = np.frombuffer(index, _RECORDS, offset=start)  # an object each takes far more
-            fits = int(self.lengths.sum()) == size - len(tail) and not (self.lengths > MAX_PAYLOAD).any()
-        except (ValueError, LookupError, TypeError):
+            fits = int(self.lengths.sum()) == size - len(view) and not (self.lengths > MAX_PAYLOAD).any()
+        except (ValueError, LookupError, TypeError, RecursionError):
             fits = False
         if not fits:
             raise CacheError("is damaged: its index and its size do not agree", key=name)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from fastload.cache.cache import Cache
-from fastload.cache.pack import Pack, is_pack_name, tail_size
+from fastload.cache.pack import MOST_TAIL, Pack, is_pack_name, tail_size
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError
 from fastload.store import ObjectInfo, Store
 from fastload.store.files import is_part
@@ -66,10 +66,14 @@ class Published:
     def _read(self, info: ObjectInfo) -> Pack | None:
         size = tail_size(info.key)
         try:
+            if size > MOST_TAIL:
+                raise CacheError(
+                    f"promises an index of {size:,} bytes, and at most {MOST_TAIL:,} are read", key=info.key
+                )
             if size > info.size:
                 raise CacheError("is cut: it is shorter than its name tells", key=info.key)
             tail = self.store.read_range(info.key, info.size - size, info.size, info.version)
-            return Pack(info.key, info.version, info.size, bytes(tail))
+            return Pack(info.key, info.version, info.size, tail)
         except CacheError as error:
             self.damaged[info.key] = error.message
         except (NotFoundError, ObjectChangedError):  # deleted or written again meanwhile

@@ -23,7 +23,7 @@ import lmdb
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import Directory
-from fastload.cache.pack import Pack, pack_index, pack_name
+from fastload.cache.pack import MOST_RECORDS, Pack, pack_index, pack_name
 from fastload.cache.published import Published, sources_of
 from fastload.cache.segment import CorruptRecordError, Entry
 from fastload.errors import CacheError, FastloadError, NotFoundError
@@ -105,7 +105,7 @@ def _choose(
     disk = os.fstatvfs(directory.root_fd)
     room = min(PACK_BYTES, max(_SMALLEST_PACK, disk.f_bavail * disk.f_frsize // 2))
     chosen: list[tuple[bytes, Entry]] = []
-    while todo and (not chosen or todo[0][1].length <= room):
+    while todo and (not chosen or (todo[0][1].length <= room and len(chosen) < MOST_RECORDS)):
         key, entry = todo.popleft()
         if key in published:
             done.present += 1

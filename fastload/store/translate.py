@@ -66,7 +66,7 @@ _REFUSED_CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = 400  # characters of a client's words
-# Characters of an error that are looked at: obstore's text has the whole body of an answer, perhaps megabytes.
+# Characters of an error that are looked at: obstore's text has the whole body of an answer.
 # A key of 1,024 bytes, percent-encoded, may stand in it three times before the status does.
 _MOST_READ = 16_000
 # Each pattern that meets an answer takes linear time: no start of a match runs over the start of another.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import xxhash
 
 import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import pull as pull_module
 from fastload.cache import push as push_module
 from fastload.cache.inflight import InflightLocks
-from fastload.cache.pack import Pack
+from fastload.cache.pack import Pack, pack_name
 from fastload.cache.pull import pull
 from fastload.cache.push import push
 from fastload.demo.photos import make_dataset
@@ -194,6 +196,65 @@ def test_damaged_pack_is_named_and_the_others_are_pulled(
     assert pulled.records == COUNT - lost
     # The owner's next push publishes them again, under the same name or another.
     push(open_cache(), url_of(server))
+    pull(open_cache(tmp_path / "other"), url_of(server))
+    assert holds(open_cache(tmp_path / "other"), content)
+
+
+def _hostile(index: bytes, payload: bytes = b"") -> dict[str, bytes]:
+    """A pack whose index has the right checksum and the right name, whatever it says."""
+    trailer = struct.pack("<4sHHQQ", b"FLPK", 1, 0, len(index), xxhash.xxh3_64_intdigest(index))
+    return {f"packs/{pack_name(index + trailer)}": payload + index + trailer}
+
+
+def _records(*lengths: int) -> bytes:
+    return b"".join(struct.pack("<16sIQ", bytes([at]) * 16, length, 0) for at, length in enumerate(lengths))
+
+
+HOSTILE: dict[str, dict[str, bytes]] = {
+    "deep JSON": _hostile(b"[" * 60_000 + b"\n"),
+    "deep objects": _hostile(b'{"a":' * 10_000 + b"\n"),
+    "no line": _hostile(b"x" * 100_000),
+    "a long line": _hostile(b'{"sources": ["' + b"x" * 100_000 + b'"]}\n'),
+    "sources of another type": _hostile(b'{"sources": 3}\n'),
+    "a list for the head": _hostile(b"[1, 2]\n"),
+    "a number of many digits": _hostile(b'{"sources": [%s]}\n' % (b"9" * 5000)),
+    "text that is no text": _hostile(b'{"sources": "\xff"}\n'),
+    "half a record": _hostile(b'{"sources": []}\n' + _records(3)[:-1], b"abc"),
+    "records longer than the object": _hostile(b'{"sources": []}\n' + _records(3, 1 << 31), b"abc"),
+    "records shorter than the object": _hostile(b'{"sources": []}\n' + _records(1), b"abc"),
+    "an index of 4 GB": {f"packs/{'0' * 32}-4294967296.pack": b"x" * 100},
+    "an index that is cut": {f"packs/{'0' * 32}-1000.pack": b"x" * 100},
+    "the name of another index": {f"packs/{'0' * 32}-{len(body)}.pack": body
+        for body in _hostile(b'{"sources": []}\n').values()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_pack_is_named_and_the_others_are_pulled(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, kind: str
+) -> None:
+    content = fill(open_cache(), 40)
+    push(open_cache(), url_of(server))
+    server.objects |= HOSTILE[kind]
+    done = pull(open_cache(tmp_path / "other"), url_of(server))
+    assert [f"packs/{name}" for name in done.damaged] == list(HOSTILE[kind])
+    assert holds(open_cache(tmp_path / "other"), content)
+
+
+def test_index_of_4_gb_is_not_read(server: FaultServer, open_cache: MakeCache) -> None:
+    """Its name alone promised it, and eight were read at once."""
+    server.objects |= {f"packs/{at:032}-4294967296.pack": b"x" * 100 for at in range(8)}
+    assert len(pull(open_cache(), url_of(server)).damaged) == 8
+    assert not [request for request in server.requests if request.key.endswith(".pack")]
+
+
+def test_small_records_are_pushed_in_packs_whose_index_is_read(
+    server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(push_module, "MOST_RECORDS", 7)
+    content = fill(open_cache(), 40)
+    assert push(open_cache(), url_of(server)).packs >= 6
+    assert max(map(len, packs(server).values())) == 7
     pull(open_cache(tmp_path / "other"), url_of(server))
     assert holds(open_cache(tmp_path / "other"), content)
 
