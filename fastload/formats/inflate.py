@@ -26,6 +26,9 @@ _BZIP2 = b"BZh"
 
 _AUTOMATIC = 47  # zlib's window bits that recognise both headers
 _MOST = 16 << 20  # bytes inflated at once: the bound on memory, also for a decompression bomb
+# Compressed bytes that are given at first. The end of a member copies what was given beyond it. So a member
+# begins with few bytes and gets twice as many each time: many small members take linear time too.
+_FIRST = 1024
 
 
 def zstd() -> Any:
@@ -88,7 +91,9 @@ class Inflater:
         self._new: Callable[[], Any] | None = None  # makes what inflates; None: nothing was read yet
         self._now: Any = None  # inflates the current member, where one has begun
         self._table = 0  # bytes that are passed over
-        self._rest: bytes | memoryview = b""  # compressed bytes that were read but not inflated
+        self._piece = memoryview(b"")  # compressed bytes
+        self._at = 0  # of the next byte of it that nobody has taken
+        self._given = _FIRST  # compressed bytes that the current member gets next
         self._ended = False  # whether a member has ended and no other one has begun
 
     def __call__(self) -> memoryview | None:
@@ -99,13 +104,13 @@ class Inflater:
             Exception: any that `more` raises.
         """
         while True:
-            if not len(self._rest) and (self._now is None or self._now.needs_input):
+            if self._at == len(self._piece) and (self._now is None or self._now.needs_input):
                 piece = self._more()
                 if piece is None and (self._now is not None or self._table):
                     raise DecodeError("the compressed shard was cut: it ends before its own end mark")
                 if piece is None:
                     return None
-                self._rest = memoryview(piece)
+                self._piece, self._at = memoryview(piece), 0
                 continue
             data = self._step()
             wanted = memoryview(data)[min(self._skip, len(data)) :]
@@ -115,19 +120,19 @@ class Inflater:
 
     def _step(self) -> bytes:
         if self._new is None:
-            self._new = self._kind(self._rest)
+            self._new = self._kind(self._piece)
         if self._table:
-            passed = min(self._table, len(self._rest))
-            self._table, self._rest = self._table - passed, self._rest[passed:]
+            passed = min(self._table, len(self._piece) - self._at)
+            self._table, self._at = self._table - passed, self._at + passed
             return b""
         if self._ended:  # zeros after the last member are padding
-            self._rest = bytes(self._rest).lstrip(b"\0")
-            if not self._rest:
+            self._skip_zeros()
+            if self._at == len(self._piece):
                 return b""
         self._ended = False
         if self._now is None:
-            self._now = self._new()
-        data, self._rest = self._rest, b""
+            self._now, self._given = self._new(), _FIRST
+        data = self._take() if self._now.needs_input else b""
         try:
             inflated: bytes = self._now.decompress(data, _MOST)
         except (zlib.error, OSError, ValueError, EOFError) as error:
@@ -137,8 +142,26 @@ class Inflater:
                 raise
             raise DecodeError(f"the shard cannot be decompressed: {error}") from None
         if self._now.eof:  # gzip, bzip2 and zstd allow several members, one after the other
-            self._rest, self._now, self._ended = self._now.unused_data, None, True
+            self._at -= len(self._now.unused_data)  # of the last bytes that it was given
+            self._now, self._ended = None, True
         return inflated
+
+    def _take(self) -> memoryview:
+        """The next compressed bytes of the piece, at most as many as the current member gets."""
+        data = self._piece[self._at : self._at + self._given]
+        self._at += len(data)
+        self._given *= 2
+        return data
+
+    def _skip_zeros(self) -> None:
+        step = 16
+        while self._at < len(self._piece):
+            head = bytes(self._piece[self._at : self._at + step])
+            zeros = len(head) - len(head.lstrip(b"\0"))
+            self._at += zeros
+            if zeros < len(head):
+                return
+            step = min(2 * step, 1 << 20)
 
     def _kind(self, head: bytes | memoryview) -> Callable[[], Any]:
         """What inflates data that begin like this."""

@@ -67,7 +67,8 @@ class Pieces:
         if n > self.available:
             return None
         if n > len(self._joined):
-            self._joined = self._join(n)
+            # Twice as many as before: a request that grows by a header at a time would copy all at each.
+            self._joined = self._join(min(self.available, max(n, 2 * len(self._joined))))
         return self._joined[:n]
 
     def skip(self, n: int) -> None:

@@ -25,7 +25,9 @@ __all__ = ["BLOCK", "Member", "TarSplitter", "read_members", "read_sample", "sam
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
-_MOST_META = 1 << 20  # bytes of a pax header or a long name
+# Of the extended headers before one member. All are parsed again as more of them arrives: a chain of
+# them without a limit would take quadratic time. tar writes at most four.
+_MOST_META, _MOST_HEADERS = 1 << 20, 16  # bytes, headers
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
 _PAX = re.compile(rb"([0-9]{1,7}) ([^=]+)=", re.DOTALL)
 _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
@@ -202,7 +204,7 @@ def _parse(view: memoryview, at: int) -> _Member | int:
 
     An empty block is a member that ends where it begins.
     """
-    begin, long_name, pax_size, sparse = at, None, None, False
+    begin, long_name, pax_size, sparse, headers = at, None, None, False, 0
     while True:
         if at + BLOCK > len(view):
             return at + BLOCK
@@ -215,9 +217,13 @@ def _parse(view: memoryview, at: int) -> _Member | int:
         size, kind, at = _number(block[124:136]), block[156], at + BLOCK
         if kind not in b"xgLKX":
             break
-        if size > _MOST_META:
-            raise DecodeError(f"an extended header of {size:,} bytes is more than the limit, {_MOST_META:,}")
+        headers += 1
         end = at + _padded(size)
+        if headers > _MOST_HEADERS or end - begin > _MOST_META + _MOST_HEADERS * BLOCK:
+            raise DecodeError(
+                f"{headers} extended headers of {end - begin:,} bytes before one member are more than the "
+                f"limits, {_MOST_HEADERS} and {_MOST_META:,} bytes"
+            )
         if end > len(view):
             return end + BLOCK
         if kind in b"xX":
