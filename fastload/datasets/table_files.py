@@ -12,11 +12,9 @@ A file is parsed in a child process, which takes Arrow's threads and the file's 
 from __future__ import annotations
 
 import difflib
-import gzip
 import json
 import os
 import re
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +23,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fastload.datasets.table_columns import mapped_table, write_table
-from fastload.errors import ArgumentError, NotFoundError
+from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.compression import kind_of
+from fastload.formats.inflate import Inflater
+from fastload.formats.parquet import leaf_columns
+from fastload.formats.parquet_pages import decoded_bytes
+from fastload.formats.pieces import too_large
 from fastload.metrics.platform import why_not_linux
 from fastload.store import open_store
 from fastload.store.child import run_in_child
@@ -50,7 +52,11 @@ _BOM = b"\xef\xbb\xbf"
 _JSON = re.compile(rb'\s*(\{\s*["}]|\[\s*[{\]])')
 _MOST = 1 << 30  # bytes that are parsed as one block: types are then inferred from all rows
 _SHOWN = 20  # columns in a message
-_BAD = (pa.ArrowException, TypeError, ValueError, OverflowError)
+_MOST_DEEP = 500  # openings of lists and objects in a line, from which on their depth is looked at
+_BAD = (
+    *(pa.ArrowException, TypeError, ValueError, OverflowError, OSError, LookupError, RecursionError),
+    *(MemoryError, AttributeError),
+)
 
 
 def read_table(table: Any, columns: Sequence[str], text: Collection[str], options: Mapping[str, Any]) -> Any:
@@ -107,7 +113,8 @@ def _from_file(url: str, columns: Sequence[str], text: Collection[str], options:
             except NotFoundError:
                 where = redacted(url)
                 raise NotFoundError(f"there is no table {where!r}: check its path or URL") from None
-            write_table(descriptor, _parsed(data, redacted(url), ending, columns, text))
+            most = store.reading.max_inflated
+            write_table(descriptor, _parsed(data, redacted(url), ending, columns, text, most))
 
         if clients_live_here() or why_not_linux():
             work(None)
@@ -117,13 +124,13 @@ def _from_file(url: str, columns: Sequence[str], text: Collection[str], options:
     return mapped_table(SharedFile.written("fastload-table", write))
 
 
-def _parsed(data: memoryview, url: str, ending: str, columns: Sequence[str], text: Collection[str]) -> Any:
+def _parsed(
+    data: memoryview, url: str, ending: str, columns: Sequence[str], text: Collection[str], most: int
+) -> Any:
+    """The columns, of a table that may be `most` bytes inflated."""
     kind = _KINDS[ending]
     if kind_of(data) == "gzip":
-        try:
-            data = memoryview(gzip.decompress(data))
-        except (OSError, EOFError, zlib.error) as error:
-            raise ArgumentError(f"table {url!r} is cut or damaged: {error}") from error
+        data = _inflated(data, url, most)
     if data[:3] == _BOM:
         data = data[3:]
     found = _kind_of(data)
@@ -134,14 +141,30 @@ def _parsed(data: memoryview, url: str, ending: str, columns: Sequence[str], tex
     try:
         if kind == "CSV":
             return _from_csv(data, "\t" if ending == "tsv" else ",", url, columns, text)
-        return (_from_json if kind == "JSON" else _from_parquet)(data, url, columns)
+        return _from_json(data, url, columns) if kind == "JSON" else _from_parquet(data, url, columns, most)
     except ArgumentError:
         raise
     except _BAD as error:
         raise ArgumentError(
-            f"table {url!r} cannot be read as {kind}: {error}. Mend it, or pass the data frame that "
-            "another program reads"
-        ) from error
+            f"table {url!r} cannot be read as {kind}: {f'{error}'[:300] or type(error).__name__}. Mend it, "
+            "or pass the data frame that another program reads"
+        ) from None
+
+
+def _inflated(data: memoryview, url: str, most: int) -> memoryview:
+    pieces, size, parts = iter([data]), 0, []
+    inflate = Inflater(lambda: next(pieces, None))
+    try:
+        while (part := inflate()) is not None:
+            size += len(part)
+            if size > most:
+                raise ArgumentError(
+                    too_large(f"table {url!r}", size, most).replace("would be", "has at least")
+                )
+            parts.append(part)
+    except DecodeError as error:
+        raise ArgumentError(f"table {url!r} is cut or damaged: {error.message}") from None
+    return memoryview(b"".join(parts))
 
 
 def _kind_of(data: memoryview) -> str:
@@ -226,6 +249,8 @@ def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
     what = f"table {url!r}"
     if bytes(data[:512]).lstrip().startswith(b"["):
         return _from_rows(json.loads(bytes(data)), columns, what)
+    if _is_deep(data):  # Arrow's parser would end this process
+        raise ArgumentError(f"{what} has a line that is nested too deeply")
     reading = lines.ReadOptions(block_size=min(max(len(data), 1), _MOST))
     found = lines.read_json(pa.BufferReader(data), reading)
     _check_columns(found.column_names, columns, what)
@@ -236,11 +261,33 @@ def _from_json(data: memoryview, url: str, columns: Sequence[str]) -> Any:
     return found.select(columns)
 
 
-def _from_parquet(data: memoryview, url: str, columns: Sequence[str]) -> Any:
+def _is_deep(data: memoryview) -> bool:
+    """Whether a line of JSON is nested more deeply than Python's own parser goes."""
+    for line in re.finditer(rb"[^\n]+", data):
+        text = line[0]
+        if text.count(b"[") + text.count(b"{") > _MOST_DEEP:
+            try:
+                json.loads(text)
+            except RecursionError:
+                return True
+            except ValueError:  # Arrow will say what is wrong with it
+                pass
+    return False
+
+
+def _from_parquet(data: memoryview, url: str, columns: Sequence[str], most: int) -> Any:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(pa.BufferReader(data))
     _check_columns(file.schema_arrow.names, columns, f"table {url!r}")
+    leaves, groups = leaf_columns(file.metadata, columns), range(file.metadata.num_row_groups)
+    try:
+        source = pa.BufferReader(data)
+        size = sum(decoded_bytes(file.metadata, group, leaves, source, most) for group in groups)
+    except DecodeError as error:
+        raise ArgumentError(f"table {url!r} is cut or damaged: {error.message}") from None
+    if size > most:
+        raise ArgumentError(too_large(f"table {url!r}", size, most))
     return file.read(columns=list(columns))
 
 

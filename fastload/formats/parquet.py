@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastload.errors import DecodeError
+from fastload.formats.parquet_pages import decoded_bytes
+from fastload.formats.pieces import too_large
 
 __all__ = [
     "TAIL",
@@ -138,25 +140,31 @@ def statistics(
 
 
 def read_row_group(
-    metadata: Any, group: int, columns: Sequence[str], pieces: Sequence[tuple[int, Any]], size: int
+    metadata: Any, group: int, columns: Sequence[str], pieces: Sequence[tuple[int, Any]], size: int, most: int
 ) -> Any:
     """Some columns of a row group as a `pyarrow.Table`. Takes the GIL only to find the pieces.
 
     Args:
         pieces: (position in the file, bytes) of what `column_ranges` named, in order.
         size: of the file.
+        most: bytes that the columns may take once they are decoded.
 
     Raises:
-        DecodeError: its bytes are damaged, or packed by a codec that pyarrow does not have.
+        DecodeError: its bytes are damaged, packed by a codec that pyarrow does not have, or would take more.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         source = _Pieces(pieces, size)
+        decoded = decoded_bytes(metadata, group, leaf_columns(metadata, columns), source, most)
+        if decoded > most:
+            raise DecodeError(too_large(f"row group {group}", decoded, most))
         with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file:
             return file.read_row_group(group, columns=list(columns), use_threads=False)
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except DecodeError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise DecodeError(f"row group {group} cannot be read: {_first_line(error)}") from error
 
 

@@ -11,9 +11,20 @@ from typing import NamedTuple
 
 from fastload.errors import DecodeError
 
-__all__ = ["MOST_UNKNOWN", "Pieces", "Record", "Splitter"]
+__all__ = ["MAX_INFLATED", "Pieces", "Record", "Splitter", "too_large"]
 
-MOST_UNKNOWN = 1 << 30  # bytes of a record of a compressed shard, whose inflated size is not known in advance
+# Bytes that compressed or encoded data may become: a record of a compressed shard, a row group, a table. The
+# storage option "max_inflated" sets it.
+MAX_INFLATED = 512 << 20
+_LARGE = 32 << 20  # bytes of a request whose pieces are moved together, not copied
+
+
+def too_large(what: str, size: int, most: int) -> str:
+    """Return the words for data that would become larger than the storage option allows."""
+    return (
+        f"{what} would be {size:,} bytes inflated, more than max_inflated={most:,}: if the data is sound, "
+        f"give storage_options={{'max_inflated': {size}}}"
+    )
 
 
 class Record(NamedTuple):
@@ -66,6 +77,9 @@ class Pieces:
             return self._first[self._at : stop]
         if n > self.available:
             return None
+        if n > _LARGE:
+            self._move_together(n)
+            return self._first[:n]
         if n > len(self._joined):
             # Twice as many as before: a request that grows by a header at a time would copy all at each.
             self._joined = self._join(min(self.available, max(n, 2 * len(self._joined))))
@@ -82,6 +96,19 @@ class Pieces:
             self._first, self._at = self._others.popleft(), 0
             left = len(self._first)
         self._at += n
+
+    def _move_together(self, n: int) -> None:
+        """Make one piece of those with the next `n` bytes. Each is let go once it is copied."""
+        whole, size = [self._first[self._at :]], len(self._first) - self._at
+        while size < n:
+            whole.append(self._others.popleft())
+            size += len(whole[-1])
+        self._first, self._at, self._joined = memoryview(bytearray(size)), 0, memoryview(b"")
+        at = 0
+        for number, piece in enumerate(whole):
+            self._first[at : at + len(piece)] = piece
+            at += len(piece)
+            whole[number] = memoryview(b"")
 
     def _join(self, n: int) -> memoryview:
         """A copy of the next `n` bytes. The pieces stay, so that later bytes are not copied too."""
@@ -104,11 +131,13 @@ class Splitter(ABC):
 
     Attributes:
         over: no record follows, whatever bytes may.
+        max_inflated: bytes of a record where the end of the shard is unknown.
     """
 
     def __init__(self, offset: int, end: int | None) -> None:
         self._pieces = Pieces(offset)
         self._end = end
+        self.max_inflated = MAX_INFLATED
         self.over = False
 
     def feed(self, piece: memoryview) -> None:

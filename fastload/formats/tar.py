@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from fastload.errors import DecodeError
 from fastload.formats.compression import hint
-from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
+from fastload.formats.pieces import Record, Splitter, too_large
 
 __all__ = ["BLOCK", "Member", "TarSplitter", "read_members", "read_sample", "sample_name"]
 
@@ -108,8 +108,8 @@ class TarSplitter(Splitter):
 
     def _check_end(self, end: int) -> None:
         if self._end is None:
-            if end > MOST_UNKNOWN:
-                raise DecodeError(f"a sample of {end:,} bytes is more than the limit, {MOST_UNKNOWN:,}")
+            if end > self.max_inflated:
+                raise DecodeError(too_large("a sample", end, self.max_inflated))
         elif self._pieces.offset + end > self._end:
             raise DecodeError(
                 f"a member reaches to byte {self._pieces.offset + end:,} of a shard that ends at "

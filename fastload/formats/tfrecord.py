@@ -17,7 +17,7 @@ from typing import Any
 
 from fastload.errors import DecodeError
 from fastload.formats.compression import HEAD, hint, masked_crc
-from fastload.formats.pieces import MOST_UNKNOWN, Record, Splitter
+from fastload.formats.pieces import Record, Splitter, too_large
 
 __all__ = ["FOOTER", "HEADER", "TFRecordSplitter", "frame", "masked_crc", "unframe"]
 
@@ -84,8 +84,8 @@ class TFRecordSplitter(Splitter):
 
     def _fitting(self, length: int) -> int:
         if self._end is None:
-            if length > MOST_UNKNOWN:
-                raise DecodeError(f"a record of {length:,} bytes is more than the limit, {MOST_UNKNOWN:,}")
+            if length > self.max_inflated:
+                raise DecodeError(too_large("a record", length, self.max_inflated))
         elif length > self._end - self._pieces.offset - HEADER - FOOTER:
             raise DecodeError(
                 f"a record of {length:,} bytes begins {self._end - self._pieces.offset:,} bytes before the "

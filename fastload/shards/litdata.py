@@ -23,7 +23,7 @@ from fastload.formats.litdata import (
     split_sample,
 )
 from fastload.formats.offset_table import parse_table, table_size
-from fastload.formats.pieces import MOST_UNKNOWN
+from fastload.formats.pieces import too_large
 from fastload.images.decode import decode_pil
 from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
@@ -43,8 +43,8 @@ class _Lit(OwnIndexForm):
 
     name = "litdata-1"
 
-    def __init__(self, counts: dict[str, int], compression: str) -> None:
-        self._counts, self._compression = counts, compression
+    def __init__(self, counts: dict[str, int], compression: str, max_inflated: int) -> None:
+        self._counts, self._compression, self._max_inflated = counts, compression, max_inflated
 
     def own_index(self, store: Store, shard: Shard, wait: Wait) -> RecordOffsets:
         count, compression = self._counts[shard.key], self._compression
@@ -62,7 +62,7 @@ class _Lit(OwnIndexForm):
         return RecordOffsets(parse_table(head, count, None if whole else shard.size), {}, compressed=whole)
 
     def unwrap(self, record: memoryview) -> memoryview:
-        return _inflated(record) if self._compression == "sample" else record
+        return _inflated(record, self._max_inflated) if self._compression == "sample" else record
 
 
 class _Tree(Shape):
@@ -176,7 +176,7 @@ class LitDataset(ShardDataset):
         split = functools.partial(split_sample, names=told.names)
         super().__init__(
             url,
-            _Lit(counts, told.compression),
+            _Lit(counts, told.compression, shards.store.reading.max_inflated),
             ColumnFields(columns, split, rgb_tensor, shape, decode, transform, formats()),
             decode=None if isinstance(decode, Mapping) else decode,
             transform=transform,
@@ -204,13 +204,16 @@ def _ends_with_arrow(store: Store, shard: Shard, head: memoryview, wait: Wait) -
     return bytes(end) == _ARROW
 
 
-def _inflated(record: memoryview) -> memoryview:
-    """The one zstd frame of a sample."""
+def _inflated(record: memoryview, most: int) -> memoryview:
+    """The one zstd frame of a sample, of at most `most` bytes inflated."""
     module = zstd()
     try:
-        inflated = module.ZstdDecompressor().decompress(record, MOST_UNKNOWN)
+        frame = module.ZstdDecompressor()
+        inflated = frame.decompress(record, most)
     except (module.ZstdError, OSError, ValueError, EOFError) as error:
         raise DecodeError(f"the sample cannot be decompressed: {error}") from None
+    if not frame.eof and len(inflated) == most:
+        raise DecodeError(too_large("a sample", most + 1, most))
     return memoryview(inflated)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.inflate import Inflater
 from fastload.formats.offset_table import OffsetSplitter
-from fastload.formats.pieces import MOST_UNKNOWN
+from fastload.formats.pieces import too_large
 from fastload.formats.shard_index import Offsets
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordOffsets, ShardIndex
@@ -62,13 +62,15 @@ def read_own_indexes(
         DecodeError: a shard is not of the kind that is read, or was cut; its key is in the error.
     """
     missing = [number for number in range(len(shards)) if index.get(number) is None]
+    most = shards.store.reading.max_inflated
 
     def read(number: int) -> RecordOffsets:
         shard = shards[number]
         try:
             records = own_index(shards.store, shard, sleep)
-            if records.compressed and records.offsets[:, 1].max(initial=0) > MOST_UNKNOWN:
-                raise DecodeError(f"a sample of it would inflate to more than {MOST_UNKNOWN:,} bytes")
+            largest = int(records.offsets[:, 1].max(initial=0)) if records.compressed else 0
+            if largest > most:
+                raise DecodeError(too_large("a sample", largest, most))
             return records
         except DecodeError as error:
             error.key = shard.key

@@ -275,7 +275,7 @@ def _check_rows(rows: list[int], size: int) -> None:
 def _table(store: Store, shard: Shard, metadata: Any, footer: int, columns: Sequence[str], group: int) -> Any:
     ranges, _ = column_ranges(metadata, group, leaf_columns(metadata, columns), shard.size, footer)
     pieces = [(start, store.read_range(shard.key, start, stop, shard.version)) for start, stop in ranges]
-    return read_row_group(metadata, group, columns, pieces, shard.size)
+    return read_row_group(metadata, group, columns, pieces, shard.size, store.reading.max_inflated)
 
 
 def _difference(one: Any, other: Any) -> str:

@@ -236,7 +236,7 @@ class ShardReader:
         self.ordinal, self.offset = ordinal, offset
         self._stop = None if stop is None else stop[0]
         self._end = shard.size if stop is None else stop[1]
-        self._make_splitter = splitter
+        self._make_splitter, self._max_inflated = splitter, store.reading.max_inflated
         self._splitter: Splitter | None = None  # None: it is not known yet whether the shard is compressed
         self._on_piece = on_piece
         self._on_end = on_end
@@ -295,6 +295,7 @@ class ShardReader:
                 return Record(self.offset, 0, None, DecodeError(error.message))
             if self._splitter is None:
                 self._splitter = self._make_splitter(self.offset, None if self.compressed else self._end)
+                self._splitter.max_inflated = self._max_inflated
             if piece is None:
                 self._drained = True
                 self._splitter.close()

@@ -121,6 +121,7 @@ class RecordSource:
         compressed = self._index.compressed(where.shard)
         end, records = None if compressed else shard.size, self._index.get(where.shard)
         splitter = self._form.splitter(where.offset, end, records)
+        splitter.max_inflated = self.store.reading.max_inflated
         other = False  # whether the damage was in the first bytes, which say whether it is compressed
         try:
             if not where.offset and shard.compressed is None:

@@ -176,7 +176,9 @@ class RowGroups:
         """
         metadata, file = self._metadata(shard, wait), self._files.files[shard]
         with self._decoding:
-            table = read_row_group(metadata, group, self._files.columns, pieces, self._shards[shard].size)
+            most = self._shards.store.reading.max_inflated
+            size = self._shards[shard].size
+            table = read_row_group(metadata, group, self._files.columns, pieces, size, most)
         stops, first = file.row_stops(), int(file.rows[:group].sum())
         if len(table) != file.rows[group]:
             raise DecodeError(f"row group {group} has {len(table):,} rows, not {file.rows[group]:,}")

@@ -18,6 +18,7 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
 )
+from fastload.formats.pieces import MAX_INFLATED
 from fastload.store import retry
 from fastload.store.allowance import Allowance
 from fastload.store.client_process import ClientProcess, clients_live_here
@@ -54,10 +55,12 @@ class Reading(NamedTuple):
         max_requests: in flight from this node, all ranks and workers together; None: found by measuring.
         hedge: request a slow read a second time, if it takes longer than 95 % of the reads, and for at most
             3 % of them.
+        max_inflated: bytes that a compressed record, a row group or a table may become in memory.
     """
 
     max_requests: int | None = None
     hedge: bool = False
+    max_inflated: int = MAX_INFLATED
 
 
 Page = list[ObjectInfo]  # a name of its own, since `list` is a method below

@@ -9,6 +9,7 @@ import reprlib
 from typing import Any
 
 from fastload.errors import ArgumentError
+from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.platform import need_linux
 from fastload.metrics.units import parse_size
 from fastload.store.allowance import Allowance, Limits
@@ -53,6 +54,10 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
             all ranks and workers together (default: found by measuring, at most 1,024), and `hedge=True`: a
             read that takes longer than 95 % of the reads is requested a second time, for at most 3 % of them.
 
+            `max_inflated` (a number, or text such as "2GB"; default 512 MiB) is the most that a record of a
+            compressed shard, a row group or a table may become in memory. What would become more is a
+            `DecodeError`, before the memory is taken.
+
             `max_gets` and `max_egress` limit what is asked of the store as long as it is open, by all
             processes of one trainer: GETs and HEADs, and bytes (a number, or text such as "50GB"). The
             request that would pass a limit is not made; it raises `LimitError`. Repeated requests count, and
@@ -79,11 +84,12 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
 def _reading(options: dict[str, Any]) -> Reading:
     """Take the options that are for the loader out of `options`."""
     most, hedge = options.pop("max_requests", None), options.pop("hedge", False)
+    inflated = parse_size(options.pop("max_inflated", MAX_INFLATED), "storage option max_inflated")
     if most is not None and (not isinstance(most, int) or most < 1):
         raise ArgumentError(f"storage option max_requests must be a whole number >= 1, found {most!r}")
     if not isinstance(hedge, bool):
         raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
-    return Reading(most, hedge)
+    return Reading(most, hedge, inflated)
 
 
 def limited_together(options: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""Small files that would become large are refused in words, before the memory is taken."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fastload import DataLoader, ParquetDataset, TableDataset, TarDataset
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.compression import masked_crc
+from fastload.formats.inflate import zstd
+from tests.patience import PATIENCE
+
+MB = 1 << 20
+CHILD = """
+import json, resource, sys, warnings
+from fastload import DataLoader, LitDataset, ParquetDataset, TableDataset, TarDataset, TFRecordDataset
+import fastload.datasets.table, fastload.shards.row_groups, pyarrow.parquet, pyarrow.csv, pyarrow.json
+
+def peak():
+    both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(who).ru_maxrss for who in both) >> 10
+
+folder = sys.argv[1]
+before = peak()
+try:
+    {call}
+    said = ""
+except Exception as error:
+    said = f"{{type(error).__name__}}: {{error}}"
+print(json.dumps([said, peak() - before]))
+"""
+ROWS = "for row in DataLoader({}, None, collate_fn=lambda row: row): pass"
+
+
+def outcome(folder: Path, call: str) -> tuple[str, int]:
+    """(the error of a call in a process of its own, megabytes that it took)."""
+    code = textwrap.dedent(CHILD).format(call=call)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said, took = json.loads(done.stdout.splitlines()[-1])
+    return said, took
+
+
+def zeros_of_tar(path: Path, size: int) -> None:
+    """A compressed tar of one member of `size` zeros, made piece by piece."""
+    info = tarfile.TarInfo("a.bin")
+    info.size = size
+    with gzip.open(path, "wb", compresslevel=9) as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(size // (16 * MB)):
+            file.write(bytes(16 * MB))
+        file.write(bytes(1024))
+
+
+def tar_gz(folder: Path) -> None:
+    zeros_of_tar(folder / "0.tar.gz", 1024 * MB)
+
+
+def tfrecord_gz(folder: Path) -> None:
+    head = (1 << 30).to_bytes(8, "little")
+    head += masked_crc(head).to_bytes(4, "little")
+    (folder / "0.tfrecord.gz").write_bytes(gzip.compress(head) + gzip.compress(bytes(64 * MB)) * 16)
+
+
+def csv_gz(folder: Path) -> None:
+    (folder / "t.csv.gz").write_bytes(gzip.compress(b"a,b\n") + gzip.compress(b"1,2\n" * (4 * MB)) * 64)
+
+
+def csv_gz_of_one_text(folder: Path) -> None:
+    (folder / "t.csv.gz").write_bytes(gzip.compress(b"a,b\n1,") + gzip.compress(b"x" * (16 * MB)) * 64)
+
+
+def jsonl_gz(folder: Path) -> None:
+    (folder / "t.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * (2 * MB)) * 64)
+
+
+def parquet(folder: Path) -> None:
+    """A dictionary of one value of 4 MB, and 4,000 rows that name it."""
+    values = pa.DictionaryArray.from_arrays(np.zeros(4000, np.int32), pa.array([b"x" * 4 * MB]))
+    pq.write_table(pa.table({"a": values}), folder / "0.parquet", compression="zstd")
+
+
+def parquet_of_lists(folder: Path) -> None:
+    """One row of 2**28 equal numbers."""
+    values = pa.ListArray.from_arrays([0, 1 << 28], pa.array(np.zeros(1 << 28, np.int8)))
+    pq.write_table(pa.table({"a": values}), folder / "0.parquet", compression="zstd")
+
+
+BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "tar.gz": (tar_gz, ROWS.format("TarDataset(folder)"), "DecodeError"),
+    "tfrecord.gz": (tfrecord_gz, ROWS.format("TFRecordDataset(folder, {})"), "DecodeError"),
+    "csv.gz": (csv_gz, "TableDataset(folder + '/t.csv.gz', 'a')", "ArgumentError"),
+    "csv.gz, one text": (csv_gz_of_one_text, "TableDataset(folder + '/t.csv.gz', 'b')", "ArgumentError"),
+    "jsonl.gz": (jsonl_gz, "TableDataset(folder + '/t.jsonl.gz', 'a')", "ArgumentError"),
+    "parquet": (parquet, ROWS.format("ParquetDataset(folder)"), "DecodeError"),
+    "parquet, lists": (parquet_of_lists, ROWS.format("ParquetDataset(folder)"), "DecodeError"),
+    "parquet table": (parquet, "TableDataset(folder + '/0.parquet', 'a')", "ArgumentError"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_small_file_that_becomes_large_is_refused_in_words(kind: str, tmp_path: Path) -> None:
+    make, call, error = BOMBS[kind]
+    make(tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3 * MB
+    said, took = outcome(tmp_path, call)
+    assert said.startswith(error) and "max_inflated=536,870,912" in said and "storage_options" in said, said
+    assert took < 900, f"{took} MB"
+
+
+def rows_of(dataset: Any) -> list[Any]:
+    return list(DataLoader(dataset, None, collate_fn=lambda row: row))
+
+
+@pytest.mark.parametrize("limit", [30_000_000, "20MB"])
+def test_limit_is_set_by_a_storage_option(limit: Any, tmp_path: Path) -> None:
+    zeros_of_tar(tmp_path / "0.tar.gz", 32 * MB)
+    pq.write_table(pa.table({"a": np.zeros(5_000_000)}), tmp_path / "t.parquet", row_group_size=5_000_000)
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(b"a\n" + b"1\n" * 20_000_000))
+    small, large = {"max_inflated": limit}, {"max_inflated": "100MB"}
+    tar = str(tmp_path / "0.tar.gz")
+    with pytest.raises(DecodeError, match="max_inflated="):
+        rows_of(TarDataset(tar, storage_options=small))
+    assert len(rows_of(TarDataset(tar, storage_options=large))) == 1
+    rows = str(tmp_path / "t.parquet")
+    with pytest.raises(DecodeError, match=r"row group 0 would be .* max_inflated="):
+        ParquetDataset(rows, storage_options=small)[0]
+    assert ParquetDataset(rows, storage_options=large)[0]["a"] == 0
+    with pytest.raises(ArgumentError, match=r"table .* max_inflated="):
+        TableDataset(str(tmp_path / "t.csv.gz"), "a", storage_options=small)
+    assert len(TableDataset(str(tmp_path / "t.csv.gz"), "a", storage_options=large)) == 20_000_000
+
+
+@pytest.mark.parametrize("limit", [0, -1, True, "much", 1.5, None])
+def test_limit_that_is_no_size_is_refused(limit: Any, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="storage option max_inflated"):
+        TarDataset(str(tmp_path), storage_options={"max_inflated": limit})
+
+
+def test_long_texts_that_repeat_are_read(tmp_path: Path) -> None:
+    """The dictionary's size times the rows is 25 GB, and the rows are 60 MB."""
+    texts = [f"{number:05} " + "x" * 30 for number in range(20_000)]
+    table = pa.table({"a": pa.array([texts[at * 7 % 20_000] for at in range(1_000_000)])})
+    pq.write_table(table, tmp_path / "0.parquet", row_group_size=1_000_000)
+    assert next(iter(ParquetDataset(str(tmp_path))))["a"] == texts[0]
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("codec", ["none", "snappy", "gzip", "zstd", "lz4", "brotli"])
+def test_pages_of_every_codec_and_version_are_measured(codec: str, version: str, tmp_path: Path) -> None:
+    columns = {
+        "text": [f"{at % 50}" * 20 for at in range(3000)],
+        "bytes": [bytes([at % 256]) * 100 for at in range(3000)],
+        "list": [list(range(at % 5)) for at in range(3000)],
+        "null": [None if at % 3 else str(at) for at in range(3000)],
+        "bool": [at % 2 == 0 for at in range(3000)],
+    }
+    path = tmp_path / "0.parquet"
+    pq.write_table(pa.table(columns), path, compression=codec, data_page_version=version, data_page_size=2000)
+    rows = list(ParquetDataset(str(path)))
+    assert [row["text"] for row in rows] == columns["text"] and len(rows) == 3000
+
+
+def test_zstd_sample_that_becomes_large_is_refused() -> None:
+    from fastload.shards.litdata import _inflated
+
+    bomb = zstd().compress(bytes(8 * MB))
+    assert len(_inflated(memoryview(bomb), 8 * MB)) == 8 * MB
+    with pytest.raises(DecodeError, match="max_inflated="):
+        _inflated(memoryview(bomb), 8 * MB - 1)
+
+
+def test_json_that_no_parser_takes_is_an_error_of_the_table(tmp_path: Path) -> None:
+    deep = {"lines": b"[" * 200_000, "objects": b'{"a":' * 200_000, "array": b'[{"a":' + b"[" * 200_000}
+    for name, body in deep.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(body if name == "array" else b'{"a": ' + body + b"\n")
+        with pytest.raises(ArgumentError, match=f"{name}.jsonl"):
+            TableDataset(str(path), "a")
+
+
+def test_damaged_parquet_table_is_an_error_of_the_table(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"a": list(range(1000)), "b": ["x" * 20] * 1000}), file)
+    body, path = file.getvalue(), tmp_path / "t.parquet"
+    for at in range(4, len(body), 97):
+        path.write_bytes(body[:at] + bytes([body[at] ^ 0x55]) + body[at + 1 :])
+        try:
+            len(TableDataset(str(path), ("a", "b")))
+        except ArgumentError as error:
+            assert "t.parquet" in str(error) and "Traceback" not in str(error)
