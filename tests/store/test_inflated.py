@@ -104,7 +104,7 @@ def parquet_of_lists(folder: Path) -> None:
 
 BOMBS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "tar.gz": (tar_gz, ROWS.format("TarDataset(folder)"), "DecodeError"),
-    "tfrecord.gz": (tfrecord_gz, ROWS.format("TFRecordDataset(folder, {})"), "DecodeError"),
+    "tfrecord.gz": (tfrecord_gz, ROWS.format("TFRecordDataset(folder, {'a': bytes})"), "DecodeError"),
     "csv.gz": (csv_gz, "TableDataset(folder + '/t.csv.gz', 'a')", "ArgumentError"),
     "csv.gz, one text": (csv_gz_of_one_text, "TableDataset(folder + '/t.csv.gz', 'b')", "ArgumentError"),
     "jsonl.gz": (jsonl_gz, "TableDataset(folder + '/t.jsonl.gz', 'a')", "ArgumentError"),
