@@ -50,7 +50,9 @@ def cases(seed: int, few: int) -> Iterator[Case]:
             yield Case(name, title, seed, attack)
 
 
-def judged(chosen: Iterator[Case], seconds: float | None = None, processes: int | None = None) -> Iterator[tuple[Case, Outcome]]:
+def judged(
+    chosen: Iterator[Case], seconds: float | None = None, processes: int | None = None
+) -> Iterator[tuple[Case, Outcome]]:
     """Each case with its outcome, as they come; no more are begun after so many seconds."""
     end = None if seconds is None else time.monotonic() + seconds
     done: queue.Queue[tuple[Case, Outcome] | BaseException | None] = queue.Queue()
@@ -117,7 +119,9 @@ def main() -> int:
         if fault:
             print(fault, flush=True)
         elif options.show:
-            print(f"{case.reader}: {case.attack}: {outcome.seconds:.2f} s, {outcome.memory >> 20} MB, {outcome.said:.300}")
+            print(
+                f"{case.reader}: {case.attack}: {outcome.seconds:.2f} s, {outcome.memory >> 20} MB, {outcome.said:.300}"
+            )
     print(f"hostile: {count} cases from seed {options.seed}, {faults} faults")
     return 1 if faults else 0
 

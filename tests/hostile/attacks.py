@@ -7,9 +7,11 @@ retyped     JSON with another value, of another type or size, at one place
 
 from __future__ import annotations
 
+import bz2
 import copy
 import functools
 import gzip
+import io
 import json
 import random
 import re
@@ -19,7 +21,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import bz2
 import numpy as np
 import pyarrow as pa
 
@@ -50,8 +51,8 @@ def attacks(name: str, reader: Reader, rng: random.Random, few: int) -> Iterator
         for kind, change in (("damaged", damaged), ("retyped", retyped)):
             if change is damaged or _json_of(data) is not None:
                 yield f"{kind} {number}", functools.partial(change, data, seed)
-        if name in _INNER:
-            yield f"inner {number}", lambda s=seed: _INNER[name][1](damaged(_INNER[name][0](), s))
+        for kind, (inner, wrap) in _INNER.get(name, {}).items():
+            yield f"{kind} {number}", lambda i=inner, w=wrap, s=seed: w(damaged(i(), s))
 
 
 def damaged(data: bytes, seed: int) -> bytes:
@@ -67,7 +68,9 @@ def damaged(data: bytes, seed: int) -> bytes:
         found = list(re.finditer(rb"\d+", data[: 1 << 16]))
         if found:
             one = rng.choice(found)
-            digits = rng.choice([b"-1", b"0", b"9" * len(one[0]), b"9223372036854775808", b"9" * 5000, b"NaN", b"1e999"])
+            digits = rng.choice(
+                [b"-1", b"0", b"9" * len(one[0]), b"9223372036854775808", b"9" * 5000, b"NaN", b"1e999"]
+            )
             return data[: one.start()] + digits + data[one.end() :]
     changed = bytearray(data)
     for _ in range(rng.randint(1, 4)):
@@ -152,7 +155,9 @@ def _tar() -> dict[str, Attack]:
     long = tar_header("x", 100_000, b"L") + b"n" * 100_352
     return found | {
         "chain of long names": lambda: long * 30 + good + end,
-        "long pax": lambda: tar_header("x", 900_000, b"x") + b"9 a=bcde\n" * 100_000 + bytes(224) + good + end,
+        "long pax": lambda: (
+            tar_header("x", 900_000, b"x") + b"9 a=bcde\n" * 100_000 + bytes(224) + good + end
+        ),
         "many small members": lambda: b"".join(tar_header(f"{n}.txt", 0) for n in range(2000)) + end,
         "one sample of many members": lambda: b"".join(tar_header(f"a.{n}", 0) for n in range(2000)) + end,
         "members of one name": lambda: good * 1000 + end,
@@ -160,7 +165,9 @@ def _tar() -> dict[str, Attack]:
         "negative size": lambda: _negative() + end,
         "skipped members": lambda: tar_header(".x", 0) * 3000 + good + end,
         "name of dots": lambda: b"".join(tar_header("." * n + "/a.b", 0) for n in range(1, 90)) + end,
-        "deep JSON": lambda: tar_header("a.json", DEEP) + (b"[" * DEEP).ljust(-(-DEEP // 512) * 512, b"\0") + end,
+        "deep JSON": lambda: (
+            tar_header("a.json", DEEP) + (b"[" * DEEP).ljust(-(-DEEP // 512) * 512, b"\0") + end
+        ),
     }
 
 
@@ -212,7 +219,9 @@ def _records() -> dict[str, Attack]:
         "empty records": lambda: of.tfrecord(*[b""] * 2000),
         "one sound size, no record": lambda: of.tfrecord()[:12],
         "an Example of empty features": lambda: of.tfrecord(many, b"\x0a\xc0\x9a\x0c" + many),
-        "an Example of one name": lambda: of.tfrecord(b"\x0a" + _varint(len(one := b"\x0a\x07\x0a\x05label" * 20_000)) + one),
+        "an Example of one name": lambda: of.tfrecord(
+            b"\x0a" + _varint(len(one := b"\x0a\x07\x0a\x05label" * 20_000)) + one
+        ),
         "a varint without end": lambda: of.tfrecord(b"\xff" * 100_000),
     }
 
@@ -222,19 +231,19 @@ def _varint(value: int) -> bytes:
 
 
 def _parquet() -> dict[str, Attack]:
+    def bomb(value: Any, rows: int) -> bytes:
+        images = repeated(value, rows)
+        point = pa.ListArray.from_arrays(np.arange(0, 2 * rows + 1, 2, "i4"), np.ones(2 * rows))
+        numbers = np.zeros(rows, "i8")
+        columns = {"image": images, "label": numbers, "p": point, "key": images, "name": repeated("n", rows)}
+        # Without Arrow's own schema the columns are no dictionaries, and each row holds the value.
+        return of.parquet(pa.table(columns), row_group_size=rows, compression="zstd", store_schema=False)
+
     def repeated(value: Any, rows: int) -> Any:
         return pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, "i4")), pa.array([value]))
 
-    def bomb(value: Any, rows: int) -> bytes:
-        images = repeated(value, rows)
-        point = pa.array([[1.0, 2.0]] * rows)
-        rows_of = {"image": images, "label": np.arange(rows), "p": point, "key": images, "name": repeated("n", rows)}
-        return of.parquet(pa.table(rows_of), row_group_size=rows, compression="zstd")
-
-    def promised(rows: int) -> bytes:
-        same = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, "i4")), pa.array([b"x"]))
-        data = {"image": same, "label": np.zeros(rows, "i8"), "p": same, "key": same}
-        return of.parquet(pa.table(data), row_group_size=rows, compression="zstd")
+    def odd(**columns: Any) -> bytes:
+        return of.parquet(pa.table({"image": [b""], "label": [1], "p": [[1.0]], "key": ["k"]} | columns))
 
     nested: Any = pa.int8()
     for _ in range(300):
@@ -242,17 +251,21 @@ def _parquet() -> dict[str, Attack]:
     return {
         "a large value in each row": lambda: bomb(b"y" * (4 * MB), 300),
         "a large text in each row": lambda: bomb("y" * (4 * MB), 300),
-        "many rows of one value": lambda: promised(3_000_000),
-        "deep types": lambda: of.parquet(pa.table({"image": pa.array([None], nested), "label": [1], "p": [1], "key": ["k"]})),
-        "two columns of a name": lambda: of.parquet(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["label", "label"])),
+        "many rows of one value": lambda: bomb(b"x", 1_000_000),
+        "deep types": lambda: odd(image=pa.array([None], nested)),
+        "two columns of a name": lambda: of.parquet(
+            pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["label", "label"])
+        ),
         "a footer of 2 GB": lambda: b"PAR1" + bytes(64) + struct.pack("<I", 2**31 - 1) + b"PAR1",
-        "many columns": lambda: of.parquet(pa.table({f"c{n}": [1] for n in range(1000)} | {"image": [b""], "label": [1], "p": [1], "key": ["k"]})),
+        "many columns": lambda: odd(**{f"c{n}": [1] for n in range(1000)}),
     }
 
 
 def _csv() -> dict[str, Attack]:
     return {
-        "many columns": lambda: b",".join([b"key,label"] + [b"c%d" % n for n in range(20_000)]) + b"\n" + b"1," * 20_001 + b"1\n",
+        "many columns": lambda: (
+            b",".join([b"key,label"] + [b"c%d" % n for n in range(20_000)]) + b"\n" + b"1," * 20_001 + b"1\n"
+        ),
         "two columns of a name": lambda: b"key,label,label\na,1,2\n",
         "an open quote": lambda: b'key,label\n"' + b"a,1\n" * 200_000,
         "a header of quotes": lambda: b'"' * 500_001 + b"\n1,2\n",
@@ -267,9 +280,13 @@ def _csv_bombs() -> dict[str, Attack]:
     line = b"a" * MB + b",1\n"
     return {
         "a bomb of long rows": lambda: gzip.compress(b"key,label\n") + gzip.compress(line * 16) * 60,
-        "a bomb of short rows": lambda: gzip.compress(b"key,label\n") + gzip.compress(b"a,1\n" * (4 * MB)) * 60,
+        "a bomb of short rows": lambda: (
+            gzip.compress(b"key,label\n") + gzip.compress(b"a,1\n" * (4 * MB)) * 60
+        ),
         "a bomb of zeros": lambda: zeros(gzip.compress, 960 * MB, b"key,label\n"),
-        "empty members": lambda: gzip.compress(b"", mtime=0) * (2 * MB // 20) + gzip.compress(b"key,label\na,1\n"),
+        "empty members": lambda: (
+            gzip.compress(b"", mtime=0) * (2 * MB // 20) + gzip.compress(b"key,label\na,1\n")
+        ),
     }
 
 
@@ -295,7 +312,11 @@ def _json() -> dict[str, Attack]:
 
 
 def _deep_text() -> dict[str, Attack]:
-    return {"deep": lambda: b"[" * DEEP, "deep objects": lambda: b'{"a":' * DEEP, "a long number": lambda: b"[" + b"9" * 5000 + b"]"}
+    return {
+        "deep": lambda: b"[" * DEEP,
+        "deep objects": lambda: b'{"a":' * DEEP,
+        "a long number": lambda: b"[" + b"9" * 5000 + b"]",
+    }
 
 
 def _header(text: str) -> bytes:
@@ -308,15 +329,24 @@ def _npy() -> dict[str, Attack]:
     shapes = {"deep": "(" * 400 + ")" * 400, "negative": "(-5,)", "large": "(9223372036854775808,)", "text": "('x',)",
               "many": "(" + "1," * 400 + ")", "float": "(1.5,)", "product": "(4294967296, 4294967296)", "zero": "(0,)"}  # fmt: skip
     line = "{'descr': '<u2', 'fortran_order': False, 'shape': %s, }"
-    found: dict[str, Attack] = {f"a shape: {name}": lambda s=shape: _header(line % s) for name, shape in shapes.items()}
+    found: dict[str, Attack] = {
+        f"a shape: {name}": lambda s=shape: _header(line % s) for name, shape in shapes.items()
+    }
     types = ["|O", "<M8[s]", "V99999999", "[('a', '<u2')]", "<u2,<u2", "9" * 300, "<f8", "|S2147483647"]
-    found |= {f"type {one[:12]}": lambda t=one: _header(f"{{'descr': {t!r}, 'fortran_order': False, 'shape': (4,)}}") for one in types}
+    found |= {
+        f"type {one[:12]}": lambda t=one: _header(
+            f"{{'descr': {t!r}, 'fortran_order': False, 'shape': (4,)}}"
+        )
+        for one in types
+    }
     return found
 
 
 def _llm_c() -> dict[str, Attack]:
     return {
-        f"{tokens} tokens": lambda t=tokens: np.array([20240520, 1, t], "<i4").tobytes().ljust(1024, b"\0") + bytes(128)
+        f"{tokens} tokens": lambda t=tokens: (
+            np.array([20240520, 1, t], "<i4").tobytes().ljust(1024, b"\0") + bytes(128)
+        )
         for tokens in (-1, 0, 2**31 - 1)
     }
 
@@ -349,8 +379,12 @@ def _png() -> dict[str, Attack]:
         "2**31 x 2**31": lambda: sized(2**31 - 1, 2**31 - 1),
         "13000 x 13000": lambda: sized(13000, 13000, zlib.compress(bytes(1000))),
         "a row too long": lambda: sized(2**31 - 1, 1, plain),
-        "a bomb of text": lambda: sized(16, 16, plain, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(256 * MB)))),
-        "a bomb of a profile": lambda: sized(16, 16, plain, chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(256 * MB)))),
+        "a bomb of text": lambda: sized(
+            16, 16, plain, chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(256 * MB)))
+        ),
+        "a bomb of a profile": lambda: sized(
+            16, 16, plain, chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(256 * MB)))
+        ),
         "a bomb of pixels": lambda: sized(16, 16, zlib.compress(bytes(256 * MB))),
         "chain of chunks": lambda: sized(16, 16, plain, chunk(b"tEXt", b"a\0b") * 50_000),
         "an odd depth": lambda: sized(16, 16, plain, depth=255),
@@ -425,17 +459,27 @@ def _packs() -> dict[str, Attack]:
         "sources: lists": b'{"sources": [[1]]}', "many sources": json.dumps({"sources": list(range(100_000))}).encode(),
     }  # fmt: skip
     good = of.packed()
-    found: dict[str, Attack] = {f"head: {name}": lambda h=head: good | of.packed(h, payload=b"y" * 99) for name, head in heads.items()}
+    found: dict[str, Attack] = {
+        f"head: {name}": lambda h=head: good | of.packed(h, payload=b"y" * 99) for name, head in heads.items()
+    }
     lengths = {"beyond the pack": [2**32 - 1], "2**32 records' sum": [2**31, 2**31], "none": [0] * 1000}
     for name, sizes in lengths.items():
-        records = np.array([(bytes([n % 256] * 16), size, 0) for n, size in enumerate(sizes)], of.pack._RECORDS)
+        records = np.array(
+            [(bytes([n % 256] * 16), size, 0) for n, size in enumerate(sizes)], of.pack._RECORDS
+        )
         found[f"lengths: {name}"] = lambda r=records: good | of.packed(records=r)
     size = 1 << 30
     return found | {
         "an index of 1 GB": lambda: good | {f"packs/{'0' * 32}-{size}.pack": size},
-        "eight indexes of 256 MB": lambda: good | {f"packs/{n:032x}-{size >> 2}.pack": size >> 2 for n in range(8)},
-        "names of other sizes": lambda: good | {f"packs/{'0' * 32}-{n}.pack": 100 for n in (0, 1, 23, 24, 101, 10**12 - 1)},
-        "one record twice": lambda: good | of.packed(records=np.array([(bytes(16), 9, 0)] * 11, of.pack._RECORDS)),
+        "eight indexes of 256 MB": lambda: (
+            good | {f"packs/{n:032x}-{size >> 2}.pack": size >> 2 for n in range(8)}
+        ),
+        "names of other sizes": lambda: (
+            good | {f"packs/{'0' * 32}-{n}.pack": 100 for n in (0, 1, 23, 24, 101, 10**12 - 1)}
+        ),
+        "one record twice": lambda: (
+            good | of.packed(records=np.array([(bytes(16), 9, 0)] * 11, of.pack._RECORDS))
+        ),
     }
 
 
@@ -462,8 +506,25 @@ def _logs() -> dict[str, Attack]:
     return {name: lambda f=frame: header(0) + f for name, frame in frames.items()}
 
 
-def _squeezed_bombs(squeeze: Callable[[bytes], bytes]) -> dict[str, Attack]:
-    return {"a bomb": lambda: zeros(squeeze, 960 * MB), "empty members": lambda: squeeze(b"") * (MB // len(squeeze(b"")))}
+def _squeezed_bombs(name: str, squeeze: Callable[[bytes], bytes]) -> dict[str, Attack]:
+    reader = of.readers()[name]
+
+    def told(body: bytes, size: int) -> Files:
+        """With an index.json that says the sizes which are there."""
+        index = json.loads(reader.example()["index.json"])
+        for shard in index.get("shards", [])[:1]:
+            shard["zip_data"]["bytes"], shard["raw_data"]["bytes"] = len(body), size
+        for chunk in index.get("chunks", [])[:1]:
+            chunk["chunk_bytes"] = size
+        return reader.example() | {reader.attacked: body, "index.json": json.dumps(index).encode()}
+
+    size = 960 * MB
+    whole = struct.pack("<IIII", 1, 12, size, 0)  # one sample in all of it
+    empty = squeeze(b"")
+    return {
+        "a bomb": lambda: told(zeros(squeeze, size, whole), size),
+        "empty members": lambda: told(empty * (2 * MB // len(empty)), size),
+    }
 
 
 _MADE: dict[str, Callable[[], dict[str, Attack]]] = {
@@ -488,25 +549,78 @@ _MADE: dict[str, Callable[[], dict[str, Attack]]] = {
     "answer": _answers,
     "pack": _packs,
     "sample log": _logs,
-    "mds-gz": lambda: _squeezed_bombs(gzip.compress),
-    "mds-bz2": lambda: _squeezed_bombs(bz2.compress),
-    "mds-zstd|lit-chunk": lambda: _squeezed_bombs(zstd().compress),
-}
-# Reader -> (what stands inside its file, and what puts it there with right sizes and checksums).
-_INNER: dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes | Files]]] = {
-    "tfrecord": (of.example, lambda data: of.tfrecord(data, of.example())),
-    "tar.gz": (of.tar, gzip.compress),
-    "pack": (lambda: b'{"sources": ["file:/data"]}', lambda data: of.packed(data.replace(b"\n", b" "))),
-    "tar": (of.jpeg, lambda data: _in_tar(data)),
+    "mds-gz": lambda: _squeezed_bombs("mds-gz", gzip.compress),
+    "mds-bz2": lambda: _squeezed_bombs("mds-bz2", bz2.compress),
+    "mds-zstd": lambda: _squeezed_bombs("mds-zstd", zstd().compress),
+    "lit-chunk": lambda: _squeezed_bombs("lit-chunk", zstd().compress),
 }
 
 
 def _in_tar(data: bytes) -> bytes:
-    import io
-
     file = io.BytesIO()
     writer = of.TarWriter(file)
     for key, content in (("a", data), ("b", of.jpeg())):
         writer.write(key, {"jpg": content, "cls": b"1", "json": b"{}"})
     writer.close()
     return file.getvalue()
+
+
+def _with_sums(data: bytes) -> bytes:
+    """A tar of such headers, each followed by the file of the example's first member."""
+    out = b""
+    for at in range(0, len(data), 512):
+        head = data[at : at + 512].ljust(512, b"\0")
+        total = sum(head) - sum(head[148:156]) + 8 * 32
+        out += head[:148] + b"%06o\0 " % total + head[156:] + of.tar()[512:2048]
+    return out + of.tar()
+
+
+def _with_index(name: str, shard: bytes) -> Files:
+    """The shard in place of the first one, of the size that index.json says."""
+    squeeze: Callable[[bytes], bytes] = {"mds-gz": gzip.compress, "mds": bytes}[name]
+    example = of.readers()[name].example()
+    index = json.loads(example["index.json"])
+    first = index["shards"][0]
+    first["raw_data"]["bytes"] = len(shard)
+    body = squeeze(shard)
+    if first["zip_data"]:
+        first["zip_data"]["bytes"] = len(body)
+    return example | {of.readers()[name].attacked: body, "index.json": json.dumps(index).encode()}
+
+
+def _shard_of(name: str) -> bytes:
+    reader = of.readers()[name]
+    body = reader.example()[reader.attacked]
+    assert isinstance(body, bytes)
+    return gzip.decompress(body) if name.endswith("gz") else body
+
+
+def _chunks_with_sums(data: bytes) -> bytes:
+    """A PNG of these chunks, each with its right checksum."""
+    out, at = data[:8], 8
+    while at + 12 <= len(data):
+        size = min(int.from_bytes(data[at : at + 4], "big"), len(data) - at - 12)
+        body = data[at + 4 : at + 8 + size]
+        out += data[at : at + 4] + body + struct.pack(">I", zlib.crc32(body))
+        at += 12 + size
+    return out
+
+
+# Reader -> kind -> (what stands inside its file, and what puts it there with right sizes and checksums).
+_INNER: dict[str, dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes | Files]]]] = {
+    "tfrecord": {"Example": (of.example, lambda data: of.tfrecord(data, of.example()))},
+    "tfrecord.gz": {"shard": (of.tfrecord, gzip.compress)},
+    "tar.gz": {"shard": (of.tar, gzip.compress)},
+    "tar": {"picture": (of.jpeg, _in_tar), "headers": (lambda: (of.tar()[:512] * 3), _with_sums)},
+    "mds": {"shard": (lambda: _shard_of("mds"), lambda data: _with_index("mds", data))},
+    "mds-gz": {"shard": (lambda: _shard_of("mds-gz"), lambda data: _with_index("mds-gz", data))},
+    "png": {"chunks": (lambda: of.pictures()["png"], _chunks_with_sums)},
+    "pack": {
+        "head": (lambda: b'{"sources": ["file:/data"]}', lambda data: of.packed(data.replace(b"\n", b" "))),
+        "records": (lambda: bytes(28) * 3, lambda data: of.packed(records=np.frombuffer(data[: len(data) // 28 * 28], of.pack._RECORDS))),
+    },
+    "sample log": {
+        "step": (lambda: _STEP.pack(0, 0, 0, 1, 4) + bytes(12), lambda data: of.log() + _framed(b"S", data)),
+        "run": (lambda: RunBegins(0, 1.0, 1).dump()[12:], lambda data: header(0) + _framed(b"R", data) + of.log()[16:]),
+    },
+}  # fmt: skip

@@ -136,7 +136,11 @@ def _attempt(reader: Any, folder: str, seconds: float, sender: int) -> NoReturn:
             said = f"read {reader.read(Path(folder))!s:.200}"
     except FastloadError as error:
         said = f"{type(error).__name__}: {error!s:.400}"
-        if "Traceback (most recent" in str(error) or " process ended" in said or " process was killed" in said:
+        if (
+            "Traceback (most recent" in str(error)
+            or " process ended" in said
+            or " process was killed" in said
+        ):
             fault = f"a {type(error).__name__} that wraps another error: {str(error)[-400:]}"
     except BaseException as error:
         said = "".join(traceback.format_exception(error))[-1500:]
