@@ -11,43 +11,40 @@ import itertools
 import os
 import queue
 import random
+import shlex
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.hostile.attacks import Attack, attacks
+from tests.hostile.attacks import attacks
 from tests.hostile.oracle import Outcome, Server
 from tests.hostile.readers import Files, readers
 
 
 class Case(NamedTuple):
-    """An attack on a reader."""
+    """An attack on a reader: files of the attacker beside those of the example."""
 
     reader: str
     attack: str
     seed: int
-    make: Attack
+    files: Files
 
     def __str__(self) -> str:
-        command = f"python -m tests.hostile --seed {self.seed} --case {f'{self.reader}: {self.attack}'!r}"
-        return f"reader {self.reader!r}, attack {self.attack!r} ({command})"
-
-    def files(self) -> Files:
-        reader = readers()[self.reader]
-        found = self.make()
-        return reader.example() | (found if isinstance(found, dict) else {reader.attacked: found})
+        name = shlex.quote(f"{self.reader}: {self.attack}")
+        return f"{self.reader}: {self.attack} (python -m tests.hostile --seed {self.seed} --case {name})"
 
 
-def cases(seed: int, few: int) -> Iterator[Case]:
-    """The cases of a seed, with so many of each random kind; each reader's examples first."""
+def cases(seed: int, few: int, only: str = "") -> Iterator[Case]:
+    """The cases of a seed, with so many of each random kind; each reader's example first."""
     for name, reader in readers().items():
-        yield Case(name, "none", seed, dict)
-        rng = random.Random(zlib.crc32(f"{seed} {name}".encode()))
-        for title, attack in attacks(name, reader, rng, few):
-            yield Case(name, title, seed, attack)
+        if only and only.partition(": ")[0] not in name:
+            continue
+        rng = random.Random(f"{seed} {name}")
+        for title, files in itertools.chain([("none", {})], attacks(name, reader, rng, few)):
+            if only in f"{name}: {title}":
+                yield Case(name, title, seed, reader.example() | files)
 
 
 def judged(
@@ -66,7 +63,7 @@ def judged(
                     case = next(chosen, None)
                 if case is None:
                     break
-                done.put((case, server.judge(case.reader, case.files())))
+                done.put((case, server.judge(case.reader, case.files)))
             done.put(None)
         except BaseException as error:
             done.put(error)
@@ -106,23 +103,16 @@ def main() -> int:
     parser.add_argument("--show", action="store_true", help="print every outcome")
     options = parser.parse_args()
     rounds = [options.seed] if options.case else itertools.count(options.seed)
-    chosen = (
-        case
-        for seed in rounds
-        for case in cases(seed, options.few)
-        if (not options.case or options.case in f"{case.reader}: {case.attack}")
-    )
+    chosen = (case for seed in rounds for case in cases(seed, options.few, options.case or ""))
     count, faults = 0, 0
     for case, outcome in judged(chosen, None if options.case else options.seconds):
         fault = fault_of(case, outcome)
         count, faults = count + 1, faults + bool(fault)
-        if fault:
-            print(fault, flush=True)
-        elif options.show:
-            print(
-                f"{case.reader}: {case.attack}: {outcome.seconds:.2f} s, {outcome.memory >> 20} MB, {outcome.said:.300}"
-            )
-    print(f"hostile: {count} cases from seed {options.seed}, {faults} faults")
+        if fault or options.show:
+            used = f"{outcome.seconds:.2f} s, {outcome.memory >> 20} MB: {outcome.said:.300}"
+            sys.stdout.write((fault or f"{case.reader}: {case.attack}: {used}") + "\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"hostile: {count} cases from seed {options.seed}, {faults} faults\n")
     return 1 if faults else 0
 
 

@@ -1,8 +1,8 @@
 """One case: a reader gets files of an attacker in a process of its own, which is measured and judged.
 
-A server has all imported and starts no thread; it forks for each case, so that a case costs some milliseconds,
-and what it takes is its own. Measured are the processor time and the peak of memory of that process and of
-those that it started: a busy machine makes no case fail.
+A server has all imported and starts no thread; it forks for each case, so that a case costs some
+milliseconds, and what it takes is its own. Measured are the processor time and the peak of memory of that
+process and of those that it started: a busy machine makes no case fail.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _run(reader: Any, folder: str, seconds: float) -> Outcome:
         os.setpgid(0, 0)
         _attempt(reader, folder, seconds, sender)
     os.close(sender)
-    with open(receiver, "rb") as answer:
+    with os.fdopen(receiver, "rb") as answer:
         ended = bool(select.select([answer], [], [], _PATIENCE * seconds + 5)[0])
         text = answer.read() if ended else b""
     if not ended:

@@ -1,7 +1,7 @@
 """All that reads bytes of others: an example that is read, and the public door through which it goes.
 
-`read` gets a folder with the files. A dataset is read twice by a loader: with on_error="raise", which shows the
-error of a bad sample, and with "skip", which may not end before the good samples of the other files.
+`read` gets a folder with the files. A dataset is read twice by a loader: with on_error="raise", which shows
+the error of a bad sample, and with "skip", which goes on to the good samples of the other files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import gzip
 import io
 import json
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import xxhash
 
 import fastload
 from fastload.cache import pack
@@ -177,13 +179,19 @@ def pictures() -> dict[str, bytes]:
     return found
 
 
-def tar(number: int = 0, count: int = 4) -> bytes:
+def tar(number: int = 0, picture: bytes | None = None) -> bytes:
+    return _sharded("tar", number, picture)[0]
+
+
+def _sharded(kind: str, number: int = 0, picture: bytes | None = None) -> tuple[bytes, bytes]:
+    """(shard of four samples, its index file)."""
     file = io.BytesIO()
-    writer = TarWriter(file)
-    for one in range(count):
-        writer.write(f"d/{number}-{one}", {"jpg": jpeg(), "cls": b"%d" % one, "json": b'{"n": [1, 2]}'})
+    writer: Any = (TarWriter if kind == "tar" else TFRecordWriter)(file)
+    for one in range(4):
+        members = {"jpg": picture if picture and not one else jpeg(), "cls": b"%d" % one, "json": b'{"n": [1]}'}
+        writer.write(*((f"d/{number}-{one}", members) if kind == "tar" else (example(),)))
     writer.close()
-    return file.getvalue()
+    return file.getvalue(), bytes(writer.index())
 
 
 def tfrecord(*records: bytes) -> bytes:
@@ -199,24 +207,10 @@ def example() -> bytes:
     return encode_example({"image": jpeg(), "label": 3, "score": 0.5})
 
 
-def index_of(kind: str) -> bytes:
-    writer: Any = (TarWriter if kind == "tar" else TFRecordWriter)(io.BytesIO())
-    for one in range(4):
-        if kind == "tar":
-            writer.write(f"d/0-{one}", {"jpg": jpeg(), "cls": b"%d" % one, "json": b'{"n": [1, 2]}'})
-        else:
-            writer.write(example())
-    return bytes(writer.index())
-
-
-def table() -> Any:
-    columns = {"image": [jpeg()] * 6, "label": list(range(6)), "name": ["a", "b"] * 3, "p": [[1.0, 2.0]] * 6}
-    return pa.table(columns)
-
-
 def parquet(rows: Any | None = None, **options: Any) -> bytes:
     file = io.BytesIO()
-    pq.write_table(table() if rows is None else rows, file, **{"row_group_size": 3, **options})
+    images = {"image": [jpeg()] * 6, "label": list(range(6)), "name": ["a", "b"] * 3, "p": [[1.0, 2.0]] * 6}
+    pq.write_table(pa.table(images) if rows is None else rows, file, **{"row_group_size": 3, **options})
     return file.getvalue()
 
 
@@ -230,14 +224,12 @@ def llm_c() -> bytes:
     return np.array([20240520, 1, 64], "<i4").tobytes().ljust(1024, b"\0") + bytes(128)
 
 
-def packed(
-    head: bytes = b'{"sources": ["file:/data"]}', records: Any = None, payload: bytes = b"x" * 99
-) -> Files:
+def packed(head: bytes = b'{"sources": []}', records: Any = None, payload: bytes = b"x" * 99) -> Files:
     """A pack under its right name."""
     if records is None:
         records = np.array([(bytes(16), len(payload), checksum(payload))], pack._RECORDS)
     index = head + b"\n" + records.tobytes()
-    tail = index + pack._TRAILER.pack(b"FLPK", 1, 0, len(index), pack.xxhash.xxh3_64_intdigest(index))
+    tail = index + pack._TRAILER.pack(b"FLPK", 1, 0, len(index), xxhash.xxh3_64_intdigest(index))
     return {f"packs/{pack.pack_name(tail)}": payload + tail}
 
 
@@ -253,8 +245,6 @@ def photos() -> Files:
 
 @functools.cache
 def state() -> bytes:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), photos())
         loader = loader_of(Path(folder))
@@ -289,115 +279,95 @@ def write(folder: Path, files: Files) -> int:
     return sum(len(data) for data in files.values() if isinstance(data, bytes))
 
 
+# --- the table
+
+
 @functools.cache
 def readers() -> dict[str, Reader]:
     """Name -> reader."""
-    made: dict[str, Reader] = {}
+    return {**_shards(), **_indexed(), **_tables(), **_single()}
 
-    def shards(name: str, files: dict[str, Any], make: Callable[[Path], Any]) -> None:
-        made[name] = Reader(
-            lambda: {key: one() for key, one in files.items()}, next(iter(files)), epochs(make)
-        )
 
-    squeezed: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zlib": zlib.compress}
-    for end, squeeze in squeezed.items():
-        both = {f"{n}.tar{end}": lambda s=squeeze, n=n: s(tar(n)) for n in range(2)}
-        if end != ".zlib":
-            shards(
-                "tar" + end,
-                both,
-                lambda folder: fastload.TarDataset(
-                    str(folder), fields=("jpg", "cls", "json"), transform={"jpg": CROP}
-                ),
-            )
-        both = {f"{n}.tfrecord{end}": lambda s=squeeze: s(tfrecord()) for n in range(2)}
-        shards(
-            "tfrecord" + end,
-            both,
-            lambda folder: fastload.TFRecordDataset(str(folder), FEATURES, transform={"image": CROP}),
-        )
-    for kind, make in (
-        ("tar", fastload.TarDataset),
-        ("tfrecord", functools.partial(fastload.TFRecordDataset, features=FEATURES)),
-    ):
-        parts = {
-            f"0.{kind}.idx" if kind != "tar" else "0.idx": lambda k=kind: index_of(k),
-            f"0.{kind}": tar if kind == "tar" else tfrecord,
-        }
-        shards(f"index of {kind}", parts, lambda folder, m=make: m(str(folder), index=True))
-    wids = {"shardlist": [{"url": "0.tar", "nsamples": 4}], "wids_version": 1}
-    shards(
-        "index of wids",
-        {"index.json": lambda: json.dumps(wids).encode(), "0.tar": tar},
-        lambda folder: fastload.TarDataset(str(folder / "index.json")),
-    )
-    for name in (
-        "mds",
-        "mds-gz",
-        "mds-bz2",
-        "mds-zstd",
-        "lit",
-        "lit-tuple",
-        "lit-chunk",
-        "lit-single",
-        "lit-batch",
-    ):
-        if name in ("mds-zstd", "lit-chunk", "lit-single", "lit-batch") and not _has_zstd():
-            continue
-        first = sorted(stored(name))[0 if name.startswith("lit") else 1]
-        kind = fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset
-        for part in (first, "index.json"):
-            title = name if part == first else f"index of {name}"
-            made[title] = Reader(
-                functools.partial(stored, name), part, epochs(lambda folder, k=kind: k(str(folder)))
-            )
-    made["beton"] = Reader(beton, "0.beton", epochs(lambda folder: fastload.BetonDataset(str(folder))))
-    shards(
-        "parquet",
-        {"0.parquet": parquet, "1.parquet": parquet},
-        lambda folder: fastload.ParquetDataset(
-            str(folder), ("image", "label", "p"), transform={"image": CROP}
-        ),
-    )
-    csv = b"key,label\n" + b"".join(b"%d.jpg,%d\n" % (n, n) for n in range(6))
-    rows = [{"key": f"{n}.jpg", "label": n} for n in range(6)]
-    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    whole = json.dumps(rows).encode()
-    texts = {
-        "csv": csv,
-        "csv.gz": gzip.compress(csv),
-        "jsonl": lines,
-        "jsonl.gz": gzip.compress(lines),
-        "json": whole,
-        "pq": parquet(pa.Table.from_pylist(rows)),
+def _shards() -> dict[str, Reader]:
+    crop, jpg = {"image": CROP}, {"jpg": CROP}
+    zipped: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zlib": zlib.compress}
+    kinds: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
+        "parquet": (parquet, lambda at: fastload.ParquetDataset(at, ("image", "label", "p"), transform=crop)),
+        "tokens": (lambda: bytes(128), lambda at: fastload.TokenDataset(at, "uint16", 8)),
+        "npy": (npy, lambda at: fastload.TokenDataset(at, "uint16", 8)),
+        "llm.c": (llm_c, lambda at: fastload.TokenDataset(at, "uint16", 8)),
     }
-    for end, text in texts.items():
-        name = f"t.{end}"
-        shards(
-            f"table {end}",
-            {name: lambda t=text: t},
-            lambda folder, n=name: fastload.TableDataset(str(folder / n), FIELDS),
+    for end, squeeze in zipped.items():
+        kinds[f"tfrecord{end}"] = (
+            lambda s=squeeze: s(tfrecord()),
+            lambda at: fastload.TFRecordDataset(at, FEATURES, transform=crop),
         )
-    for title, head in (("tokens", lambda: bytes(128)), ("npy", npy), ("llm.c", llm_c)):
-        shards(
-            title,
-            {"0.bin": head, "1.bin": head},
-            lambda folder: fastload.TokenDataset(str(folder), "uint16", 8),
+    for end in ("", ".gz"):
+        kinds[f"tar{end}"] = (
+            lambda s=zipped[end]: s(tar()),
+            lambda at: fastload.TarDataset(at, fields=("jpg", "cls", "json"), transform=jpg),
         )
-    for name in pictures():
-        made[name] = Reader(lambda n=name: {"input": pictures()[n]}, "input", image)
-    made["sample"] = Reader(
-        lambda: {"input": sample()}, "input", content(lambda data: type(load(bytearray(data))))
+    made = {}
+    for name, (example, make) in kinds.items():
+        end = "bin" if name in ("tokens", "npy", "llm.c") else name
+        files = lambda e=example, n=end: {f"{one}.{n}": e() for one in range(2)}  # noqa: E731
+        made[name] = Reader(files, f"0.{end}", epochs(make))
+    return made
+
+
+def _indexed() -> dict[str, Reader]:
+    """Shards with an index, and their indexes."""
+    at_random = {
+        "tar": ("0.idx", lambda at: fastload.TarDataset(at, index=True)),
+        "tfrecord": ("0.tfrecord.idx", lambda at: fastload.TFRecordDataset(at, FEATURES, index=True)),
+    }
+    made = {}
+    for kind, (index, make) in at_random.items():
+        files = lambda k=kind, i=index: dict(zip((f"0.{k}", i), _sharded(k), strict=True))  # noqa: E731
+        made[f"index of {kind}"] = Reader(files, index, epochs(make))
+    wids = json.dumps({"shardlist": [{"url": "0.tar", "nsamples": 4}], "wids_version": 1}).encode()
+    made["index of wids"] = Reader(
+        lambda: {"index.json": wids, "0.tar": tar()},
+        "index.json",
+        epochs(lambda folder: fastload.TarDataset(folder / "index.json")),
     )
+    for name in ("mds", "mds-gz", "mds-bz2", "mds-zstd", "lit", "lit-tuple", "lit-chunk", "lit-single", "lit-batch"):
+        if _has_zstd() or name in ("mds", "mds-gz", "mds-bz2", "lit", "lit-tuple"):
+            read = epochs(fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset)
+            files = functools.partial(stored, name)
+            shard = next(one for one in stored(name) if one != "index.json")
+            made |= {name: Reader(files, shard, read), f"index of {name}": Reader(files, "index.json", read)}
+    made["beton"] = Reader(beton, "0.beton", epochs(fastload.BetonDataset))
+    return made
+
+
+def _tables() -> dict[str, Reader]:
+    rows = [{"key": f"{n}.jpg", "label": n} for n in range(6)]
+    csv = b"key,label\n" + b"".join(b"%d.jpg,%d\n" % (n, n) for n in range(6))
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    found = {"csv": csv, "jsonl": lines, "json": json.dumps(rows).encode()}
+    found |= {f"{end}.gz": gzip.compress(found[end]) for end in ("csv", "jsonl")}
+    found["parquet"] = parquet(pa.Table.from_pylist(rows))
+    return {
+        f"table {end}": Reader(
+            lambda e=end: {f"t.{e}": found[e]},
+            f"t.{end}",
+            epochs(lambda folder, e=end: fastload.TableDataset(folder / f"t.{e}", FIELDS)),
+        )
+        for end in found
+    }
+
+
+def _single() -> dict[str, Reader]:
     row = {"a": 1, "b": memoryview(b"xyz"), "c": [1.5]}
-    made["row"] = Reader(
-        lambda: {"input": bytes(dump_row(row))}, "input", content(lambda data: sorted(load_row(data)))
-    )
-    made["answer"] = Reader(
-        lambda: {"input": b"<Error><Code>NoSuchKey</Code><Message>s3://b/k?sig=x gone</Message></Error>"},
-        "input",
-        content(answer),
-    )
+    error = b"<Error><Code>NoSuchKey</Code><Message>s3://b/k?sig=x is gone</Message></Error>"
+    doors: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
+        "sample": (sample, content(lambda data: type(load(bytearray(data))))),
+        "row": (lambda: bytes(dump_row(row)), content(lambda data: sorted(load_row(data)))),
+        "answer": (lambda: error, content(answer)),
+        **{name: (lambda n=name: pictures()[n], image) for name in pictures()},
+    }
+    made = {name: Reader(lambda e=one: {"input": e()}, "input", read) for name, (one, read) in doors.items()}
     made["pack"] = Reader(packed, next(iter(packed())), packs)
     made["sample log"] = Reader(lambda: {"log/rank-0.samples": log()}, "log/rank-0.samples", proved)
     made["state"] = Reader(lambda: {"input": state(), **photos()}, "input", resumed)
