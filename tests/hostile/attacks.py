@@ -200,7 +200,7 @@ def _gzip_tfrecord() -> Attacks:
 
 
 def _squeezed(name: str, squeeze: Callable[[bytes], bytes]) -> Attacks:
-    """Attacks on a shard of MDS or a chunk of LitData, with an index.json that says the sizes which are there."""
+    """Attacks on a shard of MDS or a chunk of LitData, of the size that index.json says."""
     head = struct.pack("<III", 1, 12, BOMB)  # one sample, in all of it
     bomb, chain = zeros(squeeze, head), empty(squeeze, head)
     return {"a bomb": _in_index(name, bomb, BOMB, 1), "empty members": _in_index(name, chain, BOMB, 1)}
@@ -269,7 +269,8 @@ def _gzip_csv() -> Attacks:
 
 def _json() -> Attacks:
     values = {
-        "deep": b"[" * DEEP + b"]" * DEEP, "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP, "twice": b'1, "label": 2',
+        "deep": b"[" * DEEP + b"]" * DEEP, "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+        "twice": b'1, "label": 2',
         "a long number": b"9" * 5000, "infinity": b"1e999", "no number": b"NaN", "a surrogate": rb'"\ud800"',
     }  # fmt: skip
     row = b'{"key": "a", "label": %s}'
@@ -278,6 +279,10 @@ def _json() -> Attacks:
     mixed = b"\n".join(row % value for value in (b"1", b'"x"', b"[1]", b"null"))
     many = b"".join(b'{"key": "a", "label": 1, "n%d": 1}\n' % n for n in range(3000))
     return found | {"types that change": mixed, "many names": many}
+
+
+def _gzip_json() -> Attacks:
+    return {"a bomb": gzip.compress((b'{"key": "' + b"a" * MB + b'", "label": 1}\n') * 16) * 60}
 
 
 def _text() -> Attacks:
@@ -289,9 +294,18 @@ def _npy() -> Attacks:
         body = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
         return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(body)) + body + bytes(256)
 
-    shapes = ["(" * 400 + ")" * 400, "(-5,)", "(9223372036854775808,)", "('x',)", "(" + "1," * 400 + ")", "(1.5,)",
+    shapes = ["(" * 400 + ")" * 400, "(-5,)", "(9223372036854775808,)", "('x',)", "(1.5,)",
+              "(" + "1," * 400 + ")",
               "(4294967296, 4294967296)", "(0,)"]  # fmt: skip
-    types = ["'|O'", "'<M8[s]'", "'V99999999'", "[('a', '<u2')]", "'<u2,<u2'", "'" + "9" * 300 + "'", "'|S2147483647'"]
+    types = [
+        "'|O'",
+        "'<M8[s]'",
+        "'V99999999'",
+        "[('a', '<u2')]",
+        "'<u2,<u2'",
+        "'" + "9" * 300 + "'",
+        "'|S2147483647'",
+    ]
     return {f"shape {one:.20}": with_header(one) for one in shapes} | {
         f"type {one:.20}": with_header(descr=one) for one in types
     }
@@ -306,7 +320,8 @@ def _jpeg(kind: str) -> Attacks:
     jpeg = of.pictures()[kind]
     scan = jpeg.index(b"\xff\xda")
     heads = {
-        "chain of markers": b"\xff\xe2\x00\x02" * 250_000, "chain of EXIF": b"\xff\xe1\x00\x08Exif\0\0" * 100_000,
+        "chain of markers": b"\xff\xe2\x00\x02" * 250_000,
+        "chain of EXIF": b"\xff\xe1\x00\x08Exif\0\0" * 100_000,
         "fill bytes": b"\xff" * 1_000_000, "chain of tables": (b"\xff\xdb\x00\x43\x00" + b"\1" * 64) * 10_000,
     }  # fmt: skip
     found = {name: jpeg[:2] + head + jpeg[2:] for name, head in heads.items()}
@@ -325,12 +340,16 @@ def _png() -> Attacks:
     plain, bomb = zlib.compress(bytes(16 * 49)), zlib.compress(bytes(256 * MB))
     sizes = [(2**31 - 1, 2**31 - 1), (2**31 - 1, 1), (13000, 13000), (1999, 1999)]
     extras = {
-        "a bomb of text": chunk(b"zTXt", b"a\0\0" + bomb), "a bomb of a profile": chunk(b"iCCP", b"a\0\0" + bomb),
+        "a bomb of text": chunk(b"zTXt", b"a\0\0" + bomb),
+        "a bomb of a profile": chunk(b"iCCP", b"a\0\0" + bomb),
         "chain of chunks": chunk(b"tEXt", b"a\0b") * 50_000,
     }  # fmt: skip
     found = {f"{width} x {height}": sized(width, height, plain) for width, height in sizes}
     found |= {name: sized(16, 16, plain, extra) for name, extra in extras.items()}
-    return found | {"a bomb of pixels": sized(16, 16, bomb), "a depth of 255": sized(16, 16, plain, depth=255)}
+    return found | {
+        "a bomb of pixels": sized(16, 16, bomb),
+        "a depth of 255": sized(16, 16, plain, depth=255),
+    }
 
 
 def _boxes(kind: str) -> Attacks:
@@ -357,8 +376,24 @@ def _sample() -> Attacks:
         return out + bytes(-len(out) % 64)
 
     shapes = [(0, 2**62, 9), (0, 2**63), (2**62,), (2**64 - 1, 0), (1,) * 60, (0,) * 255]
-    types = ["xfloat32", "xquint8", "xbits16", "xdtype", "xuint4", "xcomplex32", "a<f4", "a|U0", "a|V0", "a<M8[7D]", "g<i4"]
-    found = {f"{kind} {shape!s:.24}": block(kind[:1].encode(), kind[1:].encode(), shape) for kind in types for shape in shapes}
+    types = [
+        "xfloat32",
+        "xquint8",
+        "xbits16",
+        "xdtype",
+        "xuint4",
+        "xcomplex32",
+        "a<f4",
+        "a|U0",
+        "a|V0",
+        "a<M8[7D]",
+        "g<i4",
+    ]
+    found = {
+        f"{kind} {shape!s:.24}": block(kind[:1].encode(), kind[1:].encode(), shape)
+        for kind in types
+        for shape in shapes
+    }
     return found | {f"{depth} lists in lists": b"l\1\0\0\0" * depth + b"N" for depth in (10, 100, 10_000)} | {
         "a promised list": b"l\xff\xff\xff\xff", "a list as a key": b"m\1\0\0\0" + b"l\0\0\0\0" + b"N",
         "names twice": b"m\2\0\0\0" + b"s\1\0\0\0aN" * 2, "a long number": b"I\x88\x13\0\0" + b"9" * 5000,
@@ -367,23 +402,30 @@ def _sample() -> Attacks:
 
 
 def _row() -> Attacks:
-    values: list[Any] = [1, None, [1, 2], ({}, [1]), ({"a": 1}, {"b": "x"}), ({"a": 1}, {"b": -5}), (1, {"b": 0}),
-                         ({"a": 1}, {"b": 2.0}), ({}, {"b": 2**70}), ({}, {1: 0}), ([], {"b": 0})]  # fmt: skip
+    values: list[Any] = [
+        1, None, [1, 2], ({}, [1]), ({"a": 1}, {"b": "x"}), ({"a": 1}, {"b": -5}), (1, {"b": 0}),
+        ({"a": 1}, {"b": 2.0}), ({}, {"b": 2**70}), ({}, {1: 0}), ([], {"b": 0}),
+    ]  # fmt: skip
     heads = {f"a head {value!r:.30}": bytes(of.dump(value)) for value in values}
     return {name: head + struct.pack("<I", len(head)) for name, head in heads.items()}
 
 
 def _answer() -> Attacks:
-    words = ["a", "?", "'", "<Error>", "<Code>", "://", "a://", "?a=", "@", "<Token-1>", "<Message>", "9", "<a", "<a>", " ",
-             "s3.", "AccessDenied ", "status code: ", "\x1b[31m", "path ", "1 s "]  # fmt: skip
+    words = [
+        "a", "?", "'", "<Error>", "<Code>", "://", "a://", "?a=", "@", "<Token-1>", "<Message>", "9", "<a",
+        "<a>", " ", "s3.", "AccessDenied ", "status code: ", "\x1b[31m", "path ", "1 s ",
+    ]  # fmt: skip
     return {f"a page of {word!r}": (word * 200_000)[:200_000].encode() for word in words}
 
 
 def _pack() -> Attacks:
-    heads = [b"[" * DEEP, b"[]", b'{"sources": "x"}', b'{"sources": null}', b'{"sources": [1' + b"0" * 5000 + b"]}",
-             b'{"sources": [NaN]}', b'{"sources": [[1]]}', b'{"sources": [%s1]}' % (b"1," * 100_000)]  # fmt: skip
+    sources = [b'"x"', b"null", b"[1" + b"0" * 5000 + b"]", b"[NaN]", b"[[1]]", b"[%s1]" % (b"1," * 100_000)]
+    heads = [b"[" * DEEP, b"[]", *[b'{"sources": %s}' % one for one in sources]]
     sizes = [[2**32 - 1], [2**31, 2**31], [0] * 1000]
-    records = [np.array([(bytes([n % 256] * 16), size, 0) for n, size in enumerate(one)], of.pack._RECORDS) for one in sizes]
+    records = [
+        np.array([(bytes([n % 256] * 16), size, 0) for n, size in enumerate(one)], of.pack._RECORDS)
+        for one in sizes
+    ]
     many = 1 << 28
     return {f"head {head!r:.28}": of.packed(head, payload=b"y" * 99) for head in heads} | {
         f"lengths {one!r:.28}": of.packed(records=table) for one, table in zip(sizes, records, strict=True)
@@ -404,9 +446,21 @@ def _log() -> Attacks:
 
     runs = [b'{"x": 1}', b"[]", b"\xff", b"[" * DEEP]
     frames = {f"run {told!r:.20}": _framed(b"R", told) + step() for told in runs}
-    steps = [step(width=3), step(width=0), step(count=9), step(count=2**32 - 1), step(2**63), _framed(b"S", b""), _framed(b"Q", b"x")]
+    steps = [
+        step(width=3),
+        step(width=0),
+        step(count=9),
+        step(count=2**32 - 1),
+        step(2**63),
+        _framed(b"S", b""),
+        _framed(b"Q", b"x"),
+    ]
     frames |= {f"step {number}": run() + one for number, one in enumerate(steps)}
-    frames |= {f"{name}: {odd!r:.20}": run(**{name: odd}) + step() for name in ("run_step", "time", "world_size") for odd in ODD}
+    frames |= {
+        f"{name}: {odd!r:.20}": run(**{name: odd}) + step()
+        for name in ("run_step", "time", "world_size")
+        for odd in ODD
+    }
     frames |= {"many steps": run() + b"".join(map(step, range(3000))), "many runs": (run() + step()) * 1500}
     return {name: header(0) + frame for name, frame in frames.items()}
 
@@ -424,7 +478,7 @@ _MADE: dict[str, Callable[[], Attacks]] = {
     "table csv": _csv,
     r"table csv\.gz": _gzip_csv,
     "table json": _json,
-    r"table jsonl\.gz": lambda: {"a bomb": gzip.compress((b'{"key": "' + b"a" * MB + b'", "label": 1}\n') * 16) * 60},
+    r"table jsonl\.gz": _gzip_json,
     "index of (mds|lit|wids).*|state": _text,
     "npy": _npy,
     r"llm\.c": _llm_c,
@@ -477,7 +531,12 @@ _INNER: dict[str, dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes |
     "tfrecord": {"Example": (of.example, lambda data: of.tfrecord(data, of.example()))},
     "tfrecord.gz": {"shard": (of.tfrecord, gzip.compress)},
     "mds": {"shard": (lambda: _shard_of("mds"), lambda data: _in_index("mds", data, len(data)))},
-    "mds-gz": {"shard": (lambda: _shard_of("mds-gz"), lambda data: _in_index("mds-gz", gzip.compress(data), len(data)))},
+    "mds-gz": {
+        "shard": (
+            lambda: _shard_of("mds-gz"),
+            lambda data: _in_index("mds-gz", gzip.compress(data), len(data)),
+        )
+    },
     "png": {"chunks": (lambda: of.pictures()["png"], _chunks_with_sums)},
     "pack": {
         "head": (lambda: b'{"sources": ["file:/data"]}', lambda data: of.packed(data.replace(b"\n", b" "))),
@@ -485,6 +544,9 @@ _INNER: dict[str, dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes |
     },
     "sample log": {
         "step": (lambda: _STEP.pack(0, 0, 0, 1, 4) + bytes(12), lambda data: of.log() + _framed(b"S", data)),
-        "run": (lambda: RunBegins(0, 1.0, 1).dump()[12:], lambda data: header(0) + _framed(b"R", data) + of.log()[16:]),
+        "run": (
+            lambda: RunBegins(0, 1.0, 1).dump()[12:],
+            lambda data: header(0) + _framed(b"R", data) + of.log()[16:],
+        ),
     },
 }  # fmt: skip

@@ -8,6 +8,7 @@ process and of those that it started: a busy machine makes no case fail.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import resource
@@ -28,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 SECONDS, SECONDS_A_MB = 1.0, 1.0  # of processor time
 MEMORY, MEMORY_A_BYTE = 400 << 20, 4  # above what the server has
 _CEILING = 4 << 30  # bytes of data at which the kernel refuses more: the machine has other work
-_PATIENCE = 20.0  # times the limit, as time of the clock, and some seconds: the machine may be busy
 
 
 class Outcome(NamedTuple):
@@ -41,11 +41,17 @@ class Outcome(NamedTuple):
 
 
 class Server:
-    """A process that reads hostile files; one case at a time."""
+    """A process that reads hostile files; one case at a time.
 
-    def __init__(self) -> None:
+    Args:
+        module: the one whose `readers()` it knows.
+        patience: times the limit of processor time, as time of the clock: the machine may be busy.
+    """
+
+    def __init__(self, module: str = "tests.hostile.readers", patience: float = 10.0) -> None:
+        self._patience = patience
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.hostile.oracle"],
+            [sys.executable, "-m", "tests.hostile.oracle", module],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
@@ -59,7 +65,7 @@ class Server:
         assert self._process.stdin and self._process.stdout
         with tempfile.TemporaryDirectory(prefix="fastload-hostile-") as folder:
             size = write(Path(folder), files)
-            told = {"reader": reader, "folder": folder, "size": size}
+            told = {"reader": reader, "folder": folder, "size": size, "patience": self._patience}
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
             self._process.stdin.flush()
             return Outcome(*json.loads(self._process.stdout.readline()))
@@ -71,29 +77,27 @@ class Server:
         self._process.stdout.close()
 
 
-def serve() -> None:
+def serve(module: str) -> None:
     """Judge the cases that stand on the standard input, line by line."""
-    from tests.hostile.readers import readers
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a reader's own words
     warnings.simplefilter("ignore")
-    known = readers()
+    known = importlib.import_module(module).readers()
     for name in fastload.__all__:
         getattr(fastload, name)  # imported on first use
     gc.collect()
     gc.freeze()
-    resting = _run(None, "", 0).memory
+    resting = _run(None, "", SECONDS, 60.0).memory
     for line in sys.stdin:
         told = json.loads(line)
-        outcome = _judged(known[told["reader"]], told["folder"], told["size"], resting)
+        outcome = _judged(known[told.pop("reader")], resting=resting, **told)
         answers.write(json.dumps(outcome) + "\n")
         answers.flush()
 
 
-def _judged(reader: Any, folder: str, size: int, resting: int) -> Outcome:
+def _judged(reader: Any, folder: str, size: int, patience: float, resting: int) -> Outcome:
     allowed, most = SECONDS + SECONDS_A_MB * size / 1e6, MEMORY + MEMORY_A_BYTE * size
-    fault, said, took, memory = _run(reader, folder, allowed)
+    fault, said, took, memory = _run(reader, folder, allowed, patience * allowed)
     memory -= resting
     if took > allowed or memory > most:
         fault = (
@@ -103,7 +107,7 @@ def _judged(reader: Any, folder: str, size: int, resting: int) -> Outcome:
     return Outcome(fault, said, took, memory)
 
 
-def _run(reader: Any, folder: str, seconds: float) -> Outcome:
+def _run(reader: Any, folder: str, seconds: float, patience: float) -> Outcome:
     """What became of a process that lets the reader read, and all it took."""
     receiver, sender = os.pipe()
     pid = os.fork()
@@ -112,12 +116,13 @@ def _run(reader: Any, folder: str, seconds: float) -> Outcome:
         _attempt(reader, folder, seconds, sender)
     os.close(sender)
     with os.fdopen(receiver, "rb") as answer:
-        ended = bool(select.select([answer], [], [], _PATIENCE * seconds + 5)[0])
+        ended = bool(select.select([answer], [], [], patience)[0])
         text = answer.read() if ended else b""
     if not ended:
         os.killpg(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
-    fault, said = f"hung, or ended by status {status}", ""
+    code = os.waitstatus_to_exitcode(status)
+    fault, said = f"ended by signal {-code}" if ended else f"hung for {patience:.0f} s", ""
     if text.endswith(b"\n"):
         fault, said = json.loads(text)
     return Outcome(fault, said, used.ru_utime + used.ru_stime, used.ru_maxrss << 10)
@@ -150,4 +155,4 @@ def _attempt(reader: Any, folder: str, seconds: float, sender: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

@@ -188,7 +188,11 @@ def _sharded(kind: str, number: int = 0, picture: bytes | None = None) -> tuple[
     file = io.BytesIO()
     writer: Any = (TarWriter if kind == "tar" else TFRecordWriter)(file)
     for one in range(4):
-        members = {"jpg": picture if picture and not one else jpeg(), "cls": b"%d" % one, "json": b'{"n": [1]}'}
+        members = {
+            "jpg": picture if picture and not one else jpeg(),
+            "cls": b"%d" % one,
+            "json": b'{"n": [1]}',
+        }
         writer.write(*((f"d/{number}-{one}", members) if kind == "tar" else (example(),)))
     writer.close()
     return file.getvalue(), bytes(writer.index())
@@ -331,7 +335,17 @@ def _indexed() -> dict[str, Reader]:
         "index.json",
         epochs(lambda folder: fastload.TarDataset(folder / "index.json")),
     )
-    for name in ("mds", "mds-gz", "mds-bz2", "mds-zstd", "lit", "lit-tuple", "lit-chunk", "lit-single", "lit-batch"):
+    for name in (
+        "mds",
+        "mds-gz",
+        "mds-bz2",
+        "mds-zstd",
+        "lit",
+        "lit-tuple",
+        "lit-chunk",
+        "lit-single",
+        "lit-batch",
+    ):
         if _has_zstd() or name in ("mds", "mds-gz", "mds-bz2", "lit", "lit-tuple"):
             read = epochs(fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset)
             files = functools.partial(stored, name)
