@@ -39,7 +39,7 @@ class Case(NamedTuple):
 def cases(seed: int, few: int, only: str = "") -> Iterator[Case]:
     """The cases of a seed, with so many of each random kind; each reader's example first."""
     for name, reader in readers().items():
-        if only and only.partition(": ")[0] not in name:
+        if ": " in only and only.partition(": ")[0] not in name:
             continue
         rng = random.Random(f"{seed} {name}")
         for title, files in itertools.chain([("none", {})], attacks(name, reader, rng, few)):

@@ -9,6 +9,7 @@ retyped     JSON with another value, of another type or size, at one place
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import json
 import random
@@ -155,9 +156,12 @@ def _tar() -> Attacks:
         "many small members": b"".join(tar_header(f"{n}.txt", 0) for n in range(300)),
         "size beyond the shard": tar_header("b.bin", 8**11 - 1),
         "negative size": with_sum(tar_header("b.bin", 0)[:124] + b"\xff" * 12 + tar_header("b.bin", 0)[136:]),
-        "deep JSON": tar_header("b.json", 512 * 400) + b"[" * 512 * 400,
     }
-    return {name: head + good + end for name, head in heads.items()}
+    members = [("json", b"[" * DEEP), ("json", b"9" * 5000), ("json", b"\xff"), ("cls", b"9" * 5000)]
+    members += [("cls", b"nan"), ("jpg", b""), ("jpg", b"<html>")]
+    inner = {f"{kind} {data!r:.20}": of.tar(**{kind: data}) for kind, data in members}
+    inner |= {f"npy {name}": of.tar(npy=data) for name, data in _npy().items()}
+    return inner | {name: head + good + end for name, head in heads.items()}
 
 
 def _gzip_tar() -> Attacks:
@@ -203,7 +207,14 @@ def _squeezed(name: str, squeeze: Callable[[bytes], bytes]) -> Attacks:
     """Attacks on a shard of MDS or a chunk of LitData, of the size that index.json says."""
     head = struct.pack("<III", 1, 12, BOMB)  # one sample, in all of it
     bomb, chain = zeros(squeeze, head), empty(squeeze, head)
-    return {"a bomb": _in_index(name, bomb, BOMB, 1), "empty members": _in_index(name, chain, BOMB, 1)}
+    good = _shard_of(name)
+    at = 4 + 4 * int.from_bytes(good[:4], "little")  # of the end of the last sample
+    short = good[:at] + struct.pack("<I", len(good) + 1000) + good[at + 4 :]
+    return {
+        "a bomb": _in_index(name, bomb, BOMB, 1),
+        "empty members": _in_index(name, chain, BOMB, 1),
+        "an end before the last sample": _in_index(name, squeeze(short), len(good) + 1000),
+    }
 
 
 def _in_index(name: str, body: bytes, size: int, samples: int | None = None) -> Files:
@@ -287,6 +298,22 @@ def _gzip_json() -> Attacks:
 
 def _text() -> Attacks:
     return {"deep": b"[" * DEEP, "deep objects": b'{"a":' * DEEP, "a long number": b"[" + b"9" * 5000 + b"]"}
+
+
+def _lit_index() -> Attacks:
+    """Structures of a sample: JSON within JSON."""
+    told = json.loads(of.stored("lit")["index.json"])
+    leaf = '{"type": null, "context": null, "children_spec": []}'
+    one = '{"type": "builtins.list", "context": "null", "children_spec": [%s]}'
+    deep = functools.reduce(lambda inner, _: one % inner, range(300), leaf)
+    specs = [
+        "[" * DEEP,
+        f"[1, {deep}]",
+        f"[1, {one % ', '.join([leaf] * 20_000)}]",
+        f"[1, {leaf.replace('[]', '[[]]')}]",
+    ]
+    configs = [told["config"] | {"data_spec": spec} for spec in specs]
+    return {f"data_spec {n}": json.dumps(told | {"config": one}).encode() for n, one in enumerate(configs)}
 
 
 def _npy() -> Attacks:
@@ -480,6 +507,7 @@ _MADE: dict[str, Callable[[], Attacks]] = {
     "table json": _json,
     r"table jsonl\.gz": _gzip_json,
     "index of (mds|lit|wids).*|state": _text,
+    "index of lit": _lit_index,
     "npy": _npy,
     r"llm\.c": _llm_c,
     "jpeg": lambda: _jpeg("jpeg"),
@@ -500,7 +528,8 @@ _MADE: dict[str, Callable[[], Attacks]] = {
 
 def _shard_of(name: str) -> bytes:
     body: Any = of.readers()[name].example()[of.readers()[name].attacked]
-    return gzip.decompress(body) if name.endswith("gz") else body
+    unpack = {"mds-gz": gzip.decompress, "mds-bz2": bz2.decompress, "mds": bytes}
+    return unpack[name](body) if name in unpack else zstd().decompress(body)
 
 
 def _chunks_with_sums(data: bytes) -> bytes:
@@ -524,7 +553,7 @@ def _records_of(data: bytes) -> Files:
 
 _INNER: dict[str, dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes | Files]]]] = {
     "tar": {
-        "picture": (of.jpeg, lambda data: of.tar(picture=data)),
+        "picture": (of.jpeg, lambda data: of.tar(jpg=data)),
         "headers": (lambda: of.tar()[:512] * 3, _headers_with_sums),
     },
     "tar.gz": {"shard": (of.tar, gzip.compress)},
@@ -537,6 +566,7 @@ _INNER: dict[str, dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes |
             lambda data: _in_index("mds-gz", gzip.compress(data), len(data)),
         )
     },
+    "state": {"checkpoint": (of.checkpoint, bytes)},
     "png": {"chunks": (lambda: of.pictures()["png"], _chunks_with_sums)},
     "pack": {
         "head": (lambda: b'{"sources": ["file:/data"]}', lambda data: of.packed(data.replace(b"\n", b" "))),
