@@ -482,7 +482,7 @@ def _log() -> Attacks:
         _framed(b"S", b""),
         _framed(b"Q", b"x"),
     ]
-    frames |= {f"step {number}": run() + one for number, one in enumerate(steps)}
+    frames |= {f"frame {number}": run() + one for number, one in enumerate(steps)}
     frames |= {
         f"{name}: {odd!r:.20}": run(**{name: odd}) + step()
         for name in ("run_step", "time", "world_size")

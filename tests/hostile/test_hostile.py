@@ -49,3 +49,4 @@ def test_suite_finds_a_reader_that_breaks_a_promise(reader: str, server: oracle.
 def test_cases_of_a_seed_are_the_same_each_time() -> None:
     one, other = (list(cases(3, 2, only="npy")) for _ in range(2))
     assert one == other and len(one) > 10
+    assert len({case.attack for case in one}) == len(one)
