@@ -48,7 +48,7 @@ class Server:
         patience: times the limit of processor time, as time of the clock: the machine may be busy.
     """
 
-    def __init__(self, module: str = "tests.hostile.readers", patience: float = 10.0) -> None:
+    def __init__(self, module: str = "tests.hostile.readers", patience: float = 30.0) -> None:
         self._patience = patience
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.hostile.oracle", module],
