@@ -40,8 +40,9 @@ docs: $(dev_set)  ## the documentation, docs/_build/html; every warning is an er
 docs-look:  ## the built documentation in Chromium: overflow, missing images, docs/_build/look; needs playwright
 	$(bin)/python docs/look.py $(ARGS)
 
-fuzz: $(dev_set)  ## hostile bytes into the native kernel
+fuzz: $(dev_set)  ## hostile bytes into the native kernel, and into every reader
 	$(bin)/python -m tests.fuzz.kernel --seconds 60
+	$(bin)/python -m tests.hostile --seconds 60
 
 # Uses the installed torch for this GPU and the sources of this checkout: PYTHON=python3.12
 gpu-check:  ## the tests and figures that need a GPU, bench/results/<gpu>-<date>.json

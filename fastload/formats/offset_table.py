@@ -68,8 +68,8 @@ class OffsetSplitter(Splitter):
         self._at = int(np.searchsorted(offsets[:, 0], offset))
 
     def next(self) -> Record | None:
-        if self._at == len(self._offsets):
-            self.over = True
+        self.over = self.over or self._at == len(self._offsets)
+        if self.over:
             return None
         pieces = self._pieces
         offset, size = self._offsets[self._at].tolist()
