@@ -35,10 +35,6 @@ KNOWN: dict[str, Rule] = {
     "skip and exclude take samples that are read by index for streams": lambda job, found: (
         found.what == "crash" and "read as streams" in found.text
     ),
-    "uneven values under a fused transform": lambda job, found: (
-        found.what not in ("crash", "change", "seed") and set(UNEVEN) & set(job["values"])
-    ),
-    "lists under a fused transform are of another class": lambda job, found: "_Columns" in found.text,
     "the box is not inside the image": lambda job, found: job["transform"] == "fuse",
     "filters on float32": lambda job, found: job["filter"] is not None,
 }

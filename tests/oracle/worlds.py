@@ -59,6 +59,8 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "text": lambda i: f"t{i}",
     "array": lambda i: [i + 0.5, 1.5, -2.0],
     "dict": lambda i: {"a": i, "b": [i, 2 * i]},
+    "words": lambda i: ["a", f"b{i}"],
+    "pairs": lambda i: [{"a": "x", "b": [str(i), 1.5]}, i],
     "mixed": lambda i: i if i % 2 else i + 0.5,
     "boolint": lambda i: bool(i % 4) if i % 2 else i,
     "null": lambda i: None if i % 5 == 4 else i,
@@ -73,7 +75,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "scalar": lambda i: np.float32(i / 8),
     "half": lambda i: torch.tensor(i / 8, dtype=torch.bfloat16),
 }
-PLAIN = ["int", "float", "bool", "text", "array", "dict", "big"]
+PLAIN = ["int", "float", "bool", "text", "array", "dict", "words", "pairs", "big"]
 UNEVEN = ["mixed", "boolint", "null", "ragged", "boxes", "empties", "deep", "members"]
 JSON = PLAIN + UNEVEN
 TYPED = ["int", "float", "bool", "text", "array", "big", "mixed", "null", "ragged", "boxes", "empties"]
@@ -606,7 +608,7 @@ def numbered(bodies: list[bytes], config: bytes = b"") -> bytes:
 
 MDS: dict[str, tuple[str, int | None]] = {
     "int": ("int", 8), "float": ("float64", 8), "text": ("str", None), "big": ("int64", 8),
-    **dict.fromkeys(("array", "dict", *UNEVEN), ("json", None)),
+    **dict.fromkeys(("array", "dict", "words", "pairs", *UNEVEN), ("json", None)),
 }  # fmt: skip
 _PACKED: dict[str, Callable[[Any], bytes]] = {
     "int": functools.partial(struct.pack, "<q"), "int64": functools.partial(struct.pack, "<q"),
