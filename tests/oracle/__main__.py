@@ -24,7 +24,8 @@ from tests.oracle.worlds import Job
 
 def differences(job: Job) -> list[Difference]:
     """Those of a job; a crash of either side is one too."""
-    folder = Path(tempfile.mkdtemp(prefix="oracle-"))
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="oracle-", dir=memory if memory.is_dir() else None))
     try:
         return judge(job, folder)
     except Exception as error:
@@ -94,9 +95,8 @@ def main() -> int:
                 file=sys.stderr,
                 flush=True,
             )
-    print(
-        f"{number + 1 - given.start} jobs, {failed} failed, {time.monotonic() - begun:.0f} s, known: {dict(names)}"
-    )
+    seconds = time.monotonic() - begun
+    print(f"{number + 1 - given.start} jobs, {failed} failed, {seconds:.0f} s, known: {dict(names)}")
     return int(failed > 0)
 
 

@@ -1,4 +1,4 @@
-"""Random jobs: what is loaded, and how. A job is a dict of features; a feature that is not there has its default."""
+"""Random jobs: what is loaded, and how. A job is a dict of features; what is not there has its default."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ DEFAULTS: Job = {
     "draw": 0,  # the seed of torch, Python and numpy
 }
 SAMPLERS = [
-    "sequential", "shuffle", "generator", "replacement", "subset", "weighted", "list", "own", "pairs", "batches",
-    "batch-sampler", "distributed", "torch-distributed", "eval", "node",
+    "sequential", "shuffle", "generator", "replacement", "subset", "weighted", "list", "own", "pairs",
+    "batches", "batch-sampler", "distributed", "torch-distributed", "eval", "node",
 ]  # fmt: skip
 MADE_ANEW = ("subset", "weighted", "list", "own", "pairs", "batches", "node")  # may differ after a restart
 FIXED = ("sequential", "generator", "replacement", "eval", "list", "own", "pairs", "batches", "batch-sampler")
@@ -77,8 +77,8 @@ def random_job(number: int, seed: int = 0) -> Job:
     job["sampler"] = rng.choice(["sequential", "shuffle", *SAMPLERS])
     job["batch_size"] = rng.choice([1, 2, 3, 4, 5, 8, 100, None])
     job["drop_last"] = chance(0.2)
-    job["workers"] = rng.choice([1, 2]) if chance(0.06) else 0
-    job["resume_workers"] = rng.choice([1, 2]) if chance(0.04) else 0
+    job["workers"] = rng.choice([1, 2]) if chance(0.04) else 0
+    job["resume_workers"] = rng.choice([1, 2]) if chance(0.03) else 0
     job["on_error"] = rng.choice(["raise", "raise", "skip", "replace"])
     job["seed"] = rng.choice([None, None, 1])
     job["cache"] = rng.choice(["none", "none", "raw", "auto", "dct"])
@@ -159,7 +159,7 @@ def settled(job: Job) -> Job:
         default("change")
     if streamed(job) or kind == "mixture":
         default("exclude", "skip")
-    if job["sampler"] == "pairs" or job["wrap"] != "none":
+    if job["sampler"] == "pairs" or job["wrap"] != "none" or job["filter"]:
         default("exclude")
     if job["cut"] is None:
         default("begun", "restart", "resume_workers")

@@ -1,6 +1,6 @@
 """The data of a job: files in the open formats, written plainly, and what each sample is by definition.
 
-Nothing here imports the inside of fastload: `Word.make` opens the data by fastload's public names, and
+Nothing here imports the inside of fastload: `World.make` opens the data by fastload's public names, and
 `World.slow` is a torch dataset that says what the samples are.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
 import struct
 import tarfile
@@ -336,14 +337,20 @@ def sampled(value: Any, kind: Any) -> Any:
 
 
 def as_arrow(rows: list[dict[str, Any]]) -> Any:
-    return pa.Table.from_pylist(rows)
+    table = pa.Table.from_pylist(rows)
+    if "empties" not in table.column_names:
+        return table
+    kind = pa.list_(pa.list_(pa.int32()))  # which nobody can infer
+    return table.set_column(
+        table.column_names.index("empties"), "empties", pa.array([row["empties"] for row in rows], kind)
+    )
 
 
 def table_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
     n, source, photos = job["n"], job["source"], job["transform"] != "none"
     rows = [values_of(job, i) | ({"key": f"{i:03d}"} if photos else {}) for i in range(n)]
     lay(folder / "photos", {f"{i:03d}": photo(job, i) for i in range(n)} if photos else {})
-    table = as_arrow(rows)
+    table = pa.Table.from_pylist(rows) if source == "list" else as_arrow(rows)
     path = folder / f"table.{source}"
     given: Any = str(path)
     if source == "csv":
@@ -383,17 +390,17 @@ def table_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
 
 
 def regular(value: Any, kind: Any, name: str, rows: list[dict[str, Any]]) -> Any:
-    """Lists of lists of one length in the whole column are one array, with that length also where it is empty."""
+    """Lists of lists that have one length in the whole column are one array, also where it is empty."""
     if not pa.types.is_nested(kind) or not pa.types.is_nested(kind.value_type):
         return value
     lengths = {len(inner) for row in rows for inner in row[name]}
     numbers = pa.types.is_integer(kind.value_type.value_type) or pa.types.is_floating(
         kind.value_type.value_type
     )
-    if len(lengths) != 1 or not numbers or 0 in lengths:
+    if len(lengths) != 1 or not numbers:
         return value
     dtype = kind.value_type.value_type.to_pandas_dtype()
-    return np.array(value, dtype).reshape(-1, *lengths)
+    return np.array(value, dtype).reshape(len(value), *lengths)
 
 
 def has_null(value: Any, kind: Any) -> bool:
@@ -433,7 +440,7 @@ def parquet_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
 
 
 def filter_of(job: Job, table: Any) -> tuple[Any, list[int]]:
-    """(filters of a job, the rows that pass): by values as Python has them, of a float32 widened to a double."""
+    """(filters of a job, the rows that pass): a float32 is widened to a double."""
     if not job["filter"]:
         return None, list(range(len(table)))
     name, operator, value = job["filter"]
@@ -455,7 +462,7 @@ def shards_of(job: Job) -> list[range]:
     """The samples of each of three shards; one may be empty."""
     n = job["n"]
     edges = [0, n // 3, n // 3 if job["salt"] % 4 == 3 else n // 2, n]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def tar_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
@@ -644,7 +651,7 @@ def mds_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
                 "size_limit": 1 << 20,
                 "zip_data": None,
                 "raw_data": {"basename": f"shard.{number}.mds", "bytes": len(data), "hashes": {}},
-            }  # fmt: skip
+            }
         )
     put(folder / "index.json", json.dumps({"version": 2, "shards": shards}).encode())
     scalars = {"float64": np.float64, "int64": np.int64}
