@@ -24,6 +24,7 @@ DEFAULTS: Job = {
     "wrap": "none",
     "sampler": "sequential",
     "batch_size": 4,
+    "collate": "default",  # or "list": a collate_fn of the user's
     "drop_last": False,
     "workers": 0,
     "on_error": "raise",
@@ -76,7 +77,7 @@ def random_job(number: int, seed: int = 0) -> Job:
         job["wrap"] = rng.choice(["subset", "concat", "stack", "map", "nested", "split"])
     job["sampler"] = rng.choice(["sequential", "shuffle", *SAMPLERS])
     job["batch_size"] = rng.choice([1, 2, 3, 4, 5, 8, 100, None])
-    job["drop_last"] = chance(0.2)
+    job["drop_last"], job["collate"] = chance(0.2), "list" if chance(0.2) else "default"
     job["workers"] = rng.choice([1, 2]) if chance(0.04) else 0
     job["resume_workers"] = rng.choice([1, 2]) if chance(0.03) else 0
     job["on_error"] = rng.choice(["raise", "raise", "skip", "replace"])

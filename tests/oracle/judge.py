@@ -112,6 +112,13 @@ def ids_in(tree: Any) -> Any:
     return next((found for part in parts if (found := ids_in(part)) is not None), _first_number(tree))
 
 
+def numbers_in(job: Job, event: Event) -> Any:
+    """The numbers of the samples of a batch; of one sample, where a batch is one."""
+    if job["collate"] == "list" and job["batch_size"] is not None:
+        return [ids_in(sample) for sample in event.batch]
+    return ids_in(event.batch)
+
+
 def _first_number(tree: Any) -> Any:
     """Of a table's row as a tuple: its first column is the number."""
     if isinstance(tree, list | tuple) and tree and isinstance(tree[0], torch.Tensor | int):
@@ -261,7 +268,7 @@ class Slow:
 
     def again(self, event: Event) -> Any:
         """What of an event does not depend on random numbers: its samples, if none is a substitute."""
-        found = None if event.error else ids_in(event.batch)
+        found = None if event.error else numbers_in(self.job, event)
         if event.error or self.job["exclude"] or self.errors():
             return event.error or (len(found) if isinstance(found, list) else 1)
         return found
@@ -287,7 +294,7 @@ class Slow:
             return None if event.error else Difference("error", "all rows are bad, and there is a batch")
         if event.error:
             return self._check_error(samples, bad + gone, event)
-        found = ids_in(event.batch)
+        found = numbers_in(self.job, event)
         found = [found] if one else found
         if bad or gone:
             if not isinstance(found, list) or len(found) != len(rows):
@@ -302,7 +309,10 @@ class Slow:
                     )
                 samples[row] = self.sample(good[found[row]])
         try:
-            wanted = default_convert(samples[0]) if one else default_collate(samples)
+            collate = (
+                _as_it_is if self.job["collate"] == "list" else default_convert if one else default_collate
+            )
+            wanted = collate(samples[0] if one else samples)
         except Exception as error:
             name = type(error).__name__
             return Difference("error", f"a batch, where torch raises {name}: {str(error)[:80]}")
@@ -313,6 +323,7 @@ class Slow:
 
     def _check_error(self, samples: list[Any], open_rows: list[int], event: Event) -> Difference | None:
         known = [made for row, made in enumerate(samples) if row not in open_rows]
+        known = [] if self.job["collate"] == "list" else known
         try:
             default_collate(known) if known else None
         except Exception as error:
@@ -356,6 +367,7 @@ class Ran(NamedTuple):
 def loader_of(job: Job, dataset: Any, *, again: bool = False) -> Any:
     workers = job["resume_workers" if again else "workers"]
     options = {"num_workers": workers, "on_error": job["on_error"], "seed": job["seed"]}
+    options |= {"collate_fn": _as_it_is} if job["collate"] == "list" else {}
     return fastload.DataLoader(dataset, **options, **sampler_of(job, dataset, fast=True, again=again))
 
 
@@ -512,7 +524,7 @@ def judge_cover(job: Job, slow: Slow, epoch: int, events: list[Event]) -> Iterab
             if event.error not in names:
                 yield Difference("error", f"epoch {epoch} step {step}: {event.error}: {event.text[:300]}")
             continue
-        found = ids_in(event.batch)
+        found = numbers_in(job, event)
         rows = [found] if one else found
         seen.update(rows)
         unknown = [row for row in rows if row not in good]
@@ -540,7 +552,7 @@ def judge_said(job: Job, ran: Ran) -> Iterable[Difference]:
         if step not in steps or steps.index(step) >= len(ran.epochs[epoch]):
             continue
         event = ran.epochs[epoch][steps.index(step)]
-        found = None if event.error else ids_in(event.batch)
+        found = None if event.error else numbers_in(job, event)
         if found is None:
             continue
         found = found if isinstance(found, list) else [found]
@@ -597,7 +609,7 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
         at = steps_of(job, said_epoch, STEPS)[begin:]
         if said_step in at and at.index(said_step) < len(events):
             event = events[at.index(said_step)]
-            found = None if event.error else ids_in(event.batch)
+            found = None if event.error else numbers_in(job, event)
             found = [found] if isinstance(found, int) else found
             if found is not None and (
                 len(said) != len(found) or any(a not in (None, b) for a, b in zip(said, found, strict=False))
@@ -626,6 +638,7 @@ def judge_change(job: Job, folder: Path) -> Iterable[Difference]:
 def judge_iterable(job: Job, world: World) -> Iterable[Difference]:
     """An iterable dataset: torch's own loader is the oracle."""
     options = {"batch_size": job["batch_size"], "drop_last": job["drop_last"], "num_workers": job["workers"]}
+    options |= {"collate_fn": _as_it_is} if job["collate"] == "list" else {}
     limited = [list(itertools.islice(iter_events(kind(world.make(), **options)), STEPS)) for kind in _LOADERS]
     text = unlike(*(plain([events]) for events in limited))
     if text:

@@ -31,17 +31,6 @@ def test_random_jobs(part: int) -> None:
     print(f"{JOBS} jobs; known differences: {dict(covered)}")
 
 
-@pytest.mark.stress
-def test_many_random_jobs() -> None:
-    failed = []
-    for number in range(100_000):
-        job = random_job(number, seed=1)
-        new = [one for one in differences(job) if not name_of(job, one)]
-        if new:
-            failed.append(report(job, new))
-    assert not failed, "\n".join(failed[:20])
-
-
 def test_what_differs_on_purpose_is_documented() -> None:
     page = re.sub(r"\s+", " ", PAGE.read_text())
     assert [sentence for sentence, _ in MEANT.values() if sentence not in page] == []
