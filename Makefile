@@ -27,6 +27,7 @@ test: $(dev_set)  ## all tests except the long forms and the guard-removed tests
 
 stress: $(dev_set)  ## the long forms, and the tests that remove a guard and show the harm
 	$(bin)/python -m pytest -m stress $(ARGS)
+	$(bin)/python -m tests.oracle --jobs 200000 --seed 1
 
 lint: $(dev_set)  ## style and types
 	$(bin)/ruff check .

@@ -143,7 +143,7 @@ def _block(inner: Any) -> np.ndarray[Any, Any] | None:
     numbers = inner.flatten()
     if numbers.null_count:
         return None
-    block: np.ndarray[Any, Any] = numbers.to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
+    block: np.ndarray[Any, Any] = numbers.to_numpy(zero_copy_only=False).reshape(len(inner), kind.list_size)
     return block
 
 

@@ -3,12 +3,15 @@
 bool, int, float, numpy scalars    a tensor (n,): bool, int64, float64, the scalar's
 arrays and tensors                 a tensor (n, *shape)
 dict, list, tuple                  the same of columns
-str, bytes, everything else        a list of n
+str, bytes                         a list of n
+
+A column is made for the first of its values. Values that differ in type or length from it, and those of other
+classes, are left to `default_collate`: it widens numbers, and says which values make no batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,9 @@ import torch
 from torch.utils.data import default_collate
 
 from fastload.datasets.protocols import Allocate
-from fastload.errors import DecodeError
 
 __all__ = [
+    "as_batch",
     "collate_column",
     "copy_value",
     "new_column",
@@ -39,20 +42,26 @@ def ordinary_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def new_column(value: Any, n: int, allocate: Allocate) -> Any:
-    """An empty column of `n` rows for values like this one."""
+    """An empty column of `n` rows for values like this one; None where `default_collate` has to make it."""
     dtype = _DTYPES.get(type(value))
     if dtype is not None:
         return allocate((n,), dtype)
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "SUOVMm":
+    if isinstance(value, str | bytes):
+        return [None] * n
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" and value.dtype.isnative:
         tensor = torch.from_numpy(np.asarray(value))
         return allocate((n, *tensor.shape), tensor.dtype)
-    if isinstance(value, torch.Tensor):
+    if type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad:
         return allocate((n, *value.shape), value.dtype)
-    if isinstance(value, Mapping):
-        return {name: new_column(one, n, allocate) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return _Columns(new_column(one, n, allocate) for one in value)
-    return [None] * n
+    if type(value) is dict:
+        columns = {name: new_column(one, n, allocate) for name, one in value.items()}
+        return None if any(column is None for column in columns.values()) else columns
+    if type(value) in (list, tuple):
+        parts = [new_column(one, n, allocate) for one in value]
+        if any(part is None for part in parts):
+            return None
+        return _Columns(_Texts(part) if type(part) is list else part for part in parts)
+    return None
 
 
 def number_view(column: Any, value: Any) -> tuple[type, np.ndarray[Any, Any]] | None:
@@ -68,8 +77,9 @@ def number_view(column: Any, value: Any) -> tuple[type, np.ndarray[Any, Any]] | 
 class _Columns(list[Any]):
     """The columns of a list of values; a plain list is one column."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+
+class _Texts(list[Any]):
+    """A column of texts among those of a list of values: `default_collate` makes it a tuple."""
 
 
 def collate_column(values: list[Any]) -> Any:
@@ -78,43 +88,41 @@ def collate_column(values: list[Any]) -> Any:
     return _Columns(made) if type(made) is list and isinstance(values[0], list | tuple) else made
 
 
-def put_value(column: Any, row: int, value: Any, path: str) -> None:
-    """Write one value into its row.
+def as_batch(columns: Any) -> Any:
+    """The columns of a filled batch with the classes that `default_collate` gives them."""
+    if isinstance(columns, dict):
+        return {name: as_batch(column) for name, column in columns.items()}
+    if isinstance(columns, _Texts):
+        return tuple(columns)
+    return [as_batch(column) for column in columns] if isinstance(columns, list) else columns
 
-    Raises:
-        DecodeError: the value is unlike the one that the column was made for. `path` names it.
-    """
+
+def put_value(column: Any, row: int, value: Any) -> bool:
+    """Write one value into its row; False if it is unlike the one that the column was made for."""
     if isinstance(column, dict):
-        if not isinstance(value, Mapping) or column.keys() != value.keys():
-            found = sorted(map(str, value)) if isinstance(value, Mapping) else _kind(value)
-            raise DecodeError(f"{path} is {found}, others in the batch have {sorted(map(str, column))}")
-        for name, part in column.items():
-            put_value(part, row, value[name], f"{path}[{name!r}]")
-    elif isinstance(column, _Columns):
-        if not isinstance(value, list | tuple) or len(value) != len(column):
-            raise DecodeError(
-                f"{path} is {_kind(value)}, others in the batch have {len(column)} items: they cannot be one "
-                "column. Pad them, or pass a collate_fn"
-            )
-        for position, part in enumerate(column):
-            put_value(part, row, value[position], f"{path}[{position}]")
-    elif isinstance(column, list):
+        same = type(value) is dict and column.keys() == value.keys()
+        return same and all(put_value(part, row, value[name]) for name, part in column.items())
+    if isinstance(column, _Columns):
+        same = type(value) in (list, tuple) and len(value) == len(column)
+        return same and all(put_value(part, row, one) for part, one in zip(column, value, strict=True))
+    if isinstance(column, list):
         column[row] = value
-    else:
-        _put_number(column, row, value, path)
+        return isinstance(value, str | bytes)
+    return _put_number(column, row, value)
 
 
-def _put_number(column: torch.Tensor, row: int, value: Any, path: str) -> None:
+def _put_number(column: torch.Tensor, row: int, value: Any) -> bool:
+    dtype = _DTYPES.get(type(value))
+    if dtype is None and not isinstance(value, np.ndarray | np.generic | torch.Tensor):
+        return False
     try:
-        given = torch.as_tensor(value, dtype=_DTYPES.get(type(value)), device="cpu")
-        if given.shape != column.shape[1:] or given.dtype != column.dtype:
-            raise ValueError
-        column[row] = given
+        given = torch.as_tensor(value, dtype=dtype, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise DecodeError(
-            f"{path} is {_kind(value)}, others in the batch are {column.dtype} of shape "
-            f"{tuple(column.shape[1:])}: they cannot be one tensor. Pad them, or pass a collate_fn"
-        ) from None
+        return False
+    if given.shape != column.shape[1:] or given.dtype != column.dtype or given.requires_grad:
+        return False
+    column[row] = given
+    return True
 
 
 def copy_value(column: Any, target: int, source: int) -> None:
@@ -124,8 +132,3 @@ def copy_value(column: Any, target: int, source: int) -> None:
             copy_value(part, target, source)
     else:
         column[target] = column[source]
-
-
-def _kind(value: Any) -> str:
-    shape = getattr(value, "shape", None)
-    return type(value).__name__ + (f" of shape {tuple(shape)}" if shape is not None else "")

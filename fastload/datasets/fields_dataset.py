@@ -69,8 +69,9 @@ class FieldsDataset(StoreDataset):
         self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
         errors: RowErrors = []
-        filled: list[tuple[int, int]] = []  # (row, record)
-        images: dict[str, list[Any]] = {}
+        filled: dict[
+            tuple[str, ...], list[tuple[int, int, list[Any]]]
+        ] = {}  # images -> (row, record, images)
         seeded = SampleSeeds.current() if self._maker.runs_user_code else None
         if seeded is not None:
             seeded.begin_batch(records[0])
@@ -83,13 +84,13 @@ class FieldsDataset(StoreDataset):
             except Exception as error:  # of the user's functions too: `on_error` decides
                 errors.append((row, self._named(error, record)))
                 continue
-            for name, image in found.items():
-                images.setdefault(name, []).append(image)
-            filled.append((row, record))
-        seeds = [sample_seed(seed, epoch, record) for _, record in filled]
+            filled.setdefault(tuple(found), []).append((row, record, list(found.values())))
         with self.counters.timed("decode"):
-            bad = self._maker.put_images(batch, [row for row, _ in filled], images, seeds)
-        errors += [(filled[at][0], self._named(error, filled[at][1])) for at, error in bad]
+            for names, group in filled.items():
+                images = {name: [encoded[at] for _, _, encoded in group] for at, name in enumerate(names)}
+                seeds = [sample_seed(seed, epoch, record) for _, record, _ in group]
+                bad = self._maker.put_images(batch, [row for row, _, _ in group], images, seeds)
+                errors += [(group[at][0], self._named(error, group[at][1])) for at, error in bad]
         return errors
 
     # --- what a subclass supplies

@@ -10,6 +10,7 @@ import xxhash
 
 from fastload.datasets.base import check_function
 from fastload.datasets.columns import (
+    as_batch,
     collate_column,
     copy_value,
     new_column,
@@ -48,6 +49,8 @@ class _Making(NamedTuple):
     rest: list[dict[str, Any]]  # the fields of each row in order, for `row`; None in place of its images
     crops: dict[str, Crop]
     numbers: dict[str, tuple[type, Any]]  # see `number_view`
+    uneven: set[str]  # fields whose values differ in type or length: `default_collate` makes their columns
+    odd: list[int]  # rows that have other fields than the batch
 
 
 class SampleMaker:
@@ -168,27 +171,27 @@ class SampleMaker:
 
         In `ordinary_memory` only its images get columns: the other fields are handed out row by row.
         """
-        self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {})
+        self._making = _Making(n, allocate, [{} for _ in range(n)], {}, {}, set(), [])
         return {}
 
     def put(self, batch: dict[str, Any], row: int, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Write all but the images into a row; returns these, still encoded.
 
         Raises:
-            DecodeError: as `sample`; or the fields are not like those of the rows before.
+            DecodeError: as `sample`.
         """
         crops = self._crops(fields)
         rest = self._open(fields, crops)
         made = self._made
-        if not batch:
-            self._add_columns(batch, fields, crops, rest)
-        columns = crops if made.allocate is ordinary_memory else fields
-        if crops.keys() != made.crops.keys() or batch.keys() != columns.keys():
-            raise DecodeError(_differs(fields, batch))
-        for name, column in batch.items():
-            if name not in crops:
-                self._put(column, row, name, rest[name])
         made.rest[row] = {name: rest.get(name) for name in fields}
+        if not batch or made.allocate is ordinary_memory:
+            self._add_columns(batch, fields, crops, rest)
+        elif crops.keys() != made.crops.keys() or batch.keys() != fields.keys():
+            made.odd.append(row)
+            return {}
+        for name, column in batch.items():
+            if name in rest and name not in made.uneven and not self._put(column, row, name, rest[name]):
+                made.uneven.add(name)
         return {name: fields[name] for name in crops}
 
     def _add_columns(
@@ -198,32 +201,37 @@ class SampleMaker:
         crops: dict[str, Crop],
         rest: Mapping[str, Any],
     ) -> None:
-        """The columns for rows like this one: all, or none where one of its values cannot have a column."""
-        made, columns, numbers = self._made, dict[str, Any](), dict[str, tuple[type, Any]]()
-        for name in fields:
+        """The columns that rows like this one need, and the batch does not have yet."""
+        made = self._made
+        for name in [name for name in fields if name not in batch]:
             if name in crops:
-                columns[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
+                batch[name] = made.allocate((made.rows, *crops[name].sample_shape), crops[name].dtype)
+                made.crops[name] = crops[name]
             elif made.allocate is ordinary_memory:
                 continue
             elif name in self._optional or not crops:
-                columns[name] = [None] * made.rows
+                batch[name] = [None] * made.rows
             else:
-                columns[name] = new_column(rest[name], made.rows, made.allocate)
-                if (view := number_view(columns[name], rest[name])) is not None:
-                    numbers[name] = view
-        batch.update(columns)
-        made.numbers.update(numbers)
-        made.crops.update(crops)
+                column = new_column(rest[name], made.rows, made.allocate)
+                batch[name] = [None] * made.rows if column is None else column
+                if column is None:
+                    made.uneven.add(name)
+                elif (view := number_view(column, rest[name])) is not None:
+                    made.numbers[name] = view
 
-    def _put(self, column: Any, row: int, name: str, value: Any) -> None:
+    def _put(self, column: Any, row: int, name: str, value: Any) -> bool:
+        """Write a value into its row; False if the column was made for values unlike it."""
+        if name in self._optional or not self._made.crops:
+            column[row] = value
+            return True
         number = self._made.numbers.get(name)
         if number is not None and type(value) is number[0]:
             try:
                 number[1][row] = value
-                return
-            except OverflowError:
-                pass  # an int beyond 64 bits, which `put_value` refuses in words
-        put_value(column, row, value, name)
+            except OverflowError:  # an int beyond 64 bits
+                return False
+            return True
+        return put_value(column, row, value)
 
     def put_images(
         self, batch: dict[str, Any], rows: list[int], images: Mapping[str, list[Any]], seeds: list[int]
@@ -237,18 +245,29 @@ class SampleMaker:
     def row(self, batch: dict[str, Any], row: int) -> Any:
         """The sample in a row, as `sample` gives it."""
         rest, crops = self._made.rest[row], self._made.crops
-        images = {name: crop.as_sample(batch[name][row]) for name, crop in crops.items()}
+        images = {name: crop.as_sample(batch[name][row]) for name, crop in crops.items() if name in rest}
         return self._shaped({name: images[name] if name in images else rest[name] for name in rest})
 
     def finish(self, batch: dict[str, Any]) -> Any:
-        """The filled batch, as `default_collate` would make it of the samples."""
-        if not self.fused:
-            batch = {
-                name: column if name in self._optional else collate_column(column)
-                for name, column in batch.items()
-            }
+        """The filled batch, as `default_collate` would make it of the samples.
+
+        Raises:
+            ArgumentError: samples have different fields.
+            Exception: that of `default_collate` for values that make no batch.
+        """
+        made = self._made
+        if made.odd:
+            raise ArgumentError(_differs(made.rest[made.odd[0]], batch), stage="collate")
+        columns = {name: self._column(name, column) for name, column in batch.items()}
         self._making = None  # or its values would live until the next batch
-        return batch if self._shape is None else self._shape.batch(batch)
+        return as_batch(columns if self._shape is None else self._shape.batch(columns))
+
+    def _column(self, name: str, column: Any) -> Any:
+        if name in self._optional:
+            return column
+        if not self.fused:
+            return collate_column(column)
+        return collate_column([row[name] for row in self._made.rest]) if name in self._made.uneven else column
 
     def copy_row(self, batch: dict[str, Any], target: int, source: int) -> None:
         """Make row `target` equal to row `source`."""

@@ -157,7 +157,8 @@ class Crop(ABC):
         chosen = self.box_for(*first, rng)
         across, down = width / first[0], height / first[1]
         x0, y0, x1, y1 = chosen.box
-        return chosen._replace(box=(x0 * across, y0 * down, x1 * across, y1 * down))
+        right, bottom = min(width, x1 * across), min(height, y1 * down)
+        return chosen._replace(box=(x0 * across, y0 * down, right, bottom))
 
     def fill(
         self,

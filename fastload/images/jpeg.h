@@ -156,7 +156,7 @@ static int choose_denominator(Box box, int width, int height) {
 static void check_box(Decoder *d, Box box) {
     /* Written so that NaN fails. */
     if (!(box.x0 >= 0 && box.y0 >= 0 && box.x1 - box.x0 >= 1e-6 && box.y1 - box.y0 >= 1e-6 &&
-          box.x1 <= d->jpeg.image_width + 1e-6 && box.y1 <= d->jpeg.image_height + 1e-6))
+          box.x1 <= d->jpeg.image_width && box.y1 <= d->jpeg.image_height))
         decoder_fail(d, "the box is not inside the image");
 }
 

@@ -65,8 +65,8 @@ static int get_task(PyObject *item, const Batch *batch, Task *task) {
 static bool resize_pixels(const Task *task, const Batch *batch, Target target, Scratch *s, char *message) {
     const Box box = task->box;
     const int width = (int)task->view.shape[1], height = (int)task->view.shape[0];
-    if (!(box.x0 >= 0 && box.y0 >= 0 && box.x1 - box.x0 >= 1e-6 && box.y1 - box.y0 >= 1e-6 && box.x1 <= width + 1e-6 &&
-          box.y1 <= height + 1e-6)) {
+    if (!(box.x0 >= 0 && box.y0 >= 0 && box.x1 - box.x0 >= 1e-6 && box.y1 - box.y0 >= 1e-6 && box.x1 <= width &&
+          box.y1 <= height)) {
         snprintf(message, MESSAGE_SIZE, "the box is not inside the image");
         return false;
     }

@@ -183,7 +183,9 @@ class CenterCrop(Crop):
         left, x0, columns = _cut(full[0], self.width)
         top, y0, rows = _cut(full[1], self.height)
         across, down = width / full[0], height / full[1]
-        box = (x0 * across, y0 * down, (x0 + columns) * across, (y0 + rows) * down)
+        # Rounding may lead beyond the edge, and a flip to the other side of it.
+        right, bottom = min(width, (x0 + columns) * across), min(height, (y0 + rows) * down)
+        box = (x0 * across, y0 * down, right, bottom)
         if (rows, columns) == (self.height, self.width):
             return CropBox(box)
         return CropBox(box, inner=(top, left, rows, columns))

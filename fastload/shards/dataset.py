@@ -20,7 +20,6 @@ from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
 from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
-from fastload.datasets.protocols import RowErrors
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
@@ -44,7 +43,7 @@ from fastload.store.retry import sleep
 
 __all__ = ["SMALL_RECORD", "ShardDataset"]
 
-_OFFSETS_KEPT = 64  # more than are decoded at a time
+_OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
 _PROBE = 256
 _MOST_CACHED_MISSING = 0.1
@@ -260,6 +259,10 @@ class ShardDataset(FieldsDataset):
     def learn_indexes(self, indexes: Mapping[int, bytes]) -> None:
         self._index.load(indexes)
 
+    def key(self, index: int) -> str:
+        used = self._here.get().offsets
+        return self._name(index) if index in used else super().key(index)
+
     # --- RowDataset
 
     def prefetch(self, indices: Iterable[int]) -> None:
@@ -353,24 +356,11 @@ class ShardDataset(FieldsDataset):
         here = self._here.get()
         if record not in here.pending:
             return super()._get(record)
-        if len(here.offsets) >= _OFFSETS_KEPT:  # of records that failed
+        if len(here.offsets) >= _OFFSETS_KEPT:
             here.offsets.clear()
         here.offsets[record] = here.pending.offset(record)
         self.counters.add("get.ahead")
         return here.pending.get(record)
-
-    def _finish(self, record: int, payload: Any) -> Any:
-        try:
-            return super()._finish(record, payload)
-        finally:
-            self._here.get().offsets.clear()
-
-    def _fill_rows(
-        self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
-    ) -> RowErrors:
-        errors = super()._fill_rows(batch, rows, records, values, seed, epoch)
-        self._here.get().offsets.clear()
-        return errors
 
     # --- which record, and under which key
 

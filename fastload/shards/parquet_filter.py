@@ -29,7 +29,8 @@ _MEMBER = ("in", "not in")
 class RowFilter:
     """Conditions in pyarrow's form: tuples (column, operator, value), all of which must hold.
 
-    A list of such lists asks for all conditions of any one of them. A comparison with null is false.
+    A list of such lists asks for all conditions of any one of them. A comparison with null is false, but a
+    null is "not in" values without it.
 
     Raises:
         ArgumentError: it has another form, or an unknown operator.
@@ -106,8 +107,10 @@ def _holds(condition: Condition, column: Any) -> Any:
         column = column.cast(column.type.value_type)
     try:
         if operator in _MEMBER:
-            found = pc.is_in(column, value_set=pa.array(list(value), column.type))
-            return found if operator == "in" else pc.and_(pc.invert(found), pc.is_valid(column))
+            # A float32 is compared as a double, as `=` and the statistics of a row group have it.
+            kind = pa.float64() if pa.types.is_floating(column.type) else column.type
+            found = pc.is_in(column.cast(kind), value_set=pa.array(list(value), kind))
+            return found if operator == "in" else pc.invert(found)
         # Arrow takes an int for an int64, and would cast a column of uint64 to it.
         unsigned = pa.types.is_uint64(column.type) and type(value) is int and value >= 0
         scalar = pa.scalar(value, column.type if unsigned else None)

@@ -99,7 +99,7 @@ class BatchMaker:
         self._rows: RowBatches | None = None
         self._encoded: EncodedRowBatches | None = None
         if rows.ahead and rows.own is None:
-            self._rows = RowBatches(rows, self._collation, seeds, allocate, self._errors.name_row)
+            self._rows = RowBatches(rows, self._collation, seeds, allocate, self._errors.name)
         encoded = rows.encoded()
         if encoded is not None:
             self._encoded = EncodedRowBatches(rows, encoded, self._collation, seeds, allocate)
@@ -213,8 +213,8 @@ class BatchMaker:
         self._ahead.finish(index, len(indices), self._ahead.used() - used_ahead)
         with self.counters.timed("collate"):
             if form is None or batch is None:
-                made = self._collation(samples, partial(self._errors.name_row, indices))
+                made = self._collation(samples, lambda row: self._errors.name(settled[row]))
             else:
-                made = form.finish(batch, indices)
+                made = form.finish(batch, settled)
         self.counters.made_batch(len(indices))
         return made

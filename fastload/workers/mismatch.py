@@ -64,9 +64,10 @@ def _difference(a: Any, b: Any, where: str) -> tuple[str, str, str] | None:
         first, other = _form(a), _form(b)
         if first != other:
             return where, first, other
-    inside = dict(_items(b))
-    found = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in _items(a))
-    return next((difference for difference in found if difference is not None), None)
+    inside, before = dict(_items(b)), dict(_items(a))
+    found = (_difference(item, inside[key], f"{where}[{key!r}]") for key, item in before.items())
+    more = ((where, f"lacks {key!r}", "has it") for key in inside if key not in before)
+    return next((difference for difference in found if difference is not None), next(more, None))
 
 
 def _form(value: Any) -> str:

@@ -127,10 +127,6 @@ class ErrorPolicy:
                 return f"{name} {key!r}"
         return name
 
-    def name_row(self, indices: list[Any], row: int) -> str:
-        """The name of the sample in a row, where it may be the substitute of a bad one."""
-        return self.name(indices[row]) if self.on_error == "raise" else f"sample in row {row}"
-
 
 def _drop_traceback(error: BaseException | None) -> None:
     """Its frames hold the errors, the batch and the iterator, which would live until the next collection."""

@@ -75,7 +75,8 @@ class _Pickler(ForkingPickler):
 
     def _describe(self, obj: torch.Tensor | torch.UntypedStorage) -> tuple[Any, ...]:
         if isinstance(obj, torch.Tensor):
-            return *self._locate(obj.detach()), obj.dtype, obj.requires_grad
+            values = obj.detach().resolve_conj().resolve_neg()  # a pickle would lose these marks
+            return *self._locate(values), obj.dtype, obj.requires_grad
         content = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj)
         return *self._locate(content), None, False
 
@@ -84,7 +85,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
+        and not (tensor.is_quantized or tensor.is_nested)
         and not (tensor.requires_grad and not tensor.is_leaf)
     )
 

@@ -19,9 +19,7 @@ from fastload.datasets.seen_rows import Rows
 from fastload.errors import ArgumentError
 from fastload.workers.collate import Collation, tell_mismatch
 
-__all__ = ["EncodedRowBatches", "RowBatches", "RowNames"]
-
-RowNames = Callable[[list[Any], int], str]  # (indices of the batch, row) -> the sample's name, for errors
+__all__ = ["EncodedRowBatches", "RowBatches"]
 
 
 class _Batches(ABC):
@@ -50,7 +48,7 @@ class _Batches(ABC):
 
     @abstractmethod
     def finish(self, batch: Any, indices: list[Any]) -> Any:
-        """The filled batch in the form that the loader hands over."""
+        """The filled batch in the form that the loader hands over. `indices`: the sample in each row."""
 
 
 class RowBatches(_Batches):
@@ -61,7 +59,7 @@ class RowBatches(_Batches):
         collation: the loader's.
         seeds: of the loader's `seed`, or None.
         allocate: memory for batches that need no `collate_fn`, such as a slot.
-        name: for errors.
+        name: index of a sample -> its name, for errors.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class RowBatches(_Batches):
         collation: Collation,
         seeds: SampleSeeds | None,
         allocate: Allocate,
-        name: RowNames,
+        name: Callable[[Any], str],
     ) -> None:
         super().__init__(rows, collation, seeds, allocate)
         self._name = name
@@ -84,12 +82,12 @@ class RowBatches(_Batches):
             samples = self._samples(batch, indices)
             if self._seeds is not None and indices:
                 self._seeds.set(indices[-1])
-            return self._collation(samples, lambda row: self._name(indices, row))
+            return self._collation(samples, lambda row: self._name(indices[row]))
         with self._collation.on_host():
             try:
                 return self._rows.finish_batch(batch)
             except Exception as error:
-                tell_mismatch(error, self._samples(batch, indices), lambda row: self._name(indices, row))
+                tell_mismatch(error, self._samples(batch, indices), lambda row: self._name(indices[row]))
                 raise
 
     def _samples(self, batch: Any, indices: list[Any]) -> list[Any]:

@@ -305,8 +305,6 @@ AS_IT_IS: dict[str, Callable[[int], Any]] = {
     "gaps": lambda i: torch.arange(20_000)[:: i + 1],
     "overlapping": lambda i: torch.arange(9.0).as_strided((2, 2, 2), (1, 1, 5)),
     "offset": lambda i: torch.arange(10_000)[5000:],
-    "conjugate": lambda i: torch.full((3000,), 1 + 2j).conj(),
-    "negated": lambda i: torch.full((3000,), 1 + 2j).conj().imag,
     "bool": lambda i: torch.arange(5000) > i,
     "bfloat16": lambda i: torch.arange(5000).to(torch.bfloat16),
     "complex128": lambda i: torch.arange(3000).to(torch.complex128),

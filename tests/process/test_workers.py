@@ -87,10 +87,15 @@ def test_an_unpicklable_sample_raises() -> None:
         next(iter(DataLoader(not_a_leaf, num_workers=1, collate_fn=identity)))
 
 
-def test_conjugate_tensors_are_stacked() -> None:
-    dataset = Numbers(2, lambda i: torch.full((3,), i + 2j).conj())
-    (batch,) = DataLoader(dataset, batch_size=2, num_workers=1)
-    assert batch[:, 0].tolist() == [-2j, 1 - 2j]
+@pytest.mark.parametrize("collate", [default_collate, identity])
+def test_conjugate_and_negated_tensors_keep_their_values(collate: Any) -> None:
+    """torch's pickle loses the marks."""
+    dataset = Numbers(2, lambda i: (torch.full((3,), i + 2j).conj(), torch.full((3,), i + 2j).conj().imag))
+    (batch,) = DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate)
+    conjugate, negated = (
+        batch if collate is default_collate else (torch.stack(x) for x in zip(*batch, strict=True))
+    )
+    assert conjugate[:, 0].tolist() == [-2j, 1 - 2j] and negated[:, 0].tolist() == [-2, -2]
 
 
 def test_epoch_left_before_its_first_batch(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
-from fastload.datasets.columns import copy_value, new_column, put_value
+from fastload.datasets.columns import as_batch, copy_value, new_column, put_value
 from fastload.errors import (
     ArgumentError,
     DecodeError,
@@ -148,15 +150,13 @@ def test_transforms_by_field(tmp_path: Path) -> None:
         fastload.TFRecordDataset(str(tmp_path / "t"), {"image": str}, transform={"image": CROP})
 
 
-def test_missing_members_are_an_error_of_their_sample(tmp_path: Path) -> None:
+def test_sample_without_the_image_is_bad(tmp_path: Path) -> None:
     complete = {"jpg": jpeg(0), "cls": b"0"}
-    url = write(tmp_path, {"x.tar": tar_of(complete, {"jpg": jpeg(1)}, {"cls": b"2"}, complete)})
-    data = closing(fastload.TarDataset(url, transform=CROP))
-    stream = data.open_stream(data.plan_streams(1, seed=0, epoch=0, shuffle=False, rank=0, ranks=1)[0])
-    ids = stream.take(9)
-    failures = data.fill(data.new_batch(4, ordinary), list(enumerate(ids)), 0, 0)
-    assert [row for row, _ in failures] == [1, 2]
-    assert "others in the batch" in str(failures[0][1]) and "x.tar @" in str(failures[0][1])
+    url = write(tmp_path, {"x.tar": tar_of(complete, {"cls": b"2"}, complete)})
+    loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 3, on_error="skip")
+    assert [batch["cls"].tolist() for batch in loader] == [[0, 0, 0]]
+    ((_, error),) = loader.stats()["bad"]
+    assert "takes one image, and sample '001' has none" in error and "x.tar @" in error
 
 
 def test_records_that_are_no_examples(tmp_path: Path) -> None:
@@ -202,16 +202,16 @@ def test_tensorflows_own_files() -> None:
 )
 def test_columns_are_what_default_collate_makes(values: list[Any]) -> None:
     column = new_column(values[0], 3, ordinary)
-    for row, value in enumerate(values):
-        put_value(column, row, value, "x")
+    assert all(put_value(column, row, value) for row, value in enumerate(values))
     wanted = default_collate(values)
-    assert same(column, wanted), (column, wanted)
+    assert same(as_batch(column), wanted), (column, wanted)
     copy_value(column, 0, 2)
-    assert same(column, default_collate([values[2], values[1], values[2]]))
-    assert type(pickle.loads(pickle.dumps(column))) in (torch.Tensor, dict, list)
+    assert same(as_batch(column), default_collate([values[2], values[1], values[2]]))
 
 
 def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
     if isinstance(a, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -235,12 +235,121 @@ def same(a: Any, b: Any) -> bool:
 )
 def test_values_that_cannot_share_a_column(first: Any, second: Any) -> None:
     column = new_column(first, 2, ordinary)
-    put_value(column, 0, first, "x")
-    with pytest.raises(DecodeError, match="others in the batch"):
-        put_value(column, 1, second, "x")
+    assert put_value(column, 0, first) and not put_value(column, 1, second)
+
+
+@pytest.mark.parametrize("value", [None, object(), np.array(["a"]), torch.ones(1, requires_grad=True)])
+def test_values_for_which_default_collate_is_asked(value: Any) -> None:
+    assert new_column({"a": [value]}, 2, ordinary) is None
+
+
+# --- Values that differ from sample to sample -------------------------------------------------------------
+
+
+def rows_of(tmp_path: Path, values: list[Any], transform: Any, **options: Any) -> Any:
+    """The batches of a tar with an image and one JSON value a sample, or the error that is raised."""
+    samples = [
+        {"jpg": jpeg(at), "json": json.dumps({"id": at, "x": value}).encode()}
+        for at, value in enumerate(values)
+    ]
+    url = write(tmp_path, {"x.tar": tar_of(*samples)})
+    data = closing(fastload.TarDataset(url, transform=transform))
+    loader = fastload.DataLoader(data, len(values), **options)
+    try:
+        (batch,) = loader
+    except Exception as error:
+        assert "bad.samples" not in loader.stats()["counters"]
+        return type(error), " ".join([str(error), *getattr(error, "__notes__", [])])
+    return batch["json"]
+
+
+POLICIES = [{}, {"on_error": "skip"}, {"on_error": "replace"}, {"on_error": "replace", "num_workers": 1}]
+
+
+@pytest.mark.parametrize("options", POLICIES)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 1.5, 2, 0.5],
+        [1.5, 1, 2, 3],
+        [True, 2, 3, False],
+        [1, True, 2, 3],
+        [[1, 2], [1.5, 2], [3, 4], [5, 6]],
+    ],
+)
+def test_numbers_of_several_types_are_one_tensor_as_with_torch(
+    values: list[Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    batch = rows_of(tmp_path, values, CROP, **options)
+    assert batch["id"].tolist() == [0, 1, 2, 3]
+    assert same(batch["x"], default_collate(values)), batch["x"]
+
+
+@pytest.mark.parametrize("options", POLICIES)
+@pytest.mark.parametrize(
+    "values",
+    [[[], [1], [1, 2], []], [{"a": 1}, {"b": 1}, {"a": 1}, {}], [1, None, 2, 3], [None] * 4, [1, "a", 2, 3]],
+)
+def test_values_that_make_no_batch_are_no_bad_samples(
+    values: list[Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    kind, told = rows_of(tmp_path, values, CROP, **options)
+    with pytest.raises(kind):
+        default_collate(values)
+    assert kind is not DecodeError
+    if values[1:] != values[:-1]:
+        assert "sample 0 'x.tar @ 0'" in told and "sample 1 'x.tar @" in told and "['json']['x']" in told, (
+            told
+        )
 
 
 # --- What is said ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", "replace"])
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        (({"jpg": b""}, {"jpg": b"", "txt": b"t"}), "sample '001' has txt, which others in the batch lack"),
+        (({"jpg": b"", "txt": b"t"}, {"jpg": b""}), "sample '001' lacks txt, which others in the batch have"),
+        (
+            ({"jpg": b""}, {"jpeg": b""}),
+            "sample '001' lacks jpg, which others in the batch have and has jpeg",
+        ),
+    ],
+)
+def test_samples_with_other_members_are_no_bad_samples(
+    members: tuple[dict[str, bytes], ...], says: str, on_error: str, tmp_path: Path
+) -> None:
+    samples = [{end: body or jpeg(at) for end, body in one.items()} for at, one in enumerate(members)]
+    url = write(tmp_path, {"x.tar": tar_of(*samples)})
+    loader = fastload.DataLoader(closing(fastload.TarDataset(url, transform=CROP)), 2, on_error=on_error)
+    with pytest.raises(ArgumentError, match=re.escape(says)) as caught:
+        list(loader)
+    assert (
+        "function of the whole sample" in str(caught.value)
+        and "bad.samples" not in loader.stats()["counters"]
+    )
+    assert (
+        "sample 0 'x.tar @ 0'" in caught.value.__notes__[-1]
+        and "sample 1 'x.tar @" in caught.value.__notes__[-1]
+    )
+
+
+def test_own_collate_fn_gets_samples_with_other_members(tmp_path: Path) -> None:
+    url = write(
+        tmp_path, {"x.tar": tar_of({"jpg": jpeg(0)}, {"jpeg": jpeg(1), "txt": b"t"}, {"jpg": jpeg(2)})}
+    )
+    data = closing(fastload.TarDataset(url, transform=CROP))
+    (samples,) = fastload.DataLoader(data, 3, collate_fn=list, on_error="replace")
+    assert [list(one) for one in samples] == [
+        ["__key__", "jpg"],
+        ["__key__", "jpeg", "txt"],
+        ["__key__", "jpg"],
+    ]
+    assert [one[name].shape for one, name in zip(samples, ("jpg", "jpeg", "jpg"), strict=True)] == [
+        (3, 24, 24)
+    ] * 3
 
 
 def failures_of(url: str, transform: Any) -> list[str]:
@@ -249,28 +358,6 @@ def failures_of(url: str, transform: Any) -> list[str]:
     ids = stream.take(9)
     stream.close()
     return [str(error) for _, error in data.fill(data.new_batch(9, ordinary), list(enumerate(ids)), 0, 0)]
-
-
-@pytest.mark.parametrize("transform", [CROP, {"jpg": CROP}])
-def test_other_extension_in_the_middle_of_a_shard_is_said_with_the_sample(
-    transform: Any, tmp_path: Path
-) -> None:
-    url = write(tmp_path, {"x.tar": tar_of({"jpg": jpeg(0)}, {"jpeg": jpeg(1)}, {"jpg": jpeg(2)})})
-    (error,) = failures_of(url, transform)
-    for part in ("x.tar @ ", "sample '001'", "jpeg", "'jpg'" if isinstance(transform, dict) else "lacks jpg"):
-        assert part in error
-    assert "function of the whole sample" in error
-
-
-@pytest.mark.parametrize("first", [{"jpg": jpeg(0)}, {"jpg": jpeg(0), "txt": b"t"}])
-def test_member_that_only_some_samples_have_is_an_error_whichever_comes_first(
-    first: dict[str, bytes], tmp_path: Path
-) -> None:
-    second = {"jpg": jpeg(1), "txt": b"t"} if len(first) == 1 else {"jpg": jpeg(1)}
-    (error,) = failures_of(write(tmp_path, {"x.tar": tar_of(first, second)}), CROP)
-    assert f"sample '001' {'has' if len(first) == 1 else 'lacks'} txt, which others in the batch" in error
-    with pytest.raises(DecodeError, match=r"'a', 'b'.*others in the batch have.*'a'"):
-        put_value(new_column({"a": 1}, 2, ordinary), 0, {"a": 1, "b": 2}, "json")
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("P", True), ("L", True), ("RGB", False)])

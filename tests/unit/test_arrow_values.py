@@ -72,6 +72,11 @@ def test_lists_of_numbers_become_arrays_of_their_dtype(column: Any, values: list
         assert np.array_equal(found, wanted)
 
 
+def test_lists_of_empty_lists_become_arrays() -> None:
+    column = pa.array([[[]], [[], []], []], pa.list_(pa.list_(pa.int32(), 0)))
+    assert [value.shape for value in to_python(column)] == [(1, 0), (2, 0), (0, 0)]
+
+
 def test_ragged_lists_of_lists_become_lists_of_arrays() -> None:
     (found,) = to_python(pa.array([[[1, 2], [3]]]))
     assert [one.tolist() for one in found] == [[1, 2], [3]]

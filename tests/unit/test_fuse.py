@@ -219,6 +219,18 @@ def test_rows_are_cut_and_flipped_by_torchvisions_law() -> None:
     assert abs(np.corrcoef(ours[:, 4], ours[:, 5])[0, 1]) < 0.07, "each flip is drawn by itself"
 
 
+def test_flip_before_a_crop_that_pads_stays_inside_the_image() -> None:
+    """The box is the whole image there, and rounding must not lead beyond its edge on either side."""
+    for width in range(20, 700, 7):
+        for resized, cropped in ((30, 40), (224, 256), (100, 101)):
+            flips = [v1.RandomHorizontalFlip(1.0), v1.RandomVerticalFlip(1.0)]
+            steps = [*flips, v1.Resize((resized, resized)), v1.CenterCrop((16, cropped))]
+            fused = fuse(v1.Compose([*steps, v1.PILToTensor()]))
+            x0, y0, x1, y1 = fused.box_for(width, width, SampleRng(0)).box
+            assert 0 <= x0 < x1 <= width and 0 <= y0 < y1 <= width, (width, resized, cropped)
+    fused(pillow_jpeg(scene(538, 538)))
+
+
 # ---------------------------------------------------------------- what is said
 
 
