@@ -24,7 +24,6 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
-from fastload.store.recipe import options_of_recipe, url_of_recipe
 
 __all__ = ["Restored", "describe", "restore"]
 
@@ -260,15 +259,15 @@ def _open_dataset(
         return range(
             length
         ), f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
-    where = url_of_recipe(made["url"]) if url is None else url
     arguments = {
         "transform": _new_transform(made["transform"]),
         "on_change": made["on_change"],
         # Those of another place are not those of the run's.
-        "storage_options": options_of_recipe(where, made["options"] if url is None else {}, options),
+        "storage_options": {**(made["options"] if url is None else {}), **options},
     }
     if made["class"] == "ImageFolder":
         arguments |= {"classes": made["classes"], "allow_empty": True}
+    where = made["url"] if url is None else url
     try:
         dataset = _DATASETS[made["class"]](where, **arguments)
     except FastloadError as error:

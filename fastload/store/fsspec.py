@@ -13,7 +13,7 @@ from typing import Any
 
 import fsspec
 
-from fastload.errors import ArgumentError, NotFoundError
+from fastload.errors import NotFoundError
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
@@ -61,13 +61,7 @@ class FsspecStore(Store):
     def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
         self._url, self._protocol, self._options = url, protocol, dict(options)
         cls = fsspec.get_filesystem_class(protocol)
-        try:
-            parts = cls._get_kwargs_from_urls(url)
-        except ValueError:  # its text may show a part of the password
-            raise ArgumentError(
-                f"the {protocol}:// url is malformed: write '/' as %2F and '@' as %40 in a user or password"
-            ) from None
-        self._arguments = {**parts, **options}
+        self._arguments = {**cls._get_kwargs_from_urls(url), **options}
         self._root = str(cls._strip_protocol(url)).rstrip("/")
         self._asynchronous = bool(cls.async_impl)
         shown = public_url(url)

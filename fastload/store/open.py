@@ -15,7 +15,7 @@ from fastload.metrics.units import parse_size
 from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
 from fastload.store.local import LocalStore
-from fastload.store.translate import public_url, redacted
+from fastload.store.translate import redacted
 
 __all__ = ["limited_together", "open_store"]
 
@@ -23,7 +23,6 @@ __all__ = ["limited_together", "open_store"]
 _CHAIN = re.compile(
     r"^[a-z0-9_+.-]+::|::[a-z0-9_+.-]+://|^(?:zip|tar|libarchive|reference|dir)://.*::", re.IGNORECASE
 )
-_QUERY = re.compile(r"[?;][^/=]{0,200}=")  # "?sig=..." of a signed URL, ";token=..." of a path
 _CACHING = ("simplecache", "filecache", "blockcache", "cached")
 
 
@@ -117,11 +116,6 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
         raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
         return _open_local(url, rest if separator else url, storage_options)
-    if query := _QUERY.search(url):
-        raise ArgumentError(
-            f"url {public_url(url[: query.start()])!r} goes on with a query, which would be kept with the "
-            "cache: credentials and options are given as storage_options"
-        )
     need_linux()
     from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 

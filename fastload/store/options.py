@@ -9,7 +9,6 @@ from __future__ import annotations
 import configparser
 import difflib
 import os
-import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +19,8 @@ from fastload.errors import ArgumentError
 from fastload.store.translate import public_url
 
 __all__ = [
-    "ENDPOINT_OPTIONS",
-    "RECIPE_OPTIONS",
     "Connection",
     "azure",
-    "environment_endpoint",
     "gcs",
     "http",
     "public_options",
@@ -64,12 +60,11 @@ _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
 # What may be written down. A list of these, for a list of secrets would lack those of tomorrow's clients.
 _PUBLIC = (
     *("anon", "client", "profile", "region", "default_region", "requester_pays", "request_payer", "use_ssl"),
-    *("skip_signature", "virtual_hosted_style_request", "s3_express", "account_name", "use_emulator"),
+    *("skip_signature", "virtual_hosted_style_request", "s3_express", "account_name", "use_azure_cli"),
+    *("use_emulator",),
 )
-ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "base_url", "authority_host")
-_PUBLIC_NESTED = ("endpoint_url", "region_name")
-# The names that a state may tell, which are those that are written into one, without the servers.
-RECIPE_OPTIONS = frozenset({*_PUBLIC, "client_kwargs.region_name"})
+_PUBLIC_URLS = ("endpoint_url", "endpoint", "base_url", "authority_host")
+_PUBLIC_NESTED = ("endpoint_url", "region_name", "verify")
 
 
 class Connection(NamedTuple):
@@ -114,8 +109,7 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
     anon = bool(given.pop("skip_signature", False))
     credentials, tried = _s3_credentials(given, profile, tried_profile, named="profile" in options)
     client_options = _client_options(endpoint, given.pop("client_kwargs", {}))
-    region = _part_of_host("region", region or profile.get("region") or "us-east-1")
-    config = {**given, "bucket": bucket, "region": region}
+    config = {**given, "bucket": bucket, "region": region or profile.get("region") or "us-east-1"}
     if endpoint:
         config["endpoint"] = (
             _virtual_host(endpoint, bucket) if given.get("virtual_hosted_style_request") else endpoint
@@ -129,13 +123,6 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
     secrets = secret_values({**options, **(credentials or {})})
     shown = _shown(endpoint)
     return Connection(config, client_options, credentials, by_boto3, shown, tried, secrets, provider)
-
-
-def _part_of_host(name: str, value: Any) -> str:
-    """Return the value, which is a part of a server's name; other characters could name another server."""
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}", value):
-        raise ArgumentError(f"{name} {value!r:.100} may have letters, digits and '-' only")
-    return value
 
 
 def s3fs(options: Mapping[str, Any]) -> tuple[dict[str, Any], str, tuple[str, ...]]:
@@ -210,8 +197,6 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
         given["sas_key"] = given.pop("sas_token")
     if account := account or _environment("AZURE_STORAGE_ACCOUNT_NAME"):
         given.setdefault("account_name", account)
-    if given.get("account_name"):
-        _part_of_host("account_name", given["account_name"])
     endpoint = given.pop("endpoint_url", None) or given.get("endpoint")
     endpoint = endpoint or _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     refuse_user("endpoint_url", endpoint, "account_key or sas_token")
@@ -247,24 +232,13 @@ def http(options: Mapping[str, Any], base: str) -> Connection:
     return Connection({}, client_options, endpoint=f"{parts.scheme}://{host}", secrets=secrets)
 
 
-def environment_endpoint(url: str, profile: str | bool | None = None) -> str:
-    """Return the server that the environment or the AWS profile gives for a URL; "" for none."""
-    scheme = url.partition("://")[0].lower()
-    if scheme in ("s3", "s3a"):
-        chosen, _ = _profile(profile if isinstance(profile, str) else None, strict=False)
-        return _environment(*_ENDPOINTS, "AWS_ENDPOINT") or chosen.get("endpoint_url", "")
-    if scheme in ("gs", "gcs"):
-        return _environment("GOOGLE_BASE_URL")
-    return _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
-
-
 def public_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(the options that are no secrets, the names of the others)."""
     shown: dict[str, Any] = {}
     for name, value in options.items():
         if name in _PUBLIC and isinstance(value, bool | str):
             shown[name] = value
-        elif name in ENDPOINT_OPTIONS and isinstance(value, str):
+        elif name in _PUBLIC_URLS and isinstance(value, str):
             shown[name] = public_url(value)
         elif name == "client_kwargs" and isinstance(value, Mapping) and set(value) <= set(_PUBLIC_NESTED):
             plain = {inner: one for inner, one in value.items() if isinstance(one, bool | str)}
