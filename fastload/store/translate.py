@@ -66,25 +66,21 @@ _REFUSED_CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = 400  # characters of a client's words
-# Characters of an error that are looked at: obstore's text has the whole body of an answer.
-# A key of 1,024 bytes, percent-encoded, may stand in it three times before the status does.
-_MOST_READ = 16_000
-# Each pattern that meets an answer takes linear time: no start of a match runs over the start of another.
-_NAMES = re.compile(r"(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,20}://\S+|'[^']*'", re.IGNORECASE)
+_NAMES = re.compile(r"[a-z][a-z0-9+.-]*://\S+|'[^']*'", re.IGNORECASE)
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _NUMBER = re.compile(r"\d+")
 _AMOUNT = re.compile(r"\d+\.\d+|\b\d+(?=\s?(?:ns|[µu]s|ms|s|of|bytes?)\b)")
 # Of an answer in XML: its parts but these repeat the key, or identify the request.
 _ELEMENT = re.compile(r"<(?!Code\b|Message\b)(\w+)>[^<]*(</\1>|$)")
 # An answer in XML as such, and what it says.
-_XML = re.compile(r"(<\?xml[^<>]*\?>\s*)?<Error>.*?(</Error>|$)", re.DOTALL)
+_XML = re.compile(r"(<\?xml[^>]*\?>\s*)?<Error>.*?(</Error>|$)", re.DOTALL)
 _SAID = re.compile(r"<(Code|Message)>([^<]*)")
-_QUERY = re.compile(r"\?[^\s\"')>?=]*=[^\s\"')>]*")
+_QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
 _AMAZON = re.compile(r"(?:(.+)\.)?s3(?:[.-][a-z0-9-]+)*\.amazonaws\.com(?:\.cn)?")
 _USER = re.compile(r"://[^/\s@]+@")
 # S3 repeats the session token in its answer that the token has expired.
 _TOKEN = re.compile(
-    r"<(Token-\d+|AWSAccessKeyId|StringToSign[^<>]*|CanonicalRequest[^<>]*)>.*?(</\1>|$)", re.DOTALL
+    r"<(Token-\d+|AWSAccessKeyId|StringToSign[^>]*|CanonicalRequest[^>]*)>.*?(</\1>|$)", re.DOTALL
 )
 
 
@@ -122,7 +118,6 @@ def redacted(text: str) -> str:
 def _without_secrets(text: str, secrets: Sequence[str] = ()) -> str:
     for secret in secrets:
         text = text.replace(secret, "<secret>")
-    text = text[:_MOST_READ]  # not before: the first half of a secret would stay
     text = _TOKEN.sub(r"<\1><secret>", text)
     return _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
 
@@ -197,7 +192,7 @@ class StoreLocation:
                 key=key,
             )
         where = f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
-        if certificate := _CERTIFICATE.search(f"{error}"[:_MOST_READ]):
+        if certificate := _CERTIFICATE.search(f"{error}"):
             reason = certificate[1] or certificate[2].strip() or "verification failed"
             return StoreError(
                 f"the certificate of the server{where} is not accepted for {self.url!r}: {reason}. Set "
