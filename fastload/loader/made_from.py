@@ -24,6 +24,7 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
+from fastload.store.foreign import options_from_file
 
 __all__ = ["Restored", "describe", "restore"]
 
@@ -259,11 +260,12 @@ def _open_dataset(
         return range(
             length
         ), f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
+    if url is None:
+        options = options_from_file(made["url"], made["options"], options, "the state")
     arguments = {
         "transform": _new_transform(made["transform"]),
         "on_change": made["on_change"],
-        # Those of another place are not those of the run's.
-        "storage_options": {**(made["options"] if url is None else {}), **options},
+        "storage_options": dict(options),
     }
     if made["class"] == "ImageFolder":
         arguments |= {"classes": made["classes"], "allow_empty": True}
