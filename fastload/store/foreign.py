@@ -67,8 +67,8 @@ def options_from_file(
     said, refused = public_options({name: value for name, value in options.items() if name not in given})
     if refused:
         raise ArgumentError(
-            f"{named_by} sets the storage option {refused[0]!r}, which only you may set: if you need it, pass "
-            f"--storage-option {refused[0]}=VALUE, else --data URL"
+            f"{named_by} sets the storage option {refused[0]!r}, which only you may set: if you need it, "
+            f"pass --storage-option {refused[0]}=VALUE, else --data URL"
         )
     found = {**without_endpoint(said), **given}
     server = endpoint_in(said)

@@ -175,7 +175,7 @@ def test_server_of_a_state_is_asked_only_if_it_is_the_environments(
         for own in (None, "http://127.0.0.1:9"):
             if own is not None:
                 monkeypatch.setenv(variable, own)
-            with pytest.raises(ArgumentError, match="names the server .*pass it with --endpoint-url"):
+            with pytest.raises(ArgumentError, match=r"names the server .*pass it with --endpoint-url"):
                 restore(hostile)
         assert not server.requests
         monkeypatch.setenv(variable, f"{server.endpoint_url}/")
@@ -224,3 +224,65 @@ def test_what_a_state_keeps_opens_the_store_again() -> None:
         kept, withheld = open_store(url, **options).public_options()
         assert storage_options.public_options(kept) == (kept, []) and kept.keys() <= ALLOWED
         assert withheld == [name for name in options if name == "requester_pays"]
+
+
+@pytest.mark.parametrize(
+    ("read_from", "key", "says"),
+    [
+        ("memory://tables/t.csv", "filecache://x/a.jpg", "a place that only you may name"),
+        ("memory://tables/t.csv", "hf://datasets/x/a.jpg", r"pass url='hf://\.\.\.'"),
+        ("memory://tables/t.csv", "simplecache::s3://bucket/x/a.jpg", "a place that only you may name"),
+        ("memory://tables/t.csv", "/home/somebody/.ssh/id", "names files of this machine"),
+        ("memory://tables/t.csv", "file:///home/somebody/.ssh/id", "names files of this machine"),
+        ("/t.csv", "filecache://x/a.jpg", "a place that only you may name"),
+    ],
+)
+def test_place_that_a_table_may_not_name_is_refused(
+    read_from: str, key: str, says: str, tmp_path: Path
+) -> None:
+    path = read_from if "://" in read_from else f"{tmp_path}{read_from}"
+    with fsspec.open(path, "w") as file:
+        file.write(f"image\n{key}\n")
+    with pytest.raises(ArgumentError, match=says):
+        TableDataset(path, File("image"))
+
+
+@pytest.mark.parametrize("key", ["../a.jpg", "x/../../a.jpg", "/etc/passwd"])
+def test_key_of_a_table_stays_below_its_url(key: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    (tmp_path / "in").mkdir()
+    with pytest.raises(FastloadError, match="have no object"):
+        TableDataset({"image": [key]}, File("image", decode=bytes), url=str(tmp_path / "in"))[0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("/etc/passwd", "../b.tar", "a/../../b.tar", "s3://bucket/b.tar", "file:///etc/b.tar", "a//b.tar"),
+        *(
+            "filecache://x/b.tar",
+            "simplecache::s3://bucket/b.tar",
+            "pipe:touch b",
+            "b{0..9}.tar",
+            "*.tar",
+            "",
+        ),
+        *("memory://elsewhere/b.tar", "memory://shards/../b.tar", "memory://shards2/b.tar", ""),
+    ],
+)
+@pytest.mark.parametrize("folder", ["memory://shards/in", "{}"])
+def test_shard_that_an_index_names_lies_in_its_bucket(folder: str, name: str, tmp_path: Path) -> None:
+    folder = folder.format(tmp_path)
+    with fsspec.open(f"{folder}/index.json", "w") as file:
+        json.dump({"shardlist": [{"url": name}]}, file)
+    with pytest.raises(ArgumentError, match="not a plain name below this folder"):
+        TarDataset(f"{folder}/index.json")
+
+
+@pytest.mark.parametrize("name", ["in/b.tar", "memory://shards/in/b.tar", "memory://shards/b.tar"])
+def test_shards_of_the_index_own_bucket_are_read(name: str) -> None:
+    with fsspec.open("memory://shards/index.json", "w") as file:
+        json.dump([{"url": name}], file)
+    with fsspec.open(f"memory://shards/{name.removeprefix('memory://shards/')}", "wb") as file:
+        file.write(bytes(1024))
+    assert "1 shard" in repr(TarDataset("memory://shards/index.json"))
