@@ -77,7 +77,8 @@ class TableDataset(FieldsDataset):
         table: the path or URL of a CSV, JSON lines or Parquet file; an Arrow table; a data frame of pandas,
             polars or another library that speaks Arrow; a list of dicts; or a dict of columns.
         fields: the shape of a sample.
-        url: what the keys of the objects are relative to. "": the keys are full URLs.
+        url: what the keys of the objects are relative to. "": the keys are full URLs, of s3, gs, az, http(s),
+            file or memory, or absolute paths; a table in a store may not name files of this machine then.
         transform: a fused transform, for the one image of a sample; a dict {name: fused transform, or
             function of that value}; or a function of the whole sample. A value's name is its key in a
             mapping, else its column (the last one of a pattern). Of two with one name, the second is
@@ -162,7 +163,8 @@ class TableDataset(FieldsDataset):
         if values:
             self._columns = TableColumns.of(found.select(list(values.values())).rename_columns(list(values)))
         if self._files:
-            root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url)
+            read_from = os.fspath(table) if isinstance(table, str | os.PathLike) else ""
+            root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url, read_from)
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
             self._manifest = Manifest.open(self._store, directory=directory, refresh=refresh, keys=Keys(keys))

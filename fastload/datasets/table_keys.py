@@ -11,27 +11,42 @@ import pyarrow.compute as pc
 
 from fastload.datasets.table_fields import pattern_parts
 from fastload.errors import ArgumentError
+from fastload.store.foreign import check_protocol
+from fastload.store.translate import redacted
 
 __all__ = ["object_keys"]
 
 
-def object_keys(patterns: Sequence[str], table: Any, url: str) -> tuple[str, list[str]]:
+def object_keys(patterns: Sequence[str], table: Any, url: str, read_from: str = "") -> tuple[str, list[str]]:
     """(URL, keys relative to it) of the objects that `patterns` name in each row, one row after the other.
 
-    Keys may begin with the URL. Where `url` is "", they must be URLs: then it is the deepest that all share.
+    Keys may begin with the URL. Where `url` is "", they must be URLs or absolute paths that a file may name:
+    then it is the deepest that all share.
 
     Args:
         patterns: columns, or texts with columns in braces; see `File`.
         table: a `pyarrow.Table` with their columns.
+        read_from: the URL or path of the table's file; "": it was in memory. One in a store may not name
+            files of this machine.
 
     Raises:
         ArgumentError: a key is null or empty, or is no text; or the keys share no URL.
     """
     columns = [_keys(pattern, table) for pattern in patterns]
     root = url or _shared_root(patterns, columns)
+    if not url and _is_local(root) and not _is_local(read_from):
+        raise ArgumentError(
+            f"the table {redacted(read_from)!r} names files of this machine, in {root!r}: if you know them, "
+            "pass that as url="
+        )
     prefix = f"{root.rstrip('/')}/"
     keys = [[key.removeprefix(prefix) for key in column.to_pylist()] for column in columns]
     return root, [key for row in zip(*keys, strict=True) for key in row]
+
+
+def _is_local(url: str) -> bool:
+    protocol, separator, _ = url.partition("://")
+    return not separator or protocol.lower() in ("file", "local")
 
 
 def _keys(pattern: str, table: Any) -> Any:
@@ -73,6 +88,8 @@ def _shared_root(patterns: Sequence[str], columns: Sequence[Any]) -> str:
                 f"column {pattern!r} of the table has keys such as {value!r}: pass what they are relative "
                 "to, as in url='s3://bucket/train'"
             )
+    for value in values:
+        check_protocol(value, "the table", f"pass url={value.partition('://')[0] + '://...'!r}")
     root = os.path.commonprefix(values).rpartition("/")[0]  # noqa: RUF071 - `commonpath` breaks "://"
     if "://" in values[0] and root.count("/") < 2:
         raise ArgumentError(

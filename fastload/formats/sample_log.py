@@ -31,6 +31,11 @@ _HEADER = struct.Struct("<8sII")
 _FRAME = struct.Struct("<c3xII")
 _STEP = struct.Struct("<QIIII")
 _CHECKED = 0xFFFFFFFF  # of the checksum
+_WIDTHS = (4, 8)  # bytes of an index
+_MOST = 2**62  # run steps
+_MOST_RANKS = 2**31 - 1
+_MOST_OF_RUN = 400  # bytes of a "R"
+_LAST_TIME = 2.0**53
 
 
 class RunBegins(NamedTuple):
@@ -49,6 +54,31 @@ class RunBegins(NamedTuple):
     def dump(self) -> bytes:
         """As a frame."""
         return _framed(b"R", json.dumps(self._asdict()).encode())
+
+    @classmethod
+    def load(cls, body: memoryview) -> RunBegins:
+        """Return the run that `dump` made the body of.
+
+        Raises:
+            DecodeError: it made no such body.
+        """
+        try:
+            if len(body) > _MOST_OF_RUN:
+                raise ValueError(f"{len(body):,} bytes")
+            told = json.loads(bytes(body))
+            if not isinstance(told, dict) or told.keys() != {*cls._fields}:
+                raise ValueError(f"not the entries {', '.join(cls._fields)}")
+            found = cls(**told)
+            whole = type(found.run_step) is int and type(found.world_size) is int
+            if not (whole and 0 <= found.run_step <= _MOST and 1 <= found.world_size <= _MOST_RANKS):
+                raise ValueError(f"{found.run_step!r} steps of {found.world_size!r} ranks")
+            if not (type(found.time) in (int, float) and 0 <= found.time < _LAST_TIME):
+                raise ValueError(f"time {found.time!r}")
+        except (ValueError, RecursionError) as error:
+            raise DecodeError(
+                f"the sample log has a beginning of a run that fastload does not write: {error}"
+            ) from None
+        return found
 
 
 class LoggedStep(NamedTuple):
@@ -78,9 +108,22 @@ class LoggedStep(NamedTuple):
 
     @classmethod
     def load(cls, body: memoryview) -> LoggedStep:
-        """What `dump` made the body of."""
-        run_step, epoch, step, count, width = _STEP.unpack_from(body)
+        """Return the step that `dump` made the body of.
+
+        Raises:
+            DecodeError: it made no such body.
+        """
         start = _STEP.size
+        if len(body) < start:
+            raise DecodeError(
+                f"the sample log has a step of {len(body)} bytes, less than its head of {start}"
+            )
+        run_step, epoch, step, count, width = _STEP.unpack_from(body)
+        if width not in _WIDTHS or run_step > _MOST or len(body) != start + count * (width + 8):
+            raise DecodeError(
+                f"the sample log has a step of {len(body):,} bytes that says run step {run_step}, "
+                f"{count:,} rows and {width} bytes an index: fastload writes no such step"
+            )
         indices = np.frombuffer(body, f"<i{width}", count, start).astype(np.int64)
         witnesses = np.frombuffer(body, "<u8", count, start + count * width).astype(np.uint64)
         return cls(run_step, epoch, step, indices, witnesses)
@@ -106,20 +149,27 @@ def rank_of(data: Any) -> int:
 
 
 def frames(data: Any) -> Iterator[tuple[int, RunBegins | LoggedStep]]:
-    """(where it is, what it says) of each frame, up to one that is torn or damaged."""
+    """(where it is, what it says) of each frame, up to one that is torn or damaged.
+
+    Raises:
+        DecodeError: a frame is whole, and says what fastload does not write.
+    """
     view, at = memoryview(data), _HEADER.size
     while at + _FRAME.size <= len(view):
         kind, size, checksum = _FRAME.unpack_from(view, at)
         body = view[at + _FRAME.size : at + _FRAME.size + size]
         if len(body) < size or _checksum(kind, body) != checksum:
             return
-        yield at, LoggedStep.load(body) if kind == b"S" else RunBegins(**json.loads(bytes(body)))
+        if kind not in (b"R", b"S"):
+            raise DecodeError(f"the sample log has a frame of kind {kind!r}: fastload writes b'R' and b'S'")
+        yield at, LoggedStep.load(body) if kind == b"S" else RunBegins.load(body)
         at += _FRAME.size + size
 
 
 def step_at(data: Any, at: int) -> LoggedStep:
-    """The step in the frame there."""
-    return LoggedStep.load(memoryview(data)[at + _FRAME.size :])
+    """The step in the frame there, which `frames` has found."""
+    _, size, _ = _FRAME.unpack_from(data, at)
+    return LoggedStep.load(memoryview(data)[at + _FRAME.size : at + _FRAME.size + size])
 
 
 def end_of_frames(data: Any) -> int:

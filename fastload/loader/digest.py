@@ -10,6 +10,8 @@ workers, and the digests of all ranks add up to that of one. The product says in
 from __future__ import annotations
 
 import base64
+import re
+import reprlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fastload.distributed import find_rank
+from fastload.errors import DecodeError
 from fastload.images.rng import sample_seed
 from fastload.workers.witness import LANES, Witness
 
@@ -28,6 +31,9 @@ _SALT = 0x5A17  # so that the numbers of steps are not those of samples
 _TRAIL = 512  # partial sums kept of the epoch that runs
 _EPOCHS = 64  # sums kept of past epochs
 _TRAIL_MASK = (1 << 32) - 1
+_COUNTS = 1 << 62
+_EARLIER = 10_000  # parts: kilobytes each
+_SUM = re.compile(r"[0-9a-f]{16}")
 _PLAIN = ("rank", "world_size", "steps", "samples", "every", "next_step", "batch", "whole")  # in a state
 
 
@@ -169,22 +175,56 @@ class Digest:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Digest:
-        """The digest that gave this state."""
-        return cls(
-            **{name: state[name] for name in _PLAIN},
-            sums=tuple(int(one, 16) for one in state["sums"]),
-            epochs=[
-                EpochSums(epoch, steps, samples, int(ordered, 16), int(unordered, 16))
-                for epoch, steps, samples, ordered, unordered in state["epochs"]
-            ],
-            trail=np.frombuffer(base64.b64decode(state["trail"]), "<u4").tolist(),
-            earlier=list(state.get("earlier", ())),
-        )
+        """Return the digest that gave this state.
+
+        Raises:
+            DecodeError: none did.
+        """
+        try:
+            found = cls(
+                **{name: state[name] for name in _PLAIN},
+                sums=tuple(map(_sum, state["sums"])),
+                epochs=[
+                    EpochSums(epoch, steps, samples, _sum(ordered), _sum(unordered))
+                    for epoch, steps, samples, ordered, unordered in state["epochs"]
+                ],
+                trail=np.frombuffer(base64.b64decode(state["trail"]), "<u4").tolist(),
+                earlier=list(state.get("earlier", ())),
+            )
+            found._check()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DecodeError(
+                f"the state has a digest that this version cannot read: {reprlib.repr(error)}"
+            ) from None
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError for numbers that `add` never leads to, and `merged` relies on."""
+        epochs = [one.epoch for one in self.epochs]
+        counts = [getattr(self, name) for name in _PLAIN if name != "whole"]
+        counts += [number for one in self.epochs for number in (one.epoch, one.steps, one.samples)]
+        if any(type(one) is not int or not 0 <= one < _COUNTS for one in counts):
+            raise ValueError(f"counts {counts[:8]}")
+        if type(self.whole) is not bool:
+            raise ValueError(f"whole {self.whole!r}")
+        power = self.every > 0 and not self.every & (self.every - 1)
+        if len(self.sums) != LANES or len(self.trail) >= _TRAIL or not power:
+            raise ValueError(f"{len(self.sums)} sums, {len(self.trail)} partial ones of {self.every} steps")
+        if bool(epochs) != bool(self.steps) or len(epochs) > _EPOCHS or sorted({*epochs}) != epochs:
+            raise ValueError(f"{self.steps} steps in the epochs {epochs[:8]}")
+        if len(self.earlier) > _EARLIER:
+            raise ValueError(f"{len(self.earlier)} earlier parts")
 
     def partial_sums(self) -> dict[int, int]:
         """Steps of the last epoch -> the lower half of `ordered` over all before that one."""
         marks = {(number + 1) * self.every: mark for number, mark in enumerate(self.trail)}
         return marks | {self.next_step: self.epochs[-1].ordered & _TRAIL_MASK}
+
+
+def _sum(text: str) -> int:
+    if not _SUM.fullmatch(text):
+        raise ValueError(f"the sum {text!r}")
+    return int(text, 16)
 
 
 def find_part(loader: Any) -> tuple[int, int]:

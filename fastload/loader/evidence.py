@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import mmap
 import os
 from array import array
@@ -25,6 +27,8 @@ __all__ = ["Place", "Row", "Side", "Step", "read_side"]
 Place = tuple[int, int]  # (epoch, step)
 
 _MASK = (1 << 64) - 1
+_NEVER = (1 << 63) - 1
+_NAMED = 8  # ranks that an error names
 _LOGS = "rank-*.samples"
 
 
@@ -70,6 +74,10 @@ class _Log:
         self.runs: list[_Run] = []
         for at, frame in frames(self._data):
             if isinstance(frame, RunBegins):
+                if frame.world_size <= self.rank:
+                    raise DecodeError(
+                        f"the log is of rank {self.rank}, and its run has {frame.world_size} ranks"
+                    )
                 self.runs.append(_Run(frame, array("q")))
             elif self.runs:
                 self.runs[-1].steps.extend((frame.run_step, frame.epoch, frame.step, at))
@@ -80,15 +88,20 @@ class _Log:
         Args:
             others: runs of other ranks. This rank has no part in those that have too few ranks for it.
         """
-        void = [one for one in others if one.world_size <= self.rank]
-        tables = []
-        for number, run in enumerate(self.runs):
-            later = [one.begins.run_step for one in self.runs[number + 1 :]]
-            later += [one.run_step for one in void if one.time > run.begins.time]
+        void = sorted((one.time, one.run_step) for one in others if one.world_size <= self.rank)
+        times = [time for time, _ in void]
+        firsts = [
+            _NEVER,
+            *itertools.accumulate((step for _, step in reversed(void)), min),
+        ]  # of the last ones
+        tables, end = [], _NEVER
+        for run in reversed(self.runs):
+            elsewhere = firsts[len(void) - bisect.bisect_right(times, run.begins.time)]
             table = np.array(run.steps, np.int64).reshape(-1, 4)
             table = np.column_stack([table, np.full(len(table), run.begins.world_size)])
-            tables.append(table[table[:, 0] < min(later)] if later else table)
-        return np.concatenate([np.empty((0, 5), np.int64), *tables])
+            tables.append(table[table[:, 0] < min(end, elsewhere)])
+            end = min(end, run.begins.run_step)
+        return np.concatenate([np.empty((0, 5), np.int64), *reversed(tables)])
 
     def witnesses(self, at: int) -> NDArray[np.uint64]:
         return step_at(self._data, at).witnesses
@@ -179,12 +192,15 @@ class Side:
     def check_whole(self) -> None:
         """Raise ArgumentError unless all ranks are there."""
         for (_, world_size), ranks in self.parts.items():
-            missing = sorted(set(range(world_size)) - set(ranks))
+            known = set(ranks)
+            absent = (rank for rank in range(world_size) if rank not in known)
+            missing = list(itertools.islice(absent, _NAMED))
             if missing:
+                more = " and others" if next(absent, None) is not None else ""
                 raise ArgumentError(
-                    f"{self.name} lacks ranks {missing} of {world_size}: give a list with the state or log "
-                    "of each rank, or the directory of all logs. Of a run that went on with other ranks, add "
-                    "the states that none of them loaded"
+                    f"{self.name} lacks ranks {missing}{more} of {world_size}: give a list with the state or "
+                    "log of each rank, or the directory of all logs. Of a run that went on with other ranks, "
+                    "add the states that none of them loaded"
                 )
 
 
@@ -264,7 +280,8 @@ def _digests_in(given: Any, text: str) -> list[Digest]:
     if not found:
         raise ArgumentError(f"{text} has no state of a fastload.DataLoader")
     digests = [_digest_of(state, f"{text} at {place!r}" if place else text) for place, state in found]
-    if len(found) > 1 and sorted(one.rank for one in digests) != list(range(digests[0].world_size)):
+    ranks = sorted(one.rank for one in digests)
+    if len(found) > 1 and (ranks != list(range(len(found))) or len(found) != digests[0].world_size):
         places = ", ".join(repr(place) for place, _ in found)
         raise ArgumentError(f"{text} has the states of several loaders, at {places}: give one of them")
     return digests
@@ -276,8 +293,10 @@ def _digest_of(state: Mapping[str, Any], text: str) -> Digest:
         raise ArgumentError(f"{text} has no digest: an older version of fastload saved it")
     try:
         read = Digest.of(digest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{text} has a digest that this version cannot read: {error!r}") from None
+        for part in read.earlier:
+            Digest.of(part)
+    except DecodeError as error:
+        raise ArgumentError(f"{text}: {error.message}") from None
     if not read.whole:
         raise ArgumentError(
             f"{text} is of a run that resumed from a state without a digest, and its beginning is not known"

@@ -24,9 +24,12 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
 from fastload.images.transforms import CenterCrop, RandomResizedCrop
+from fastload.loader.saved_state import reading_state
+from fastload.store.foreign import options_from_file
 
 __all__ = ["Restored", "describe", "restore"]
 
+_MOST_MISSING = 1 << 28  # samples whose order is made without their data: a false number takes any memory
 _CLASSES_KEPT = 1000  # characters of class names that are not those of the listing
 
 _CROPS: dict[str, Any] = {"RandomResizedCrop": RandomResizedCrop, "CenterCrop": CenterCrop}
@@ -98,15 +101,8 @@ def restore(
             "the state does not say what its loader was made from, as an older fastload saved it: "
             "pass --loader FILE.py:FUNCTION, a function that makes the loader"
         )
-    try:
+    with reading_state("the state's entry made_from"):
         return _restored(state, made, url, storage_options or {})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, FastloadError):
-            raise
-        raise ArgumentError(
-            f"the state's entry made_from is damaged, or a newer fastload wrote it ({error!r}): pass "
-            "--loader FILE.py:FUNCTION, a function that makes the loader"
-        ) from None
 
 
 def _restored(
@@ -119,7 +115,12 @@ def _restored(
             "function that makes the loader"
         )
     notes = list(made["notes"])
+    texts = [why for why in (made["no_images"], made["dataset"].get("why")) if why is not None]
+    if not all(isinstance(text, str) for text in (*notes, *texts, *made["dataset"].get("withheld", ()))):
+        raise ValueError("a reason that is no text")
     dataset, missing = _open_dataset(made["dataset"], state["length"], url, options, notes)
+    if missing is not None and len(dataset) > _MOST_MISSING:
+        raise ArgumentError(f"the state says that there are {len(dataset):,} samples, and {missing}")
     generator = torch.Generator() if made["generator"] else None
     arguments = {
         "dataset": dataset,
@@ -259,11 +260,12 @@ def _open_dataset(
         return range(
             length
         ), f"{made['why']}: pass --loader FILE.py:FUNCTION, a function that makes the loader"
+    if url is None:
+        options = options_from_file(made["url"], made["options"], options, "the state")
     arguments = {
         "transform": _new_transform(made["transform"]),
         "on_change": made["on_change"],
-        # Those of another place are not those of the run's.
-        "storage_options": {**(made["options"] if url is None else {}), **options},
+        "storage_options": dict(options),
     }
     if made["class"] == "ImageFolder":
         arguments |= {"classes": made["classes"], "allow_empty": True}

@@ -222,7 +222,10 @@ def _compare_last(a: Side, b: Side, one: Digest, other: Digest, epoch: int, pass
                 return _differs_in_steps(epoch, agreed, step - 1)
             agreed = step
         if one.next_step == other.next_step:
-            raise AssertionError("the sums differ, and no partial sum does")
+            raise ArgumentError(
+                "a and b cannot be compared: their sums differ, and none of their partial sums does, which "
+                "no run leads to. Give the sample logs"
+            )
         return _same(passed + agreed, a, b, one.steps, other.steps)
     sums_a, sums_b = (next(e for e in digest.epochs if e.epoch == epoch) for digest in (one, other))
     if sums_a.steps == sums_b.steps and sums_a != sums_b:

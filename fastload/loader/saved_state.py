@@ -8,24 +8,50 @@ Nothing in the file is run: it is JSON, or what torch.load reads with weights_on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import re
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, FastloadError
 
-__all__ = ["content_of", "find_states", "is_state", "read_state"]
+__all__ = ["content_of", "find_states", "is_state", "read_state", "reading_state"]
 
 # Entries of every version's states, and of no other loader's.
 _ENTRIES = {"version", "begun", "epoch", "batches", "base_seed", "one_seed", "sampler", "samplers", "length"}
 _CLASS = re.compile(r"GLOBAL (\S+)")
 _SHOWN = 8  # places in a message
+_DEEPEST = 100  # levels of a checkpoint
+_DAMAGED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError),
+    *(ValueError,),  # RecursionError is a RuntimeError
+)
+
+
+@contextlib.contextmanager
+def reading_state(path: str = "the state") -> Iterator[None]:
+    """A block that uses what a state says of fastload's and torch's own parts, whoever has written it.
+
+    Raises:
+        ArgumentError: it says what no loader has saved. No other error leaves the block.
+    """
+    try:
+        yield
+    except FastloadError:
+        raise
+    except _DAMAGED as error:
+        said = reprlib.repr(error)
+        raise ArgumentError(
+            f"{path} is damaged, or a newer fastload wrote it ({said}): pass --loader FILE.py:FUNCTION, a "
+            "function that makes the loader"
+        ) from None
 
 
 def is_state(value: Any) -> bool:
@@ -69,18 +95,22 @@ def find_states(content: Any) -> list[tuple[str, Mapping[str, Any]]]:
     A place is the keys and positions on the way there, such as "loops.train_loader" or "ranks.0"; "" is the
     checkpoint itself.
     """
-    return list(_find(content, ()))
+    return list(_find(content, (), set()))
 
 
-def _find(content: Any, way: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _find(content: Any, way: tuple[str, ...], seen: set[int]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """`seen`: the containers so far; a file of torch.save may have one in itself."""
     if is_state(content):
         yield ".".join(way), content
-    elif isinstance(content, Mapping):
-        for key, value in content.items():
-            yield from _find(value, (*way, str(key)))
-    elif isinstance(content, list | tuple):
-        for position, value in enumerate(content):
-            yield from _find(value, (*way, str(position)))
+        return
+    if not isinstance(content, Mapping | list | tuple) or id(content) in seen:
+        return
+    if len(way) > _DEEPEST:
+        raise ArgumentError(f"the checkpoint has more than {_DEEPEST} levels: save the loader's state alone")
+    seen.add(id(content))
+    parts = content.items() if isinstance(content, Mapping) else enumerate(content)
+    for key, value in parts:
+        yield from _find(value, (*way, str(key)), seen)
 
 
 def content_of(path: Path) -> Any:
@@ -107,7 +137,7 @@ def content_of(path: Path) -> Any:
                 "loader's state in a file of its own, by torch.save(loader.state_dict(), ...) or as JSON"
             ) from None
         raise _unreadable(path) from None
-    except (ValueError, RuntimeError, EOFError, KeyError, IndexError):
+    except (*_DAMAGED, EOFError):
         raise _unreadable(path) from None
 
 

@@ -19,7 +19,7 @@ from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.shard_index import Offsets, parse_wids
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
-from fastload.shards.urls import Named, Wanted, is_index, resolve
+from fastload.shards.urls import Named, Wanted, is_index, listed_url, resolve
 from fastload.store import Store, limited_together, open_store
 from fastload.store.listing import Selection
 from fastload.store.manifest import Manifest
@@ -216,10 +216,7 @@ def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, i
         listed = parse_wids(body)
     except DecodeError as error:
         raise ArgumentError(f"url {os.fspath(urls)!r}: {error.message}") from None
-    full = {
-        url if "://" in url or url.startswith("/") or not directory else f"{directory}/{url}": count
-        for url, count in listed
-    }
+    full = {listed_url(url, directory): count for url, count in listed}
     return list(full), full
 
 

@@ -28,8 +28,9 @@ from fastload.images.decode import decode_pil
 from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import OwnIndexForm, check_name, list_shards, read_head, read_json
+from fastload.shards.own_index import OwnIndexForm, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
+from fastload.shards.urls import check_name
 from fastload.store import Store, limited_together
 from fastload.store.retry import Wait
 

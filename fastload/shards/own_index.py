@@ -18,17 +18,16 @@ from fastload.formats.shard_index import Offsets
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard
-from fastload.shards.urls import Wanted, is_index
+from fastload.shards.urls import Wanted
 from fastload.store import Store, open_store
 from fastload.store.retry import Wait, sleep
 
-__all__ = ["OwnIndexForm", "check_name", "list_shards", "read_head", "read_json", "read_own_indexes"]
+__all__ = ["OwnIndexForm", "list_shards", "read_head", "read_json", "read_own_indexes"]
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
 _MOST_HEAD = 64 << 20  # bytes of the head of a compressed shard: a few bytes may inflate to any number
 _ANY_NAME = Wanted(r".*", "listed in index.json")
-_NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
 _GLOB = re.compile(r"[*?\[\]{}]")
 
 # A key that only the index.json of one writer has -> what it is, and its dataset.
@@ -156,20 +155,6 @@ def read_json(
         )
         raise ArgumentError(f"{text!r}: index.json has no list {wanted!r}; {hint}")
     return root, told
-
-
-def check_name(name: Any, root: str) -> str:
-    """The name of a shard in index.json, if it stays below the folder.
-
-    Raises:
-        ArgumentError: it does not, or it is no name.
-    """
-    if not isinstance(name, str) or _NOT_IN_NAMES.search(name) or is_index(name):
-        raise ArgumentError(
-            f"{root!r}: index.json names the file {name!r}, which is not a plain name below this folder: "
-            "write the index again"
-        )
-    return name
 
 
 def list_shards(

@@ -13,17 +13,27 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastload.errors import ArgumentError
 from fastload.store.listing import Selection
 
-__all__ = ["Named", "Wanted", "expand_braces", "glob_pattern", "is_index", "resolve"]
+__all__ = [
+    "Named",
+    "Wanted",
+    "check_name",
+    "expand_braces",
+    "glob_pattern",
+    "is_index",
+    "listed_url",
+    "resolve",
+]
 
 _MOST_SHARDS = 1_000_000
 _SPECIAL = re.compile(r"[*?\[]")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 _INDEX_FILES = r".*\.(?:idx|index)"
+_NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
 
 
 # Names that only one kind of shard has, and its dataset.
@@ -110,6 +120,35 @@ def _prefix(name: str, wanted: Wanted) -> Named:
 def is_index(key: str) -> bool:
     """Whether an object beside shards is an index file."""
     return re.fullmatch(_INDEX_FILES, key, re.DOTALL) is not None
+
+
+def check_name(name: Any, root: str) -> str:
+    """Return the name of a shard in an index file, if it stays below the folder.
+
+    Raises:
+        ArgumentError: it does not, or it is no name.
+    """
+    if not isinstance(name, str) or _NOT_IN_NAMES.search(name) or is_index(name):
+        raise ArgumentError(
+            f"{root!r}: the index names the file {name!r}, which is not a plain name below this folder: "
+            "write the index again"
+        )
+    return name
+
+
+def listed_url(name: str, folder: str) -> str:
+    """Return the URL of a shard in the index of wids: a name below its folder, or a URL of its own bucket.
+
+    Raises:
+        ArgumentError: it leads elsewhere.
+    """
+    scheme, separator, rest = folder.partition("://")
+    place = folder
+    if separator and scheme.lower() not in ("file", "local"):
+        place = f"{scheme}://{rest.partition('/')[0]}"
+    if folder and name.startswith(f"{place}/"):
+        return f"{place}/{check_name(name.removeprefix(f'{place}/'), place)}"
+    return f"{folder}/{check_name(name, folder)}" if folder else check_name(name, ".")
 
 
 def expand_braces(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import fsspec
 
-from fastload.errors import NotFoundError
+from fastload.errors import ArgumentError, NotFoundError
 from fastload.store.base import (
     Buffer,
     ObjectInfo,
@@ -51,6 +51,9 @@ _TIME_FIELDS = (
 _FTP_TIME = re.compile(r"\d{14}(\.\d+)?")
 
 
+_PASSWORD = re.compile(r"^[^/@]*:[^/@]*@")  # where a file system leaves it in its paths
+
+
 class FsspecStore(Store):
     """A directory of an fsspec file system, by its synchronous calls.
 
@@ -61,15 +64,21 @@ class FsspecStore(Store):
     def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
         self._url, self._protocol, self._options = url, protocol, dict(options)
         cls = fsspec.get_filesystem_class(protocol)
-        self._arguments = {**cls._get_kwargs_from_urls(url), **options}
-        self._root = str(cls._strip_protocol(url)).rstrip("/")
+        try:
+            self._arguments = {**cls._get_kwargs_from_urls(url), **options}
+            self._root = str(cls._strip_protocol(url)).rstrip("/")
+        except ValueError:  # its text may have a part of a password that was taken for a port
+            raise ArgumentError(
+                f"a url of {protocol}:// cannot be read: write / : @ # in a user or password as %2F %3A %40 "
+                "%23, or pass these as storage options; a port must be a number"
+            ) from None
         self._asynchronous = bool(cls.async_impl)
         shown = public_url(url)
         self._location = StoreLocation(
-            shown, f"directory {self._root!r}", secrets=secret_values(self._arguments)
+            shown, f"the directory of {shown!r}", secrets=secret_values(self._arguments)
         )
         place, why = identity_of(cls, self._arguments)
-        super().__init__(shown, f"{protocol}|{place}|{self._root}")
+        super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}")
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
 
@@ -87,7 +96,7 @@ class FsspecStore(Store):
         with self._location.errors("list"):
             fs, root = self._fs.get(), self._root or "/"
             if not fs.isdir(root):
-                raise NotFoundError(f"no directory {root!r}: check the url {self.url!r}", stage="list")
+                raise NotFoundError(f"no such directory: check the url {self.url!r}", stage="list")
             page: Page = []
             for _, _, files in fs.walk(root, detail=True, on_error="raise"):
                 for details in files.values():

@@ -284,10 +284,6 @@ def _address(url: str) -> _Address:
         parts = urlsplit(url)
         if not parts.hostname:
             raise ArgumentError(f"url {public_url(url)!r} names no host")
-        if parts.query or parts.fragment:
-            raise ArgumentError(
-                f"url {public_url(url)!r} is a base for keys: it takes no query and no fragment"
-            )
         return _Address(kind, url, "", "")
     bucket, _, prefix = rest.partition("/")
     account = ""

@@ -15,7 +15,7 @@ from fastload.metrics.units import parse_size
 from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
 from fastload.store.local import LocalStore
-from fastload.store.translate import redacted
+from fastload.store.translate import public_url, redacted
 
 __all__ = ["limited_together", "open_store"]
 
@@ -23,6 +23,7 @@ __all__ = ["limited_together", "open_store"]
 _CHAIN = re.compile(
     r"^[a-z0-9_+.-]+::|::[a-z0-9_+.-]+://|^(?:zip|tar|libarchive|reference|dir)://.*::", re.IGNORECASE
 )
+_PARAMETER = re.compile(r";[^/]*=")
 _CACHING = ("simplecache", "filecache", "blockcache", "cached")
 
 
@@ -116,6 +117,7 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
         raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
         return _open_local(url, rest if separator else url, storage_options)
+    _refuse_query(url, protocol)
     need_linux()
     from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 
@@ -127,6 +129,16 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
     if protocol in NATIVE_PROTOCOLS:
         return NativeStore(url, storage_options)
     return _open_fsspec(url, protocol, storage_options)
+
+
+def _refuse_query(url: str, protocol: str) -> None:
+    """Raise `ArgumentError` for what often holds a token, and would be a part of keys and of the identity."""
+    heads = protocol in ("http", "https")
+    if "?" in url or (heads and ("#" in url or _PARAMETER.search(url))):
+        raise ArgumentError(
+            f"url {public_url(url)!r} is a base for keys: it takes no query, no fragment and no parameters. "
+            "Pass a token as a storage option"
+        )
 
 
 def _chained(url: str) -> str:

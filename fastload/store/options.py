@@ -9,6 +9,7 @@ from __future__ import annotations
 import configparser
 import difflib
 import os
+import re
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from fastload.store.translate import public_url
 __all__ = [
     "Connection",
     "azure",
+    "check_host_part",
+    "endpoint_in",
     "gcs",
     "http",
     "public_options",
@@ -28,6 +31,7 @@ __all__ = [
     "s3",
     "s3fs",
     "secret_values",
+    "without_endpoint",
 ]
 
 _S3_OWN = (
@@ -57,14 +61,15 @@ _AZURE_NATIVE = (
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
-# What may be written down. A list of these, for a list of secrets would lack those of tomorrow's clients.
+# What a file may say of a place, and `options_from_file` takes from it. No secret is among these, and nothing
+# that chooses whose credentials are used, where they are sent, how the server is verified, or who pays.
 _PUBLIC = (
-    *("anon", "client", "profile", "region", "default_region", "requester_pays", "request_payer", "use_ssl"),
-    *("skip_signature", "virtual_hosted_style_request", "s3_express", "account_name", "use_azure_cli"),
-    *("use_emulator",),
+    *("anon", "client", "region", "default_region", "skip_signature", "virtual_hosted_style_request"),
+    *("s3_express", "account_name"),
 )
-_PUBLIC_URLS = ("endpoint_url", "endpoint", "base_url", "authority_host")
-_PUBLIC_NESTED = ("endpoint_url", "region_name", "verify")
+_PUBLIC_URLS = ("endpoint_url", "endpoint", "base_url")
+_PUBLIC_NESTED = ("endpoint_url", "region_name")
+_IN_HOST_NAMES = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class Connection(NamedTuple):
@@ -106,10 +111,12 @@ def s3(options: Mapping[str, Any], bucket: str) -> Connection:
     endpoint = endpoint or profile.get("endpoint_url", "")
     refuse_user("endpoint_url", endpoint, "key and secret")
     region = given.pop("region", None) or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
+    region = region or profile.get("region") or "us-east-1"
+    check_host_part("storage option region", region)
     anon = bool(given.pop("skip_signature", False))
     credentials, tried = _s3_credentials(given, profile, tried_profile, named="profile" in options)
     client_options = _client_options(endpoint, given.pop("client_kwargs", {}))
-    config = {**given, "bucket": bucket, "region": region or profile.get("region") or "us-east-1"}
+    config = {**given, "bucket": bucket, "region": region}
     if endpoint:
         config["endpoint"] = (
             _virtual_host(endpoint, bucket) if given.get("virtual_hosted_style_request") else endpoint
@@ -197,6 +204,8 @@ def azure(options: Mapping[str, Any], container: str, account: str) -> Connectio
         given["sas_key"] = given.pop("sas_token")
     if account := account or _environment("AZURE_STORAGE_ACCOUNT_NAME"):
         given.setdefault("account_name", account)
+    if given.get("account_name") is not None:
+        check_host_part("storage option account_name", given["account_name"])
     endpoint = given.pop("endpoint_url", None) or given.get("endpoint")
     endpoint = endpoint or _environment("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     refuse_user("endpoint_url", endpoint, "account_key or sas_token")
@@ -233,21 +242,48 @@ def http(options: Mapping[str, Any], base: str) -> Connection:
 
 
 def public_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(the options that are no secrets, the names of the others)."""
+    """(the options that a file may hold, the names of the others; those of a nested one follow a dot)."""
     shown: dict[str, Any] = {}
+    withheld: list[str] = []
     for name, value in options.items():
         if name in _PUBLIC and isinstance(value, bool | str):
             shown[name] = value
         elif name in _PUBLIC_URLS and isinstance(value, str):
-            shown[name] = public_url(value)
-        elif name == "client_kwargs" and isinstance(value, Mapping) and set(value) <= set(_PUBLIC_NESTED):
-            plain = {inner: one for inner, one in value.items() if isinstance(one, bool | str)}
-            shown[name] = {inner: _public_value(one) for inner, one in plain.items()}
-    return shown, sorted(name for name, value in options.items() if value is not None and name not in shown)
+            shown[name] = _without_user(value)
+        elif name == "client_kwargs" and isinstance(value, Mapping):
+            plain = {inner: one for inner, one in value.items() if inner in _PUBLIC_NESTED}
+            shown[name] = {inner: _without_user(one) for inner, one in plain.items() if isinstance(one, str)}
+            withheld += [f"{name}.{inner}" for inner in value if inner not in shown[name]]
+        elif value is not None:
+            withheld.append(str(name))
+    return shown, sorted(withheld)
 
 
-def _public_value(value: bool | str) -> bool | str:
-    return public_url(value) if isinstance(value, str) and "://" in value else value
+def _without_user(value: str) -> str:
+    return public_url(value) if "://" in value else value
+
+
+def endpoint_in(options: Mapping[str, Any]) -> str:
+    """The server that these options name, under whichever name, as messages may show it; "": none."""
+    nested = options.get("client_kwargs")
+    found = [options.get(name) for name in _PUBLIC_URLS]
+    found.append(nested.get("endpoint_url") if isinstance(nested, Mapping) else None)
+    return next((_without_user(str(url)).rstrip("/") for url in found if url), "")
+
+
+def without_endpoint(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options; which server they are for is left to the environment."""
+    found = {name: value for name, value in options.items() if name not in _PUBLIC_URLS}
+    if "client_kwargs" in found:
+        nested = found.pop("client_kwargs").items()
+        found |= {"client_kwargs": rest} if (rest := {a: b for a, b in nested if a != "endpoint_url"}) else {}
+    return found
+
+
+def check_host_part(name: str, value: Any) -> None:
+    """Raise `ArgumentError` for what clients would put into a host name, and would make another one of it."""
+    if not isinstance(value, str) or not _IN_HOST_NAMES.fullmatch(value):
+        raise ArgumentError(f"{name} {value!r} must have letters, digits, '.', '_' and '-' only")
 
 
 def secret_values(options: Mapping[str, Any]) -> tuple[str, ...]:

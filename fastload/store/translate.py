@@ -77,6 +77,7 @@ _XML = re.compile(r"(<\?xml[^>]*\?>\s*)?<Error>.*?(</Error>|$)", re.DOTALL)
 _SAID = re.compile(r"<(Code|Message)>([^<]*)")
 _QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
 _AMAZON = re.compile(r"(?:(.+)\.)?s3(?:[.-][a-z0-9-]+)*\.amazonaws\.com(?:\.cn)?")
+_ENDS, _HTTP_ENDS = re.compile(r"\?"), re.compile(r"[?#]|;[^/=]*=")
 _USER = re.compile(r"://[^/\s@]+@")
 # S3 repeats the session token in its answer that the token has expired.
 _TOKEN = re.compile(
@@ -85,13 +86,14 @@ _TOKEN = re.compile(
 
 
 def public_url(url: str) -> str:
-    """`url` as messages may show it: without user information and without a query."""
+    """`url` as messages may show it: without user information and query; over http(s) without parameters."""
     scheme, _, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, _, server = host.rpartition("@")
     if user and (":" in user or not scheme.startswith("abfs")):  # abfss://container@account holds no user
         host = server
-    return f"{scheme}://{host}{slash}{path}".partition("?")[0]
+    shown = f"{scheme}://{host}{slash}{path}"
+    return (_HTTP_ENDS if scheme.lower() in ("http", "https") else _ENDS).split(shown, maxsplit=1)[0]
 
 
 def as_bucket(url: str) -> str:

@@ -158,7 +158,8 @@ def test_run_on_s3_is_replayed_with_its_endpoint_and_without_its_secrets(
         text = json.dumps(loader.state_dict())
         assert "fault-access-key" not in text and "fault-secret-key" not in text
         state = write(tmp_path / "state.json", json.loads(text))
-        document = answer(state, "--step", 3, "--anon")
+        assert repr(server.endpoint_url) in refusal(state, "--step", 3, "--anon")
+        document = answer(state, "--step", 3, "--anon", "--endpoint-url", server.endpoint_url)
         assert document["missing"] is None
         assert document["samples"] == as_json(loader.samples_at(3))
         dataset.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from fastload.errors import ArgumentError
 
 __all__ = ["replay"]
 
+_MOST_RANKS = 65_536  # of which a table is shown
 _COLUMNS = ("row", "index", "key", "label", "crop", "flip", "replaces", "error")
 
 
@@ -33,6 +35,13 @@ class _Made(NamedTuple):
     no_images: str | None = None
     no_batch: str | None = None
     notes: Sequence[str] = ()
+    own: bool = False
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return the context in which the loader is used: an error of the user's own says what it is."""
+        from fastload.loader.saved_state import reading_state
+
+        return nullcontext() if self.own else reading_state()
 
 
 def replay(
@@ -94,14 +103,15 @@ def replay(
         saved = read_state(state, at)
         options = storage_options(storage_option, endpoint_url, anon)
         made = _own(loader, data, options) if loader is not None else _restored(saved, data, options)
-        made.loader.load_state_dict(saved)
-        epoch = saved["epoch"] if epoch is None else epoch
-        numbers = _ranks(rank, world_size, _world_of(saved, epoch, step))
         try:
-            parts = [
-                _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
-                for number in numbers
-            ]
+            with made.reading():
+                made.loader.load_state_dict(saved)
+                epoch = saved["epoch"] if epoch is None else epoch
+                numbers = _ranks(rank, world_size, _world_of(saved, epoch, step))
+                parts = [
+                    _Part(number, made.loader.samples_at(step, epoch, rank=number, world_size=world_size))
+                    for number in numbers
+                ]
             title = f"epoch {epoch}, step {step}" + ("" if rank is None else f", rank {rank}")
             notes = [*made.notes, *([made.missing] if made.missing else [])]
             _print(output, title, notes, parts)
@@ -139,15 +149,17 @@ def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
 
     if data is not None or options:
         raise ArgumentError("--loader makes its own dataset: leave out --data and the options of the store")
-    return _Made(run_loader(place))
+    return _Made(run_loader(place), own=True)
 
 
 def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, Any]) -> _Made:
     import fastload
     from fastload.loader.made_from import restore
+    from fastload.loader.saved_state import reading_state
 
     found = restore(saved, url=data, storage_options=options)
-    return _Made(fastload.DataLoader(**found.arguments), *found[1:])
+    with reading_state():
+        return _Made(fastload.DataLoader(**found.arguments), *found[1:])
 
 
 def _world_of(saved: Mapping[str, Any], epoch: int, step: int) -> int | None:
@@ -176,6 +188,8 @@ def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int |
             "--world-size too if the sampler deals them"
         )
     if rank == "all":
+        if world > _MOST_RANKS:
+            raise ArgumentError(f"--rank all: the step has {world:,} ranks: give one of them")
         return list(range(world))
     if int(rank) >= world:
         raise ArgumentError(f"--rank must be below the {world} ranks of that step, found {rank}")
@@ -239,9 +253,10 @@ class _Files:
         self._step, self._epoch, self._world_size = step, epoch, world_size
 
     def _batch(self, part: _Part) -> Any:
-        return self._made.loader.batch_at(
-            self._step, self._epoch, rank=part.number, world_size=self._world_size
-        )
+        with self._made.reading():
+            return self._made.loader.batch_at(
+                self._step, self._epoch, rank=part.number, world_size=self._world_size
+            )
 
     def write_sheets(self, html: Path | None, png: Path | None, title: str, notes: Sequence[str]) -> None:
         """The images before `batch_transform`: after a Normalize they are no pictures any more."""
