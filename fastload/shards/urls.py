@@ -170,8 +170,8 @@ def _alternatives(text: str, start: int, stop: int) -> list[str]:
 def glob_pattern(glob: str) -> str:
     """Return the regular expression of a glob. A `*` does not match a slash, as in a shell; `**` does.
 
-    A star is not tried again at a later place (`(?>...)`) where the next one takes what lies between: the time is
-    linear in the length of a key, however many `*` there are.
+    A star is not tried again at a later place (`(?>...)`) where the next one takes what lies between: the
+    time is linear in the length of a key, however many `*` there are.
     """
     parts = [("", "")]  # a star, and the pattern of the characters up to the next one
     at = 0
@@ -191,7 +191,7 @@ def glob_pattern(glob: str) -> str:
             parts[-1], at = (star, text + re.escape(glob[at])), at + 1
     pattern = ""
     for (star, text), following in itertools.zip_longest(parts, [star for star, _ in parts[1:]]):
-        once = following == "**" and star in ("*", "**") or following == star == "*"
+        once = star in ("*", "**") and following in (star, "**")
         pattern += f"(?>{_STARS[star]}?{text})" if once else f"{_STARS[star]}{text}"
     return pattern
 

@@ -290,7 +290,7 @@ def _announce(source: Any, shards: Any, output: Output) -> None:
     where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
     kept = len(shards.shards)
     there = f"; {kept:,} shards of an earlier run are kept" if kept else ""
-    output.console.print(f"{where} -> {shards.store.url}{there}", markup=False, soft_wrap=True)
+    output.console.print(f"{where} -> {shards.store.url}{there}", soft_wrap=True)
 
 
 def _print_summary(document: dict[str, Any], output: Output) -> None:
@@ -302,7 +302,7 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         soft_wrap=True,
     )
     for fault in document["faults"]:
-        console.print(f"  {fault['shard']} {fault['fault']}", markup=False, soft_wrap=True)
+        console.print(f"  {fault['shard']} {fault['fault']}", soft_wrap=True)
     if document["faults"]:
         console.print("run the same command again: it rewrites the first of these shards and all later ones")
     elif document["interrupted"]:

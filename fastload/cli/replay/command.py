@@ -186,16 +186,16 @@ def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int |
 
 
 def _print(output: Output, title: str, notes: Sequence[str], parts: Sequence[_Part]) -> None:
-    output.console.print(title, markup=False, style="bold")
+    output.console.print(title, style="bold")
     for note in notes:
-        output.console.print(note, markup=False, soft_wrap=True)
+        output.console.print(note, soft_wrap=True)
     for part in parts:
         if len(parts) > 1:
-            output.console.print(f"rank {part.number}", markup=False)
+            output.console.print(f"rank {part.number}")
         if not part.samples:
-            output.console.print("this step is skipped: it has no batch", markup=False)
+            output.console.print("this step is skipped: it has no batch")
         for line in _lines(part.samples):
-            output.console.print(line, markup=False, soft_wrap=True)
+            output.console.print(line, soft_wrap=True)
 
 
 def _lines(samples: Sequence[Any]) -> list[str]:
