@@ -35,7 +35,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(8):
         path = root / ("cat", EVIL)[number % 2] / f"{number}{EVIL}.jpg"
         path.parent.mkdir(exist_ok=True)
-        Image.new("RGB", (40, 30), (30 * number, 120, 90)).save(path, "JPEG")
+        Image.new("RGB", (320, 240), (30 * number, 120, 90)).save(path, "JPEG")
     return root
 
 

@@ -83,7 +83,7 @@ CASES: tuple[tuple[Callable[[str], Any], tuple[str, ...]], ...] = (
 def _run() -> None:
     for function, pieces in CASES:
         for piece in pieces:
-            print(getattr(function, "__name__", function), repr(piece), flush=True)
+            print(getattr(function, "__name__", function), repr(piece), flush=True)  # noqa: T201
             size = 1 << 10
             while size <= _LARGEST:
                 function(piece * (size // len(piece)))

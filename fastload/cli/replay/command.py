@@ -12,6 +12,7 @@ import typer
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import ArgumentError
+from fastload.printable import printable
 
 __all__ = ["replay"]
 
@@ -212,8 +213,8 @@ def _text(value: Any) -> str:
         return ",".join(map(_text, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if value is None:
-        return ""
+    if value is None or isinstance(value, str):
+        return printable(value or "")
     return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 

@@ -115,9 +115,8 @@ def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
 
 def _write(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str, width: int) -> None:
     """One line; of a long one its end, where the names of objects differ."""
-    plain = (
-        printable(text).encode("ascii", "backslashreplace").decode()
-    )  # the built-in font may have no other letters
+    # The built-in font may have no other letters.
+    plain = printable(text).encode("ascii", "backslashreplace").decode()
     fits = next((n for n in range(len(plain), 0, -1) if draw.textlength(_end(plain, n), font) <= width), 0)
     draw.text(at, _end(plain, fits), "black", font)
 
