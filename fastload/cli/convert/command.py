@@ -4,8 +4,8 @@ The JSON document:
 
 {"command": "convert", "date", "machine": {...}, "versions": {...},
  "settings": {"source", "destination", "name", "from", "to", "shard_size", "shuffle"},
- "samples", "bytes" (of the shards), "shards" (whole), "renamed" (samples with another key in the tar than in the
- source), "renames" (the first of them), "kept" (of an earlier run), "complete", "interrupted",
+ "samples", "bytes" (of the shards), "shards" (whole), "renamed" (samples with another key in the tar than in
+ the source), "renames" (the first of them), "kept" (of an earlier run), "complete", "interrupted",
  "faults": [{"shard", "fault"}, ...], "read_bytes", "seconds", "verify_seconds", "samples_per_second",
  "megabytes_per_second"}
 
