@@ -24,6 +24,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from fastload.printable import printable
+
 # The only place with the address of the documentation.
 DOCS = "https://torch-fastload.readthedocs.io/en/stable/"
 
@@ -73,8 +75,9 @@ class FastloadError(Exception):
 
     def __init__(self, message: str, *, stage: str | None = None, key: object = None) -> None:
         # The explicit call keeps builtin parents such as OSError from parsing the arguments their own way.
-        Exception.__init__(self, message)
-        self.message = message
+        # Its text may quote a server, a file or a library.
+        self.message = printable(message, keep="\n\t")
+        Exception.__init__(self, self.message)
         self.stage = stage if stage is not None else type(self).stage
         self.key = key
         # Not by `add_note`: a copy in another process has the notes of the original, and no second one.

@@ -17,6 +17,7 @@ from fastload.cli.convert import command as convert
 from fastload.cli.output import JSON_FLAG, error_document, write_document
 from fastload.cli.replay import command as replay
 from fastload.errors import address
+from fastload.printable import printable
 
 __all__ = ["app"]
 
@@ -61,6 +62,7 @@ class _App(TyperGroup):
         try:
             yield
         except _UsageError as error:
+            error.message = printable(error.message, keep="\n\t")
             if self._as_json:
                 write_document(
                     error_document("ArgumentError", "argument", error.format_message(), None, _HELP)

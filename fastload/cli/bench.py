@@ -108,7 +108,7 @@ def _open(
         dataset = fastload.ImageFolder(url, transform, cache=kept, storage_options=options)
         images, text = len(dataset), f"{len(dataset):,} images in {len(dataset.classes):,} classes"
     seconds = time.perf_counter() - start
-    output.console.print(f"{text}, listed in {seconds:.1f} s", markup=False)
+    output.console.print(f"{text}, listed in {seconds:.1f} s")
     return _Source(kind, dataset, images, seconds)
 
 

@@ -13,6 +13,7 @@ from fastload.cli.output import JsonOption, answering
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import NotFoundError
 from fastload.metrics.units import format_size
+from fastload.printable import printable
 
 __all__ = ["app", "check", "clear", "info", "pull", "push"]
 
@@ -35,19 +36,18 @@ def info(directory: Directory, as_json: JsonOption = False) -> None:
         found = cache.info()
         sources = _sources(cache) if found["exists"] else []
         if not found["exists"]:
-            output.console.print(f"{directory}: {_NO_CACHE}", markup=False, soft_wrap=True)
+            output.console.print(f"{directory}: {_NO_CACHE}", soft_wrap=True)
         else:
             output.console.print(
                 f"{directory}: {found['entries']:,} entries, {format_size(found['bytes'])} "
                 f"in {found['segments']:,} segments, index {format_size(found['index_bytes'])}",
-                markup=False,
                 soft_wrap=True,
             )
         for source in sources:
             text = (
                 f"{source['objects']:,} objects, {format_size(source['bytes'])}, listed {source['listed_at']}"
             )
-            output.console.print(f"  of {source['url']}: {text}", markup=False, soft_wrap=True)
+            output.console.print(f"  of {source['url']}: {text}", soft_wrap=True)
         share = cache.dct_share()
         if found["entries"]:
             dct = "none" if not share else f"about {share:.0%}"
@@ -105,12 +105,12 @@ def check(
             report = fastload.Cache(directory).check(
                 fix, progress=lambda done, total: progress.update(task, completed=done, total=total)
             )
-        verdict = "[green]clean[/]" if report.ok else "[red]not clean[/]; to repair it, add --fix"
-        output.console.print(f"{directory}: {verdict}")
+        verdict = "clean" if report.ok else "not clean; to repair it, add --fix"
+        output.console.print(f"{directory}: {verdict}", style="green" if report.ok else "red")
         for name, value in report.as_dict().items():
             if name != "ok":
                 text = f"{value:,}" if isinstance(value, int) else ", ".join(value) or "none"
-                output.console.print(f"  {name.replace('_', ' '):<18} {text}", markup=False)
+                output.console.print(f"  {name.replace('_', ' '):<18} {text}")
         output.document(report.as_dict())
         if not report.ok:
             raise typer.Exit(1)
@@ -128,13 +128,13 @@ def clear(
         cache = fastload.Cache(directory)
         found = cache.info()
         question = f"Delete {found['entries']:,} entries ({format_size(found['bytes'])}) in {directory}?"
-        if found["entries"] and not yes and not typer.confirm(question, err=True):
+        if found["entries"] and not yes and not typer.confirm(printable(question), err=True):
             output.console.print("nothing deleted")
             output.document({"path": str(directory), "bytes_freed": 0})
             raise typer.Exit(1)
         freed = cache.clear()
         done = f"freed {format_size(freed)}" if found["exists"] else "no cache here, nothing to delete"
-        output.console.print(f"{directory}: {done}", markup=False, soft_wrap=True)
+        output.console.print(f"{directory}: {done}", soft_wrap=True)
         output.document({"path": str(directory), "bytes_freed": freed})
 
 
@@ -173,13 +173,11 @@ def push(
         output.console.print(
             f"{store.url}: {done.records:,} records ({format_size(done.bytes)}) published in {done.packs:,} "
             f"packs, {done.present:,} were there",
-            markup=False,
             soft_wrap=True,
         )
         if done.bad_entries:
             output.console.print(
                 f"  {done.bad_entries:,} damaged records were left out: run fastload cache check --fix",
-                markup=False,
                 soft_wrap=True,
             )
         output.document({"path": str(directory), "url": store.url, **dataclasses.asdict(done)})
@@ -219,11 +217,10 @@ def pull(
         output.console.print(
             f"{directory}: {done.records:,} records ({format_size(done.bytes)}) pulled, {done.present:,} "
             f"were there, {done.left:,} do not fit or are damaged",
-            markup=False,
             soft_wrap=True,
         )
         for name, fault in done.damaged.items():
-            output.console.print(f"  {name} {fault}", markup=False, soft_wrap=True)
+            output.console.print(f"  {name} {fault}", soft_wrap=True)
         faults = [{"pack": name, "fault": fault} for name, fault in done.damaged.items()]
         counts = dataclasses.asdict(done)
         del counts["damaged"], counts["settled"]

@@ -36,7 +36,7 @@ class Check(NamedTuple):
     advice: str = ""
 
 
-MARKS = {"ok": "[green]✓[/]", "warn": "[yellow]![/]", "fail": "[red]✗[/]"}
+MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red")}
 
 
 def doctor(as_json: JsonOption = False) -> None:
@@ -48,10 +48,12 @@ def doctor(as_json: JsonOption = False) -> None:
             checks += [check_decoders(), _cores()]
             checks += [_open_files(), _shared_memory(), _start_method(), _demo()]
         for check in checks:
-            output.console.print(f"{MARKS[check.state]} [bold]{check.name:<14}[/] ", end="")
-            output.console.print(check.found, markup=False)
+            mark, colour = MARKS[check.state]
+            output.console.print(mark, style=colour, end=" ")
+            output.console.print(f"{check.name:<14} ", style="bold", end="")
+            output.console.print(check.found)
             if check.advice:
-                output.console.print(f"{'':17}{check.advice}", markup=False, style="dim", soft_wrap=True)
+                output.console.print(f"{'':17}{check.advice}", style="dim", soft_wrap=True)
         ok = all(check.state != "fail" for check in checks)
         document: dict[str, Any] = {"ok": ok, "checks": [check._asdict() for check in checks]}
         output.document(document)

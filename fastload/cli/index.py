@@ -223,7 +223,7 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         soft_wrap=True,
     )
     for fault in document["faults"]:
-        console.print(f"  {fault['shard']}: {fault['fault']}", markup=False, soft_wrap=True)
+        console.print(f"  {fault['shard']}: {fault['fault']}", soft_wrap=True)
     if document["compressed"]:
         console.print(
             f"{document['compressed']:,} shards are compressed: an index file cannot point into them; "

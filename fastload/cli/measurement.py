@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 import fastload
+from fastload.metrics.console import Console
 from fastload.metrics.cores import usable_cores
 
 __all__ = ["Bar", "Bars", "Epoch", "describe_machine", "measure_epoch", "stage_counters"]

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fastload.errors import ArgumentError, FastloadError
+from fastload.metrics.console import Console
 from fastload.metrics.platform import need_linux
+from fastload.printable import printable
 
 __all__ = [
     "JSON_FLAG",
@@ -40,7 +41,7 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = Console(stderr=as_json, highlight=False)
+        self.console = Console(stderr=as_json)
 
     def document(self, document: dict[str, Any]) -> None:
         """With --json, write the command's document as the last line of stdout."""
@@ -76,7 +77,7 @@ def answering(as_json: bool, *, anywhere: bool = False) -> Iterator[Output]:
         with _warnings_in_a_line():
             yield output
     except FastloadError as error:
-        typer.echo("fastload: " + " ".join(str(error).split()), err=True)
+        typer.echo("fastload: " + printable(" ".join(str(error).split())), err=True)
         typer.echo(f"see {error.help}", err=True)
         key = None if error.key is None else str(error.key)
         output.document(error_document(type(error).__name__, error.stage, error.message, key, error.help))
@@ -91,7 +92,7 @@ def _warnings_in_a_line() -> Iterator[None]:
     def show(message: Warning | str, *where: Any, **options: Any) -> None:
         if str(message) not in seen:
             seen.add(str(message))
-            typer.echo(f"fastload: warning: {message}", err=True)
+            typer.echo(f"fastload: warning: {printable(str(message))}", err=True)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

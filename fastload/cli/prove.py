@@ -36,7 +36,7 @@ def prove(
         from fastload.loader.prove import prove as compare  # torch takes 2 s to import
 
         proof = compare(_paths(a), _paths(b))
-        output.console.print(proof.why, soft_wrap=True, markup=False)
+        output.console.print(proof.why, soft_wrap=True)
         settings = {"a": a, "b": b}
         output.document({"command": "prove", "settings": settings} | proof._asdict())
     if not proof:

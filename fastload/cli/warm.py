@@ -147,7 +147,7 @@ def _quote(left: Any, prices: Any, output: Output) -> dict[str, Any]:
     if prices is not None:
         requests, egress = _money(cost, prices.currency)
         text += f"; they cost {requests}, their egress {egress}, by {prices.source}"
-    output.console.print(text, markup=False, soft_wrap=True)
+    output.console.print(text, soft_wrap=True)
     return {**left._asdict(), "cost": cost}
 
 
@@ -246,7 +246,7 @@ def _fill(
     from fastload.cli.measurement import describe_machine
 
     dataset = warming.dataset
-    output.console.print(_announcement(warming, shard, given), markup=False)
+    output.console.print(_announcement(warming, shard, given))
     tally, interrupted = Tally(warming.by_shard), False
     with Bars(output.console) as bars:
         try:
@@ -357,7 +357,6 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         console.print(
             f"{document['requests']:,} GETs cost {requests}, their egress {egress}; "
             f"prices by {document['prices']['source']}; egress is often free within a region",
-            markup=False,
             soft_wrap=True,
         )
     held = document["cache"]
@@ -365,7 +364,6 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
     console.print(
         f"{document['settings']['cache']}{of_nodes} holds {held['entries']:,} entries, "
         f"{format_size(held['bytes'])}",
-        markup=False,
         soft_wrap=True,
     )
     if document.get("redone"):
@@ -378,11 +376,10 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
             console.print(
                 f"node {node['address']} is gone, and its share {share} with it ({node['lost']}): "
                 "run the same command when it is back",
-                markup=False,
                 soft_wrap=True,
             )
     for failure in document["failures"]:
-        console.print(f"  {failure['key']}: {failure['error']}", markup=False, soft_wrap=True)
+        console.print(f"  {failure['key']}: {failure['error']}", soft_wrap=True)
     if document["failed"] > len(document["failures"]):
         console.print(f"  and {document['failed'] - len(document['failures']):,} more")
     if document["too_large"] and not document["full"]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fastload.demo.chart import chart_png
+from fastload.metrics.console import Console
 from fastload.metrics.units import format_size
 
 __all__ = ["NEEDED", "draw_chart", "print_report"]
@@ -25,7 +26,11 @@ def print_report(document: dict[str, Any], console: Console) -> None:
     console.print(
         f"{settings['images']:,} photos of {format_size(settings['image_bytes'])} · "
         f"{settings['workers']} workers · {settings['latency_ms']:g} ms round trip · "
-        f"RandomResizedCrop {settings['size']}, flip, uint8\n"
+        f"RandomResizedCrop {settings['size']}, flip, uint8",
+        style="dim",
+        soft_wrap=True,
+    )
+    console.print(
         f"{machine['cores']} cores of {machine['cpu']}; server and proxy run on the same cores",
         style="dim",
         soft_wrap=True,
@@ -40,7 +45,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
     )
     for name, epoch in (("epoch 1", first), ("epoch 2", second)):
         console.print(f"{name:<13} {epoch['verdict']}", soft_wrap=True)
-    console.print("your data     fastload bench s3://bucket/prefix --cache DIR", markup=False)
+    console.print("your data     fastload bench s3://bucket/prefix --cache DIR")
 
 
 def _table(document: dict[str, Any]) -> Table:
@@ -48,7 +53,7 @@ def _table(document: dict[str, Any]) -> Table:
     table = Table(header_style="bold")
     table.add_column("")
     for heading in ("without cache\nimages/s", "(epoch 1)\nMB/s", "with cache\nimages/s", "(epoch 2)\nMB/s"):
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")
     table.add_row("torch + s3fs + PIL", *_rate(baseline), "–", "–")
     cells = [cell for epoch in document["fastload"].values() for cell in _rate(epoch)]
     table.add_row("fastload", *cells, style="bold green")
@@ -69,12 +74,10 @@ def draw_chart(document: dict[str, Any], path: Path, console: Console) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png)
     except ImportError:
-        console.print(
-            "chart         none: it needs vl-convert-python: pip install 'torch-fastload[demo]'", markup=False
-        )
+        console.print("chart         none: it needs vl-convert-python: pip install 'torch-fastload[demo]'")
     except OSError as error:
-        console.print(f"chart         not written to {path}: {error}", markup=False)
+        console.print(f"chart         not written to {path}: {error}")
     else:
-        console.print(f"chart         {path}", markup=False)
+        console.print(f"chart         {path}")
         return True
     return False

@@ -86,10 +86,12 @@ class TarWriter:
         line = []
         for extension, content in members.items():
             name = f"{key}.{extension}"
-            if sample_name(name) != (key, extension) or len(name.split()) != 1:
+            plain = name.isprintable() and "\\" not in name and len(name.split()) == 1
+            if sample_name(name) != (key, extension) or not plain:
                 raise ArgumentError(
                     f"member {name!r} would not be read as key {key!r} and extension {extension!r}: a key "
-                    "has no '.' after its last '/' and no white space, an extension is lower-case",
+                    "has no '.' after its last '/', an extension is lower-case, and neither has white space, "
+                    "control characters or backslashes",
                     key=key,
                 )
             self._write_header(name, len(content))

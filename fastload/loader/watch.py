@@ -15,13 +15,14 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+import rich.console
 from rich.live import Live
 from rich.table import Table
 
 from fastload.errors import ArgumentError
 from fastload.loader.exporters import Export
 from fastload.metrics.bottleneck import explain_bottleneck
+from fastload.metrics.console import Console
 from fastload.metrics.epoch import rates
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class watch:  # a verb for users, who write it like a function
         loader: DataLoader[Any],
         *,
         interval: float | None = None,
-        console: Console | None = None,
+        console: rich.console.Console | None = None,
         exporter: Any = None,  # its types belong to packages that may be missing
         name: str = "",
     ) -> None:
@@ -145,9 +146,11 @@ class watch:  # a verb for users, who write it like a function
 class _View:
     """The table or the lines of one loader."""
 
-    def __init__(self, loader: DataLoader[Any], interval: float | None, console: Console | None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], interval: float | None, console: rich.console.Console | None
+    ) -> None:
         self._loader = loader
-        self._console = _Console(file=sys.stderr) if console is None else console
+        self._console: rich.console.Console = _Console(file=sys.stderr) if console is None else console
         self._in_place = self._console.is_terminal and not self._console.is_jupyter
         self._interval = interval or (_LIVE if self._in_place else _LINES)
         self._live: Live | None = None

@@ -32,6 +32,7 @@ __all__ = [
 _MOST_SHARDS = 1_000_000
 _SPECIAL = re.compile(r"[*?\[]")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+_STARS = {"": "", "**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
 _INDEX_FILES = r".*\.(?:idx|index)"
 _NOT_IN_NAMES = re.compile(r"[\\*?\[\]{}\x00-\x1f]|//|^/|/$|^$|(?:^|/)\.{1,2}(?:/|$)|:")
 
@@ -206,23 +207,32 @@ def _alternatives(text: str, start: int, stop: int) -> list[str]:
 
 
 def glob_pattern(glob: str) -> str:
-    """The regular expression of a glob. A `*` does not match a slash, as in a shell; `**` does."""
-    out, at = "", 0
+    """Return the regular expression of a glob. A `*` does not match a slash, as in a shell; `**` does.
+
+    A star is not tried again at a later place (`(?>...)`) where the next one takes what lies between: the
+    time is linear in the length of a key, however many `*` there are.
+    """
+    parts = [("", "")]  # a star, and the pattern of the characters up to the next one
+    at = 0
     while at < len(glob):
-        if glob.startswith("**/", at):
-            out, at = out + "(?:.*/)?", at + 3
-        elif glob.startswith("**", at):
-            out, at = out + ".*", at + 2
-        elif glob[at] == "*":
-            out, at = out + "[^/]*", at + 1
+        star, text = parts[-1]
+        if glob[at] == "*":
+            star = next(star for star in _STARS if star and glob.startswith(star, at))
+            parts.append((star, ""))
+            at += len(star)
         elif glob[at] == "?":
-            out, at = out + "[^/]", at + 1
+            parts[-1], at = (star, text + "[^/]"), at + 1
         elif glob[at] == "[" and (end := glob.find("]", at + 2)) > 0:
             inner = glob[at + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
-            out, at = out + f"[{'^' + inner[1:] if inner[0] == '!' else inner}]", end + 1
+            inner = f"^{inner[1:]}" if inner[0] == "!" else inner
+            parts[-1], at = (star, f"{text}(?!/)[{inner}]"), end + 1
         else:
-            out, at = out + re.escape(glob[at]), at + 1
-    return out
+            parts[-1], at = (star, text + re.escape(glob[at])), at + 1
+    pattern = ""
+    for (star, text), following in itertools.zip_longest(parts, [star for star, _ in parts[1:]]):
+        once = star in ("*", "**") and following in (star, "**")
+        pattern += f"(?>{_STARS[star]}?{text})" if once else f"{_STARS[star]}{text}"
+    return pattern
 
 
 def _text(url: str | os.PathLike[str]) -> str:

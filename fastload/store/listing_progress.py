@@ -37,16 +37,13 @@ class ListingProgress:
             self._show_at = now + _LOG_EVERY_SECONDS
             return
         self._show_at = now + 0.1
-        from rich.text import Text
-
-        self._line().update(
-            Text(text), refresh=True
-        )  # as Text, for a URL may hold what rich takes for markup
+        self._line().update(text, refresh=True)
 
     def _line(self) -> Any:
         if self._live is None:
-            from rich.console import Console
             from rich.live import Live
+
+            from fastload.metrics.console import Console
 
             # No refresh thread: workers are forked right after this.
             self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)

@@ -50,7 +50,7 @@ _UNREACHABLE = re.compile(
 )
 # The reason is deep in what obstore prints of an error, or a sentence of OpenSSL's.
 _CERTIFICATE = re.compile(
-    r"InvalidCertificate\(\s*(\w+)|certificate verify failed:? ?([^\](]*)", re.IGNORECASE
+    r"InvalidCertificate\(\s*(\w{1,100})|certificate verify failed:? ?([^\](]{0,200})", re.IGNORECASE
 )
 # Answers that asking again may change, and the ones that ask for fewer requests.
 _LATER = re.compile(
@@ -66,22 +66,24 @@ _REFUSED_CREDENTIALS = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = 400  # characters of a client's words
-_NAMES = re.compile(r"[a-z][a-z0-9+.-]*://\S+|'[^']*'", re.IGNORECASE)
+# A server chooses what follows, up to megabytes: no more is looked at, and each pattern takes linear time.
+_MOST_READ = 8_000
+_NAMES = re.compile(r"[a-z0-9+.-]{0,20}://\S+|'[^']*'", re.IGNORECASE)
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _NUMBER = re.compile(r"\d+")
 _AMOUNT = re.compile(r"\d+\.\d+|\b\d+(?=\s?(?:ns|[µu]s|ms|s|of|bytes?)\b)")
 # Of an answer in XML: its parts but these repeat the key, or identify the request.
 _ELEMENT = re.compile(r"<(?!Code\b|Message\b)(\w+)>[^<]*(</\1>|$)")
 # An answer in XML as such, and what it says.
-_XML = re.compile(r"(<\?xml[^>]*\?>\s*)?<Error>.*?(</Error>|$)", re.DOTALL)
+_XML = re.compile(r"(<\?xml[^>]{0,100}\?> ?)?<Error>.*?(</Error>|$)")
 _SAID = re.compile(r"<(Code|Message)>([^<]*)")
-_QUERY = re.compile(r"\?[^\s\"')>]*=[^\s\"')>]*")
-_AMAZON = re.compile(r"(?:(.+)\.)?s3(?:[.-][a-z0-9-]+)*\.amazonaws\.com(?:\.cn)?")
+_QUERY = re.compile(r"\?[^\s\"')>?=]*=[^\s\"')>]*")
+_AMAZON = re.compile(r"(?:(.{1,63})\.)?s3(?:[.-][a-z0-9.-]*)?\.amazonaws\.com(?:\.cn)?")
 _ENDS, _HTTP_ENDS = re.compile(r"\?"), re.compile(r"[?#]|;[^/=]*=")
 _USER = re.compile(r"://[^/\s@]+@")
 # S3 repeats the session token in its answer that the token has expired.
 _TOKEN = re.compile(
-    r"<(Token-\d+|AWSAccessKeyId|StringToSign[^>]*|CanonicalRequest[^>]*)>.*?(</\1>|$)", re.DOTALL
+    r"<(Token-\d{1,9}|AWSAccessKeyId|(?:StringToSign|CanonicalRequest)[^>]{0,20})>.*?(</\1>|$)"
 )
 
 
@@ -120,8 +122,10 @@ def redacted(text: str) -> str:
 def _without_secrets(text: str, secrets: Sequence[str] = ()) -> str:
     for secret in secrets:
         text = text.replace(secret, "<secret>")
-    text = _TOKEN.sub(r"<\1><secret>", text)
-    return _USER.sub("://<user>@", _QUERY.sub("?<query>", " ".join(text.split())))
+    # The word that the cut splits goes: no pattern would know the rest of a secret in it.
+    words = text[:_MOST_READ].split()
+    text = _TOKEN.sub(r"<\1><secret>", " ".join(words[:-1] if len(text) > _MOST_READ else words))
+    return _USER.sub("://<user>@", _QUERY.sub("?<query>", text))
 
 
 @dataclass(frozen=True)
@@ -162,8 +166,8 @@ class StoreLocation:
     def translate(self, error: BaseException, stage: str, key: str | None) -> FastloadError:
         """Return the fastload error for a foreign one."""
         names = {cls.__name__ for cls in type(error).__mro__}
-        whole = _without_secrets(
-            f"{error}".split("\n\nDebug source")[0] or type(error).__name__, self.secrets
+        whole = (
+            _without_secrets(f"{error}".split("\n\nDebug source")[0], self.secrets) or type(error).__name__
         )
         said, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
         # Types first: the text is the last resort.

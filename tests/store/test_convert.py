@@ -26,7 +26,7 @@ from fastload.cli.app import app
 from fastload.cli.convert import shard_set
 from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.errors import DecodeError
-from fastload.formats.example import parse_example
+from fastload.formats.example import encode_example, parse_example
 from fastload.formats.pieces import Splitter
 from fastload.formats.tfrecord import TFRecordSplitter
 from fastload.formats.write import TFRecordWriter
@@ -183,6 +183,57 @@ def test_objects_and_strange_names(tmp_path: Path) -> None:
     assert sorted(found.values()) == sorted(name.encode() for name in names)
     assert all(re.fullmatch(r"[^\s.][^\s.]*\.(txt|json|bin)", name) for name in found)
     assert convert(tmp_path / "in", tmp_path / "tfrecord", "tfrecord")[1]["samples"] == len(names)
+
+
+# The key of an Example, and that of the member.
+HOSTILE = {
+    "../../slip": "slip",
+    "/etc/abs": "etc/abs",
+    "//a//./b/": "a/b",
+    "..": "_",
+    "../.ssh/authorized_keys": ".ssh/authorized_keys",
+    "c/../../d": "c/d",
+    ".\x1b./e": "e",
+    "a\x1b[31m/x\u202ey": "a[31m/xy",
+    "w\\..\\..\\x": "w_______x",
+    "new\nline tab\t": "new_line_tab_",
+    "\udcff": "_udcff",
+    "plain/a": "plain/a",
+}
+
+
+def test_members_lie_in_the_folder_they_are_extracted_to(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    twice = ["plain/../plain/./a", "slip"]  # become the same as another one
+    with (tmp_path / "in" / "0.tfrecord").open("wb") as file:
+        writer = TFRecordWriter(file)
+        for key in (*HOSTILE, *twice):
+            writer.write(
+                encode_example(
+                    {"key": key.encode("utf-8", "surrogateescape"), "txt": key.encode("utf-8", "replace")}
+                )
+            )
+        writer.close()
+    code, document = convert(tmp_path / "in", tmp_path / "out", "tar")
+    assert (code, document["samples"]) == (0, len(HOSTILE) + len(twice))
+    assert document["renamed"] == len(HOSTILE) + len(twice) - 1
+    assert document["renames"] == dict(list(HOSTILE.items())[:3])
+    with tarfile.open(tmp_path / "out" / "in-000000.tar") as tar:
+        names = tar.getnames()
+        tar.extractall(tmp_path / "extracted", filter="fully_trusted")
+    assert len(set(names)) == len(names) == len(HOSTILE) + len(twice)
+    assert {f"{key}.txt" for key in HOSTILE.values()} < set(names)
+    assert all(name.isprintable() and ".." not in name.split("/") and name[0] != "/" for name in names)
+    assert sum(path.is_file() for path in (tmp_path / "extracted").rglob("*")) == len(names)
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "extracted"}
+
+
+def test_it_says_which_samples_have_another_key(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.b.txt").write_bytes(b"1")
+    (tmp_path / "in" / "c.txt").write_bytes(b"1")
+    said = CliRunner().invoke(app, ["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", "tar"])
+    assert "1 samples have another key in the tar" in said.output and "'a.b' is 'a_b'" in said.output
 
 
 def test_damaged_shards_stop_it(photos: Path, tmp_path: Path) -> None:

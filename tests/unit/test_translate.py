@@ -153,3 +153,15 @@ def test_a_certificate_that_is_not_accepted_is_named_and_not_tried_again(said: s
     error = PLACE.translate(GenericError(said), "list", None)
     assert f"is not accepted for 's3://bucket': {reason}. Set SSL_CERT_FILE" in str(error)
     assert isinstance(error, StoreError) and error.retry == "never"
+
+
+@pytest.mark.parametrize("piece", ["://user:PASSWORD@host", "?sig=PASSWORD"])
+def test_a_secret_that_the_cut_of_a_long_answer_splits_is_not_shown(piece: str) -> None:
+    place = StoreLocation("s3://b", secrets=("a PASSWORD in two words, PASSWORD",))
+    for padding in range(7_950, 8_010):
+        # All before it is replaced by a few characters, so that it would be among the characters shown.
+        said = str(
+            place.translate(OSError(f"said <Token-0>{'x' * padding}</Token-0>{piece} more"), "get", "k")
+        )
+        assert "PASS" not in said, said
+    assert "PASS" not in str(place.translate(OSError(f"{place.secrets[0]} {'x' * 9_000}"), "get", "k"))

@@ -4,7 +4,8 @@ The JSON document:
 
 {"command": "convert", "date", "machine": {...}, "versions": {...},
  "settings": {"source", "destination", "name", "from", "to", "shard_size", "shuffle"},
- "samples", "bytes" (of the shards), "shards" (whole), "kept" (of an earlier run), "complete", "interrupted",
+ "samples", "bytes" (of the shards), "shards" (whole), "renamed" (samples with another key in the tar than in
+ the source), "renames" (the first of them), "kept" (of an earlier run), "complete", "interrupted",
  "faults": [{"shard", "fault"}, ...], "read_bytes", "seconds", "verify_seconds", "samples_per_second",
  "megabytes_per_second"}
 
@@ -14,6 +15,7 @@ With --ray, "settings" has "ray" too, and there is "redone" (shards whose proces
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import threading
 import time
@@ -32,6 +34,8 @@ from fastload.errors import ArgumentError, FastloadError, StoreError
 from fastload.metrics.units import format_size
 
 __all__ = ["convert"]
+
+_RENAMES = 10  # shown
 
 
 class To(StrEnum):
@@ -156,6 +160,7 @@ def _run(
     bad = {name for name, _ in faults}
     whole = next((i for i, shard in enumerate(shards.shards) if shard.name in bad), len(shards.shards))
     shards.keep(whole, complete=not interrupted and not faults)
+    renames = itertools.chain.from_iterable(shard.renames.items() for shard in shards.shards)
     return {
         "command": "convert",
         **describe_machine(),
@@ -169,6 +174,8 @@ def _run(
         "samples": sum(shard.samples for shard in shards.shards),
         "bytes": sum(shard.bytes for shard in shards.shards),
         "shards": len(shards.shards),
+        "renamed": sum(shard.renamed for shard in shards.shards),
+        "renames": dict(itertools.islice(renames, _RENAMES)),
         "kept": kept,
         "complete": shards.complete,
         "interrupted": interrupted,
@@ -290,7 +297,7 @@ def _announce(source: Any, shards: Any, output: Output) -> None:
     where = f"{source.kind} {source.url}, {format_size(source.total_bytes)}"
     kept = len(shards.shards)
     there = f"; {kept:,} shards of an earlier run are kept" if kept else ""
-    output.console.print(f"{where} -> {shards.store.url}{there}", markup=False, soft_wrap=True)
+    output.console.print(f"{where} -> {shards.store.url}{there}", soft_wrap=True)
 
 
 def _print_summary(document: dict[str, Any], output: Output) -> None:
@@ -301,8 +308,16 @@ def _print_summary(document: dict[str, Any], output: Output) -> None:
         f"{document['samples_per_second']:,.0f} samples/s, {document['megabytes_per_second']:,.1f} MB/s",
         soft_wrap=True,
     )
+    if document["renamed"]:
+        shown = [f"{given!r} is {key!r}" for given, key in document["renames"].items()]
+        shown += ["..."] * (document["renamed"] > len(shown))
+        console.print(
+            f"{document['renamed']:,} samples have another key in the tar, which WebDataset can read and any "
+            f"program can extract: {', '.join(shown)}",
+            soft_wrap=True,
+        )
     for fault in document["faults"]:
-        console.print(f"  {fault['shard']} {fault['fault']}", markup=False, soft_wrap=True)
+        console.print(f"  {fault['shard']} {fault['fault']}", soft_wrap=True)
     if document["faults"]:
         console.print("run the same command again: it rewrites the first of these shards and all later ones")
     elif document["interrupted"]:

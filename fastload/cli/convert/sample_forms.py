@@ -85,10 +85,16 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def member_key(name: str) -> str:
-    """`name` as the key of a member: no white space, no dot in its last component, plain UTF-8."""
-    text = name.encode("utf-8", "backslashreplace").decode()
-    directory, slash, last = re.sub(r"\s", "_", text).replace("__MACOSX/", "_MACOSX/").rpartition("/")
-    return directory + slash + (last.replace(".", "_") or "_")
+    """Return `name` as the key of a member: no white space, no dot in its last component, plain UTF-8.
+
+    Programs that extract a tar may take its names as they are. So it leads to no place outside of a folder
+    (nothing of "", "." and ".." between its slashes, no backslash), and it has no control characters.
+    """
+    text = name.encode("utf-8", "backslashreplace").decode().replace("\\", "_")
+    text = "".join(filter(str.isprintable, re.sub(r"\s", "_", text)))
+    parts = [part for part in text.replace("__MACOSX/", "_MACOSX/").split("/") if part not in ("", ".", "..")]
+    *directories, last = parts or ["_"]
+    return "/".join([*directories, last.replace(".", "_")])
 
 
 def as_features(sample: Sample) -> dict[str, Any]:

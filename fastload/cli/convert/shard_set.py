@@ -4,7 +4,8 @@ NAME.json is written first, and again as shards are done. It always lists the sh
 
 {"made_by": "fastload convert", "format": 1, "complete", "settings": {...}, "classes": [...] or null,
  "samples", "bytes", "shards": [{"name", "bytes", "samples", "xxh3" (of the bytes), "content" (of the samples,
- as they were before they were written), "places" (xxh3 of the index), "next" (where the source goes on)},
+ as they were before they were written), "places" (xxh3 of the index), "next" (where the source goes on),
+ "renamed" (how many samples have another key than in the source), "renames" (the first of them)},
   ...]}
 
 A shard is made in a temporary file. Readers see it whole or not at all.
@@ -32,6 +33,7 @@ from fastload.store.retry import Wait
 __all__ = ["Form", "ShardSet", "UnsentShard", "WrittenShard", "index_name"]
 
 FORMAT = 1
+_SHOWN = 3  # renames of a shard
 _REST = 4  # times the duration of a write of NAME.json, before it is written again
 
 
@@ -66,6 +68,8 @@ class WrittenShard(NamedTuple):
     content: str
     places: str
     next: Any
+    renamed: int
+    renames: dict[str, str]
 
 
 class UnsentShard(NamedTuple):
@@ -161,7 +165,7 @@ class ShardSet:
     ) -> UnsentShard:
         """Shard `number`, of `samples`, in a file. `position()` is called after the last sample."""
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed after it was sent
-        whole, content, keys = xxh3_64(), Digest(), set[str]()
+        whole, content, keys = xxh3_64(), Digest(), dict[str, str]()
         writer: Any = (TarWriter if self.form.kind == "tar" else TFRecordWriter)(_Spool(file, whole))
         try:
             for sample in samples:
@@ -179,9 +183,14 @@ class ShardSet:
         name = self.form.file_name(self.name, number)
         places = writer.index()
         sums = (whole.hexdigest(), content.text(), xxh3_64(places).hexdigest())
-        return UnsentShard(WrittenShard(name, writer.size, writer.samples, *sums, position()), file, places)
+        renames = [(given, key) for key, given in keys.items() if key != given]
+        shard = WrittenShard(
+            name, writer.size, writer.samples, *sums, position(), len(renames), dict(renames[:_SHOWN])
+        )
+        return UnsentShard(shard, file, places)
 
-    def _write(self, writer: Any, content: Digest, keys: set[str], sample: Sample, serial: str) -> None:
+    def _write(self, writer: Any, content: Digest, keys: dict[str, str], sample: Sample, serial: str) -> None:
+        """Write a sample. `keys` gets its key in the tar, and its key in the source."""
         if sample.record is not None:
             sample = as_members(sample)
         key = sample.key or serial
@@ -190,10 +199,10 @@ class ShardSet:
             content.add_features(features)
             writer.write(encode_example(features))
             return
-        key = member_key(key)
-        if key in keys:  # twice in the source, or the same but for its dots
+        given, key = key, member_key(key)
+        while key in keys:  # twice in the source, or the same but for its dots
             key = f"{key}-{serial}"
-        keys.add(key)
+        keys[key] = given
         content.add_members(key, sample.members)
         writer.write(key, sample.members)
 

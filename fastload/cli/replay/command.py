@@ -13,6 +13,7 @@ import typer
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import ArgumentError
+from fastload.printable import printable
 
 __all__ = ["replay"]
 
@@ -200,16 +201,16 @@ def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int |
 
 
 def _print(output: Output, title: str, notes: Sequence[str], parts: Sequence[_Part]) -> None:
-    output.console.print(title, markup=False, style="bold")
+    output.console.print(title, style="bold")
     for note in notes:
-        output.console.print(note, markup=False, soft_wrap=True)
+        output.console.print(note, soft_wrap=True)
     for part in parts:
         if len(parts) > 1:
-            output.console.print(f"rank {part.number}", markup=False)
+            output.console.print(f"rank {part.number}")
         if not part.samples:
-            output.console.print("this step is skipped: it has no batch", markup=False)
+            output.console.print("this step is skipped: it has no batch")
         for line in _lines(part.samples):
-            output.console.print(line, markup=False, soft_wrap=True)
+            output.console.print(line, soft_wrap=True)
 
 
 def _lines(samples: Sequence[Any]) -> list[str]:
@@ -226,8 +227,8 @@ def _text(value: Any) -> str:
         return ",".join(map(_text, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if value is None:
-        return ""
+    if value is None or isinstance(value, str):
+        return printable(value or "")
     return f"{value:g}" if isinstance(value, float) else " ".join(str(value).split())
 
 

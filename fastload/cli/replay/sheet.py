@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from PIL import Image, ImageDraw, ImageFont
 
 from fastload.cli.replay.pictures import Picture
+from fastload.printable import printable
 
 __all__ = ["Cell", "html_sheet", "png_sheet"]
 
@@ -54,9 +55,9 @@ def html_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> str:
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            *(f'<p class="faint">{escape(note)}</p>' for note in notes),
+            f"<title>{_escaped(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{_escaped(title)}</h1>",
+            *(f'<p class="faint">{_escaped(note)}</p>' for note in notes),
             f"<nav>{''.join(links)}</nav>" if len(links) > 1 else "",
             *sections,
             "</body></html>\n",
@@ -65,11 +66,15 @@ def html_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> str:
 
 
 def _figure(cell: Cell) -> str:
-    lines = "".join(f'<br><span class="faint">{escape(line)}</span>' for line in cell.lines)
+    lines = "".join(f'<br><span class="faint">{_escaped(line)}</span>' for line in cell.lines)
     return (
-        f'<figure><img loading="lazy" alt="{escape(cell.title)}" src="{_data_url(cell.picture)}">'
-        f"<figcaption>{escape(cell.title)}{lines}</figcaption></figure>"
+        f'<figure><img loading="lazy" alt="{_escaped(cell.title)}" src="{_data_url(cell.picture)}">'
+        f"<figcaption>{_escaped(cell.title)}{lines}</figcaption></figure>"
     )
+
+
+def _escaped(text: str) -> str:
+    return escape(printable(text))
 
 
 def _data_url(picture: Picture) -> str:
@@ -110,7 +115,8 @@ def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
 
 def _write(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str, width: int) -> None:
     """One line; of a long one its end, where the names of objects differ."""
-    plain = text.encode("ascii", "backslashreplace").decode()  # the built-in font may have no other letters
+    # The built-in font may have no other letters.
+    plain = printable(text).encode("ascii", "backslashreplace").decode()
     fits = next((n for n in range(len(plain), 0, -1) if draw.textlength(_end(plain, n), font) <= width), 0)
     draw.text(at, _end(plain, fits), "black", font)
 
