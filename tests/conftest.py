@@ -2,9 +2,9 @@
 
 unit: pure parts, without another process or a server. process: loaders with their workers. store: object
 stores, the cache and shards, with an S3 server on this machine. crash: writers of the cache that are killed.
-trainer: the reference trainer. hostile: what attackers write, for all that reads. oracle: random jobs beside a
-slow loader. Beside these, stress holds the long, random forms, gpu what needs a GPU, and fuzz hostile bytes for
-the kernel. Modules without test_ in their names are support for these.
+trainer: the reference trainer. hostile: what attackers write, for all that reads. oracle: random jobs beside
+a slow loader. Beside these, stress holds the long, random forms, gpu what needs a GPU, and fuzz hostile bytes
+for the kernel. Modules without test_ in their names are support for these.
 """
 
 from __future__ import annotations
