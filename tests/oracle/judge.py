@@ -268,6 +268,8 @@ class Slow:
 
     def again(self, event: Event) -> Any:
         """What of an event does not depend on random numbers: its samples, if none is a substitute."""
+        if self.job["exclude"] and self.errors():
+            return None  # one that stands in for an excluded sample may be bad
         found = None if event.error else numbers_in(self.job, event)
         if event.error or self.job["exclude"] or self.errors():
             return event.error or (len(found) if isinstance(found, list) else 1)
