@@ -39,11 +39,15 @@ def load_row(record: Any) -> dict[str, Any]:
     (stop,) = _SIZE.unpack_from(memory, at) if at >= 0 else (len(memory),)
     if stop > at:
         raise DecodeError("not a cached row: it is too short")
-    values, binaries = load(memory[:stop])
-    for name, size in binaries.items():
+    head = load(memory[:stop])
+    if not (isinstance(head, tuple) and len(head) == 2 and all(type(part) is dict for part in head)):
+        raise DecodeError("not a cached row: its head has no values and sizes")
+    values: dict[str, Any] = head[0]
+    for name, size in head[1].items():
+        if not isinstance(size, int) or not 0 <= size <= at - stop:
+            raise DecodeError(f"not a cached row: a value of {size!r:.60} bytes")
         values[name] = memory[stop : stop + size]
         stop += size
     if stop != at:
         raise DecodeError("not a cached row: its values do not fill it")
-    found: dict[str, Any] = values
-    return found
+    return values

@@ -117,8 +117,8 @@ def load(record: Any, *, readonly: bool = False) -> Any:
     memory = memoryview(record).cast("B")
     try:
         value, end = _read(memory, 0, 0, readonly)
-    except (struct.error, IndexError, ValueError, TypeError, KeyError, OverflowError) as error:
-        raise DecodeError(f"not a cached sample: {error}") from error
+    except (struct.error, LookupError, ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise DecodeError(f"not a cached sample: {error}") from error  # RuntimeError: torch's, of odd shapes
     if end != memory.nbytes:
         raise DecodeError(f"not a cached sample: {memory.nbytes - end} bytes after its end")
     return value

@@ -24,10 +24,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import fastload
 from fastload.errors import FastloadError
+from fastload.formats.pieces import MAX_INFLATED
 
 ROOT = Path(__file__).parents[2]
 SECONDS, SECONDS_A_MB = 1.0, 1.0  # of processor time
-MEMORY, MEMORY_A_BYTE = 400 << 20, 4  # above what the server has
+MEMORY, MEMORY_A_BYTE = MAX_INFLATED + (128 << 20), 4  # above what the server has
 _CEILING = 4 << 30  # bytes of data at which the kernel refuses more: the machine has other work
 
 
