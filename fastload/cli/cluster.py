@@ -145,7 +145,11 @@ class Cluster:
         self._ray.shutdown()
 
     def share(self, value: Any) -> Any:
-        """A reference to a value that many tasks take: it is sent to each node once."""
+        """Return a reference to a value that many tasks take: it is sent to each node once.
+
+        Ray may write it to the disks of the nodes, so it has no secrets. They travel in small arguments of
+        tasks, which Ray keeps in memory.
+        """
         return self._ray.put(value)
 
     def run(self, lanes: Iterable[Iterator[Task]], within: float | None = None) -> Iterator[tuple[Task, Any]]:

@@ -26,6 +26,10 @@ class Target(NamedTuple):
     features: str | None
     storage_options: dict[str, Any]
 
+    def __repr__(self) -> str:
+        """Leave out the options, which may be secrets."""
+        return f"Target({self.url!r}, cache={self.cache!r})"
+
     def anywhere(self) -> Target:
         """The same for processes in other directories: without relative paths."""
         from fastload.cache.checks import absolute

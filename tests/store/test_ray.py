@@ -28,6 +28,7 @@ from fastload import Cache, ImageFolder
 from fastload.cli import cluster, warm_nodes
 from fastload.cli.app import app
 from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import serve_s3
 from tests.patience import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")
@@ -35,6 +36,7 @@ from ray.cluster_utils import Cluster as Simulation  # noqa: E402
 
 IMAGES, CLASSES = 48, 3
 EXAMPLE = Path(fastload.__file__).parents[1] / "examples" / "resnet50"
+SMALL = 100_000  # bytes; Ray's max_direct_call_object_size is 102,400
 OTHER = "127.0.0.2"  # the address of the second node
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -211,6 +213,44 @@ def test_convert_goes_on_after_ctrl_c(
     code, again = run(*command)
     assert (code, again["kept"], again["complete"]) == (0, document["shards"], True), again
     assert files(tmp_path) == alone
+
+
+def test_secrets_are_in_no_value_that_ray_may_write_to_a_disk(
+    nodes: Simulation, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared value may be spilled, and so may an argument above `SMALL`. Smaller ones stay in memory."""
+    shared, tasks = list[bytes](), list[cluster.Task]()
+    share, start = cluster.Cluster.share, cluster.Cluster._start
+
+    def spy_on_shared(self: cluster.Cluster, value: Any) -> Any:
+        shared.append(ray.cloudpickle.dumps(value))
+        return share(self, value)
+
+    def spy_on_tasks(self: cluster.Cluster, flight: Any, flights: Any) -> None:
+        tasks.append(flight.task)
+        start(self, flight, flights)
+
+    monkeypatch.setattr(cluster.Cluster, "share", spy_on_shared)
+    monkeypatch.setattr(cluster.Cluster, "_start", spy_on_tasks)
+    (photos.parent / "out").mkdir()
+    with serve_s3(photos.parent, read_only=False) as server:
+        pairs = [f"{name}={value}" for name, value in server.options.items()]
+        more = [w for pair in pairs for w in ("--storage-option", pair)]
+        to = [w for pair in pairs for w in ("--dst-option", pair)]
+        code, said = run("convert", "s3://photos", "s3://out/a", *SHARDS, *more, *to, "--ray", nodes.address)
+        assert code == 0, said
+        code, said = run("warm", "s3://photos", "--cache", tmp_path / "ssd", *more, "--ray", nodes.address)
+        assert code == 0 and said["stored"] == IMAGES, said
+        secret = server.secret
+    assert shared and not any(secret.encode() in value for value in shared)
+    inline = [
+        argument for task in tasks for argument in task.arguments if not isinstance(argument, ray.ObjectRef)
+    ]
+    holding = [value for value in map(ray.cloudpickle.dumps, inline) if secret.encode() in value]
+    assert holding and max(map(len, holding)) < SMALL
+    assert not any(secret in repr(task) for task in tasks)
+    for file in Path("/tmp/ray/session_latest/").rglob("*"):
+        assert not file.is_file() or secret.encode() not in file.read_bytes()
 
 
 def test_convert_of_shards_is_refused_on_a_cluster(nodes: Simulation, photos: Path, tmp_path: Path) -> None:

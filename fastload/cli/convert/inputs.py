@@ -105,7 +105,9 @@ def _fingerprint(manifest: Manifest) -> str:
 class ObjectsInput:
     """See `Input`: a sample per object, hundreds of which are read at a time.
 
-    A pickle has the listing: other processes read the versions that were listed here.
+    Attributes:
+        manifest: the versions that were listed, for other processes to read. It is large, without secrets.
+        opened: the other arguments, to open the same there. They are small; the store holds its credentials.
     """
 
     def __init__(
@@ -120,11 +122,11 @@ class ObjectsInput:
         folder = kind == "folder"
         if manifest is None:
             manifest = Manifest.open(store, images_only=folder, labels=folder)
-        self._made_from = kind, url, store, shard_size, seed, manifest
+        self.manifest = manifest
+        self.opened = {"kind": kind, "url": url, "store": store, "shard_size": shard_size, "seed": seed}
         self.kind, self.url, self.identity = kind, url, manifest.identity
         self.classes = list(manifest.classes or []) if folder else None
         self.total_bytes = manifest.total_bytes
-        self._manifest = manifest
         # No cache: nothing asks for keys of one.
         objects = ObjectSource(store, manifest, key=lambda index, version: b"")
         self._prefetcher = Prefetcher(objects, None, prepare=None, counters=Counters())
@@ -140,9 +142,6 @@ class ObjectsInput:
         self.shards: int | None = len(self._ends)
         self.position: Any = 0
         self._requested, self._wanted = 0, len(manifest)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ObjectsInput, self._made_from
 
     def starts(self) -> list[int]:
         """The position of each part."""
@@ -167,11 +166,11 @@ class ObjectsInput:
 
     def _sample(self, index: int) -> Sample:
         content = self._prefetcher.get(index)
-        stem, extension = split_name(self._manifest.key(index))
+        stem, extension = split_name(self.manifest.key(index))
         members: dict[str, Any] = {extension: memoryview(content)}
         if self.classes is not None:
-            members["cls"] = str(self._manifest.label(index)).encode()
-        return Sample(stem, members, None, self._manifest.size(index))
+            members["cls"] = str(self.manifest.label(index)).encode()
+        return Sample(stem, members, None, self.manifest.size(index))
 
     def close(self) -> None:
         self._prefetcher.close()

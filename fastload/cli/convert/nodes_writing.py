@@ -18,6 +18,7 @@ from fastload.errors import ArgumentError
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.store import ObjectInfo
+from fastload.store.manifest import Manifest
 
 __all__ = ["NodesWriting", "check_source"]
 
@@ -50,12 +51,12 @@ class NodesWriting:
         """Write the missing shards. `progress(samples, bytes)` is called after each."""
         source, shards = self._source, self._shards
         starts = source.starts()
-        sent, given = self._cluster.share(source), self._cluster.share(shards.unfilled())
+        listing, given = self._cluster.share(source.manifest), shards.unfilled()
         tasks = iter(
             [
                 Task(
                     _write_shard,
-                    (sent, given, number, starts[number], source.fingerprint),
+                    (source.opened, listing, given, number, starts[number], source.fingerprint),
                     f"shard {shards.form.file_name(shards.name, number)}",
                 )
                 for number in range(len(shards.shards), len(starts))
@@ -63,14 +64,14 @@ class NodesWriting:
         )
         arrived: dict[int, WrittenShard] = {}
         for task, (shard, size) in self._cluster.run([tasks] * self._tasks):
-            arrived[task.arguments[2]] = shard
+            arrived[task.arguments[3]] = shard
             progress(shard.samples, size)
             while len(shards.shards) in arrived:
                 shards.add(arrived.pop(len(shards.shards)))
 
     def verify(self, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
         """See `verify.verify`."""
-        present, given = self._shards.present(), self._cluster.share(self._shards.unfilled())
+        present, given = self._shards.present(), self._shards.unfilled()
         tasks: Iterator[Task] = iter(
             [
                 Task(_verify_shard, (given, present.get(shard.name), shard), f"shard {shard.name}")
@@ -86,9 +87,10 @@ class NodesWriting:
 
 
 def _write_shard(
-    source: ObjectsInput, shards: ShardSet, number: int, start: int, fingerprint: str
+    opened: dict[str, Any], listing: Manifest, shards: ShardSet, number: int, start: int, fingerprint: str
 ) -> tuple[WrittenShard, int]:
     """A shard that has arrived, and the bytes of the objects that it was made of."""
+    source = ObjectsInput(**opened, manifest=listing)
     if source.fingerprint != fingerprint:
         raise ArgumentError(
             "a node draws another order of the samples: install the same version of numpy on all nodes, or "

@@ -213,9 +213,9 @@ class ShardSet:
             self.store.write(made.shard.name, Path(f"/proc/self/fd/{made.file.fileno()}"))
 
     def unfilled(self) -> ShardSet:
-        """A copy that makes and sends shards in another process, without the list of those that are whole."""
+        """A small copy that makes and sends shards in another process, without what only NAME.json needs."""
         other = copy.copy(self)
-        other.shards = []
+        other.shards, other._classes = [], None
         return other
 
     def add(self, shard: WrittenShard) -> None:
