@@ -166,7 +166,7 @@ class MixtureSampler(DistributedSampler):
         self._advances = bool(state_dict["advances"])
         alike = state_dict["given"] == self._mixture.given() and sources.keys() == lengths.keys()
         self._were_set = alike and bool(state_dict["were_set"])
-        self._changes = []
+        self._changes, self._made = [], []
         if alike:
             weights = [sources[name]["weight"] for name in lengths]
             self._changes = [
@@ -217,7 +217,7 @@ class MixtureSampler(DistributedSampler):
         Raises:
             ArgumentError: the mixture has other sources than in that state.
         """
-        if state["sources"].keys() != self._lengths.keys():
+        if list(state["sources"]) != list(self._lengths):  # where several are due, the first of them comes
             raise ArgumentError(
                 f"the mixture had the sources {list(state['sources'])} then, and has {list(self._lengths)}"
             )

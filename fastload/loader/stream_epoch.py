@@ -38,6 +38,12 @@ class Streams:
         self._ranks: Ranks | None = None
         self._indexed = False  # on all ranks, and for ever
 
+    def expected(self, loader: Any) -> bool:
+        """Whether an epoch that begins now would be read as streams, as far as this rank knows."""
+        dataset = as_streams(loader.dataset)
+        by_streams = dataset is not None and isinstance(loader.sampler, ShardSampler) and not self._indexed
+        return by_streams and dataset.must_stream()
+
     def begin(self, loader: Any, saved: Mapping[str, Any] | None) -> StreamEpoch | None:
         """The coming epoch as streams; None where it is read by index, as that of any map-style dataset.
 
