@@ -160,7 +160,7 @@ class BlackBox:
             raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
         left_out.skip(chosen, numbers)
 
-    def exclude(self, samples: str | int | Iterable[str | int]) -> None:
+    def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
         """Use these samples no more, from the next batch on that is handed out, in all epochs.
 
         Example::
@@ -181,15 +181,16 @@ class BlackBox:
         `load_state_dict` replaces it by what the state has.
 
         Args:
-            samples: keys, as `dataset.key(index)` gives them, and indices of the loader's dataset, mixed. A
-                key excludes all samples that have it.
+            samples: keys, as `dataset.key(index)` gives them, indices of the loader's dataset, and rows of
+                `samples_at`, mixed. A key excludes all samples that have it.
 
         Raises:
             ArgumentError: there is no sample with a key or an index, or none would be left; or the samples
                 have no index, as those of an iterable dataset, and of shards that are read as streams.
         """
         epoch, place = self._place_to_change("exclude")
-        indices = _indices_of(self.dataset, _as_list(samples))
+        named = [one.index if isinstance(one, SampleAt) else one for one in _as_list(samples)]
+        indices = _indices_of(self.dataset, named)
         self.loader_context.left_out.exclude(
             self.dataset, indices, epoch, place["batches"], sorted(place["ahead"])
         )
@@ -219,8 +220,10 @@ class BlackBox:
 
 
 def _as_list(given: Any) -> list[Any]:
-    """One number or text, or several."""
-    if isinstance(given, str | bytes) or (hasattr(given, "__index__") and not getattr(given, "ndim", 0)):
+    """One number, text or row of `samples_at`, or several."""
+    if isinstance(given, str | bytes | SampleAt) or (
+        hasattr(given, "__index__") and not getattr(given, "ndim", 0)
+    ):
         return [given]
     try:
         return list(given)

@@ -102,9 +102,10 @@ def go_on(loader: Any, record: EpochRecord, place: Mapping[str, Any]) -> None:
     earlier = [one for one in record["segments"] if one["step"] < step]
     if not earlier or _dealing(earlier[-1]) != _dealing(segment):
         earlier.append(segment)
-    if earlier and "changes" in record and _mixture(earlier[-1]) != _mixture(record["segments"][-1]):
-        drawn = segment["sampler"]["state"]["drawn"]  # weights that were to be set later are not set now
-        record["changes"] = [change for change in record["changes"] if change[0] < drawn]
+    if order.mixture is not None and len(earlier) > 1 and _mixture(earlier[-1]) != _mixture(earlier[-2]):
+        drawn = segment["sampler"]["state"]["drawn"]  # weights that were to be set later may not be set now
+        before = [change for change in record.get("changes", []) if change[0] < drawn]
+        record["changes"] = before + order.mixture.changes_since(drawn)
     record["segments"] = earlier
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from fastload.distributed.sampler import DistributedSampler, ShardSampler, known_length
 from fastload.errors import ArgumentError
+from fastload.loader.identity import Contents, check_identity
 from fastload.loader.order import Order, draw_seed
 from fastload.loader.position import Progress, Revise
 from fastload.loader.stream_epoch import Streams, check_streams
@@ -43,6 +44,7 @@ class LoaderState:
         self._loaded: dict[str, Any] | None = None  # waits for the next iteration
         self._loaded_epoch: int | None = None  # of the sampler, right after it was loaded
         self._streams = Streams()
+        self._contents = Contents()
         # With persistent workers a run draws one base seed for all its epochs, as torch's does. One that
         # resumes it keeps that seed, with or without such workers, or its samples would be others.
         self._one_seed: int | None = None
@@ -143,6 +145,7 @@ class LoaderState:
         """Just before `iter(sampler)`. `previous` is what the same workers did before."""
         order = Order(loader)
         order.start_epoch()
+        self._contents.forget()
         streams = self._streams.begin(loader, (self._again or {}).get("streams"))
         workers = copy.deepcopy(self._workers)
         if workers is None:
@@ -206,6 +209,7 @@ class LoaderState:
             position["workers"] = None
         position["sampler"] = order.with_changes(position["sampler"])
         position["one_seed"] = self._one_seed is not None or _is_persistent(loader)
+        position["samples"] = self._contents.identify(loader)
         return copy.deepcopy(_description(loader, order) | position)
 
     def _settle_coming(self, loader: Any, order: Order, *, base_seed_known: bool) -> dict[str, Any]:
@@ -250,6 +254,7 @@ class LoaderState:
         order = Order(loader)
         state = _of_this_version(state_dict)
         _check(loader, order, state)
+        check_identity(loader, self._contents.identify(loader), state)
         order.load_sampler_state(state["sampler"])
         self._loaded = copy.deepcopy(dict(state))
         if isinstance(order.stateful, DistributedSampler):  # with the sources, weights and nodes of this run
@@ -312,6 +317,15 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
                 f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}: "
                 f"{_ADVICE[name]}"
             )
+    sampler = order.stateful
+    if saved["ahead"] and isinstance(sampler, DistributedSampler):
+        dealt = {"nodes": sampler.place.nodes, "exchange": sampler.exchange}
+        before = saved["sampler"]["state"]
+        if not before["consumed"] and any(before[name] != value for name, value in dealt.items()):
+            raise ArgumentError(
+                f"state_dict was saved before the first batch, with later ones handed out, and this sampler "
+                f"has {dealt}: {_SAME_ORDER}; resume with the same num_nodes and exchange"
+            )
     check_streams(loader, saved.get("streams"))
     if saved["generators"].keys() != order.generators().keys():
         raise ArgumentError(
@@ -334,7 +348,7 @@ def _of_this_version(saved: Any) -> Mapping[str, Any]:
 
 _POSITION = {
     *("begun", "epoch", "batches", "ahead", "origin", "check", "next_worker", "base_seed", "one_seed"),
-    *("generators", "sampler", "workers", "coming"),
+    *("generators", "sampler", "workers", "coming", "samples"),
 }
 _SAME_ORDER = "the order of the samples would differ"
 _ADVICE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -94,7 +95,8 @@ def replay(
         saved = read_state(state, at)
         options = storage_options(storage_option, endpoint_url, anon)
         made = _own(loader, data, options) if loader is not None else _restored(saved, data, options)
-        made.loader.load_state_dict(saved)
+        with warnings.catch_warnings(action="ignore"):  # of what is unlike the run, the notes tell
+            made.loader.load_state_dict(saved)
         epoch = saved["epoch"] if epoch is None else epoch
         numbers = _ranks(rank, world_size, _world_of(saved, epoch, step))
         try:
