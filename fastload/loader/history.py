@@ -24,7 +24,7 @@ EpochRecord = dict[str, Any]
 "epoch": the loader's count. "base_seed": of the samples' randomness, where the loader has no seed of its own;
 None: not known. "streamed": it was read as streams. "origin", "generators": as in a position. "segments": the
 steps from "step" on had "batch_size", "replicas" and a sampler that stood at "sampler". "changes": of the
-weights of a mixture. "check": of a checked order, how many batches were drawn, and the sum over their indices.
+weights of a mixture. "check": of a checked order, how many batches were drawn, and the sum over them.
 """
 
 _STATES_KEPT = 2  # of epochs whose order comes from a generator's or a sampler's state: kilobytes each

@@ -1,6 +1,6 @@
 """Which samples a loader has, and what holds their order, in a state: so that it is not resumed with others.
 
-    identify(loader) ─▶ the state's "samples": digests ─▶ check_identity(loader, state): an error, or a warning
+    Contents.identify ─▶ the state's "samples": digests ─▶ check_identity: an error, or a warning
 
 Two loaders of the same length may have other samples: another folder, another random split, another list of
 indices. The keys of some samples tell the one, and all indices of a `Subset` or sampler the other. The
@@ -122,7 +122,7 @@ def _place(made: Mapping[str, Any]) -> str:
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The arguments of two transforms that are not alike; an empty one is none of fastload's."""
-    names = [name for name in before | now if before.get(name) != now.get(name)]
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
     return [text or "none of these" for text in texts]
 

@@ -164,7 +164,7 @@ class Order:
             draw_seed(self._loaders_generator)
 
     def origin(self, epoch: int, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
-        """What the order of an epoch of the loader is made from, if it begins now; nothing is drawn by asking.
+        """What the order of an epoch of the loader is made from, if it begins now; asking draws nothing.
 
         Args:
             drawing: torch's generator, or one that stands where that one will stand.

@@ -276,8 +276,8 @@ def record_to_come(
     if not (order.seeded or _is_known_by_epoch(order)):
         raise ArgumentError(
             f"epoch {epoch} has not begun, and {type(sampler).__qualname__} draws its order then: give an "
-            "epoch that has begun, or the DataLoader a seed=, or use fastload.DistributedSampler, which gives "
-            "all epochs by their number"
+            "epoch that has begun; or give the DataLoader a seed=, or use fastload.DistributedSampler, where "
+            "the order of an epoch is known by its number"
         )
     sampler_epoch = order.epoch
     if sampler_epoch is not None:

@@ -48,8 +48,8 @@ class LoaderState:
         # With persistent workers a run draws one base seed for all its epochs, as torch's does. One that
         # resumes it keeps that seed, with or without such workers, or its samples would be others.
         self._one_seed: int | None = None
-        # What the next iteration draws from torch's generator, once a state has said so: "base_seed" (None: it
-        # is drawn already, or stays as it is) and "origin" of its order. The script may draw meanwhile.
+        # What the next iteration draws from torch's generator, once a state has said so: "base_seed" (None:
+        # it stays as it is) and "origin" of its order. The script may draw meanwhile.
         self._coming: dict[str, Any] | None = None
         # While an iteration starts:
         self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up

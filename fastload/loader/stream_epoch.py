@@ -41,8 +41,9 @@ class Streams:
     def expected(self, loader: Any) -> bool:
         """Whether an epoch that begins now would be read as streams, as far as this rank knows."""
         dataset = as_streams(loader.dataset)
-        by_streams = dataset is not None and isinstance(loader.sampler, ShardSampler) and not self._indexed
-        return by_streams and dataset.must_stream()
+        if dataset is None or self._indexed or not isinstance(loader.sampler, ShardSampler):
+            return False
+        return dataset.must_stream()
 
     def begin(self, loader: Any, saved: Mapping[str, Any] | None) -> StreamEpoch | None:
         """The coming epoch as streams; None where it is read by index, as that of any map-style dataset.

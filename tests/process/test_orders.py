@@ -27,7 +27,17 @@ import fastload
 from fastload import DistributedSampler, File, ImageFolder, Mixture, TableDataset
 from fastload.errors import ArgumentError
 from tests.parquetdata import files as parquet_files
-from tests.process.test_resume import ORDERS, Ids, Noise, as_is, loader, seed_all, seeded, through_json
+from tests.process.test_resume import (
+    ORDERS,
+    Ids,
+    Noise,
+    as_is,
+    loader,
+    seed_all,
+    seeded,
+    through_json,
+    with_order,
+)
 from tests.process.test_samples_at import folder, photos
 from tests.sharddata import dataset as shard_dataset
 from tests.sharddata import shards, write
@@ -40,7 +50,7 @@ N = 37
 FORMATS = Path(__file__).parent.parent / "data" / "formats"
 
 
-# --- a state says which order comes next -------------------------------------------------------------------
+# --- a state says which order comes next ------------------------------------------------------------------
 
 
 def mixture() -> Any:
@@ -48,7 +58,7 @@ def mixture() -> Any:
 
 
 MADE: dict[str, Callable[[], Any]] = {
-    **{name: (lambda options: lambda: loader(**options()))(options) for name, options in ORDERS.items()},
+    **{name: with_order(name) for name in ORDERS},
     "mixture": lambda: loader(mixture(), shuffle=True),
     "noise of workers": lambda: loader(Noise(), shuffle=True, num_workers=2),
     "persistent workers": lambda: loader(shuffle=True, num_workers=2, persistent_workers=True),
@@ -120,7 +130,7 @@ def test_state_of_shards_says_what_comes_next(moment: Any, tmp_path: Path) -> No
     assert list(resumed) == following
 
 
-# --- no resume with another order in silence ----------------------------------------------------------------
+# --- no resume with another order in silence --------------------------------------------------------------
 
 
 class Pairs(Ids):
@@ -242,14 +252,14 @@ def test_indices_that_nothing_tells_apart_are_refused_within_an_epoch() -> None:
     state, _ = state_after(options, 2)
     resumed = at_work(options)
     resumed.load_state_dict(state)
-    with pytest.raises(ArgumentError, match="cannot be compared.*__repr__"):
+    with pytest.raises(ArgumentError, match=r"cannot be compared.*__repr__"):
         list(resumed)
     state, _ = state_after(options, None)
     resumed.load_state_dict(state)
     assert len(list(resumed)) == 8
 
 
-# --- a state of other samples --------------------------------------------------------------------------------
+# --- a state of other samples -----------------------------------------------------------------------------
 
 
 def state_of(data: Any) -> Any:
@@ -293,7 +303,7 @@ def test_torchs_datasets_of_another_class_are_named() -> None:
         fastload.DataLoader(TensorDataset(torch.arange(N)), 4).load_state_dict(state)
 
 
-# --- one order for a seed ------------------------------------------------------------------------------------
+# --- one order for a seed ---------------------------------------------------------------------------------
 
 
 def kinds(root: Path, tmp_path: Path) -> dict[str, Callable[[], Any]]:
@@ -320,11 +330,10 @@ def text(batches: Any) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["plain", "TensorDataset", "Subset", "ConcatDataset", "map", "ImageFolder", "TableDataset", "Mixture"]
-    + ["tar", "LitDataset"],
-)
+KINDS = ["plain", "TensorDataset", "Subset", "ConcatDataset", "map", "ImageFolder", "TableDataset", "Mixture"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "tar", "LitDataset"])
 def test_shuffle_with_a_seed_is_one_order_for_every_kind_of_dataset(
     kind: str, photos: Path, tmp_path: Path
 ) -> None:
@@ -402,7 +411,7 @@ def test_generator_that_was_given_orders_in_place_of_the_seed() -> None:
     assert ours == [list(run) for run in [torchs(shuffle=True)] for _ in range(2)]
 
 
-# --- samples_at never names other samples than those that are handed out -------------------------------------
+# --- samples_at never names other samples than those that are handed out ----------------------------------
 
 
 def streamed(tmp_path: Path) -> dict[str, Callable[[], Any]]:
@@ -500,7 +509,7 @@ def test_rows_of_a_step_can_be_excluded() -> None:
     assert seen.isdisjoint(row.index for row in rows) and len(seen) == N - len(rows)
 
 
-# --- shuffle=False is the order of the files -----------------------------------------------------------------
+# --- shuffle=False is the order of the files --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [kind for kind in STREAMED if kind != "map"])
