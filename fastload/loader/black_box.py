@@ -47,7 +47,8 @@ class BlackBox:
         sample that cannot be made has its error in `error`.
 
         Known are the epochs that this run has begun, over all resumes, and the coming epochs of
-        `fastload.DistributedSampler`, torch's DistributedSampler and of orders without shuffling. Of epochs
+        `fastload.DistributedSampler`, torch's DistributedSampler, of orders without shuffling, and of torch's
+        samplers where the loader has a `seed`. Of epochs
         that torch's generator or a sampler's own state has ordered, the last two are known. Coming epochs are
         those where `set_epoch` goes on counting by one, or is called no more than before. The crop and flip
         of an epoch to come are None unless the loader has a `seed`; so are those of samples that draw from
@@ -61,7 +62,7 @@ class BlackBox:
 
         Raises:
             ArgumentError: there is no such step or rank; or what was asked for cannot be known, as of an
-                iterable dataset, or of shards that were read as streams.
+                iterable dataset, or of shards that were read as streams, or will be.
         """
         return samples_at(self, find_step(self, step, epoch, rank, world_size))
 
