@@ -146,7 +146,7 @@ class LoaderState:
         order = Order(loader)
         order.start_epoch()
         self._contents.forget()
-        streams = self._streams.begin(loader, (self._again or {}).get("streams"))
+        streams = self._streams.begin(loader, self._again)
         workers = copy.deepcopy(self._workers)
         if workers is None:
             states = [worker["state"] for worker in previous.workers] if previous is not None else []

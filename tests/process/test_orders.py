@@ -27,6 +27,7 @@ import fastload
 from fastload import DistributedSampler, File, ImageFolder, Mixture, TableDataset
 from fastload.errors import ArgumentError
 from tests.parquetdata import files as parquet_files
+from tests.parquetdata import parquet
 from tests.process.test_resume import (
     ORDERS,
     Ids,
@@ -526,3 +527,24 @@ def test_without_a_shuffle_streams_have_the_order_of_the_samples(
     resumed = fastload.DataLoader(data, 2, num_workers=1, collate_fn=as_is)
     resumed.load_state_dict(json.loads(json.dumps(run.state_dict())))
     assert text(itertools.chain(*head, *resumed)) == expected
+
+
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_state_within_an_indexed_epoch_is_refused_where_nothing_is_indexed(
+    batches: int, tmp_path: Path
+) -> None:
+    """After its last batch too, where the sampler stands before the next epoch."""
+    url = write(tmp_path / "parquet", {"a.parquet": parquet({"x": list(range(11))})})
+
+    def made(cache: str) -> Any:
+        data = fastload.ParquetDataset(url, fields="x", cache=str(tmp_path / cache))
+        return fastload.DataLoader(data, 4, shuffle=True, collate_fn=as_is)
+
+    run = made("full")
+    list(run)
+    iterator = iter(run)
+    list(itertools.islice(iterator, batches))
+    resumed = made("empty")
+    resumed.load_state_dict(through_json(run.state_dict()))
+    with pytest.raises(ArgumentError, match="an epoch of an indexed dataset, and the shards are not indexed"):
+        list(resumed)
