@@ -100,11 +100,11 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             function of the batch, so that neither depends on the number of workers; and the order of
             `shuffle=True` and of torch's random samplers a function of (seed, epoch), that of a
             `DistributedSampler` with this seed on one rank, unless a `generator` was given. It covers torch's
-            CPU generator, Python's `random` and `np.random`, not generators of GPUs. After 100 samples that drew
-            from neither of the last two, the first sample that does is made twice. A `__getitems__` is called for
-            one sample at a time. None: workers are seeded from torch's
-            generator, as by torch. (With None too, fastload's fused transforms do not depend on the number of
-            workers, unless a subclass of its datasets makes the samples.)
+            CPU generator, Python's `random` and `np.random`, not generators of GPUs. After 100 samples that
+            drew from neither of the last two, the first sample that does is made twice. A `__getitems__` is
+            called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
+            (With None too, fastload's fused transforms do not depend on the number of workers, unless a
+            subclass of its datasets makes the samples.)
         threads: of each worker (with num_workers=0: of this process) that make samples at the same time, for
             a map-style dataset whose `__getitem__` may be called by several threads and waits for something,
             such as a store. The samples of the coming index batches are made, which then wait in memory;
