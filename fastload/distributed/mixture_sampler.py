@@ -175,6 +175,7 @@ class MixtureSampler(DistributedSampler):
         else:
             weights = in_units(self._mixture.weights_in(self.epoch))
         self._mixing = self._resumed(state_dict, weights)
+        self._made = list(self._changes)
         self._handed_out = None
         last = self._changes[-1].weights if self._changes else weights
         in_force = {name: Fraction(unit, ONE) for name, unit in zip(lengths, last, strict=True)}
@@ -215,15 +216,18 @@ class MixtureSampler(DistributedSampler):
         """A copy that stands at a state, with the changes of weights that were made after it.
 
         Raises:
-            ArgumentError: the mixture has other sources than in that state.
+            ArgumentError: the mixture has other sources than in that state, or had weights by a function.
         """
-        if state["sources"].keys() != self._lengths.keys():
+        if list(state["sources"]) != list(self._lengths):  # where several are due, the first of them comes
             raise ArgumentError(
                 f"the mixture had the sources {list(state['sources'])} then, and has {list(self._lengths)}"
             )
+        constant = state["given"] is not None
+        if not (constant or state["consumed"] or state["were_set"]) and self._mixture.given() is not None:
+            raise ArgumentError("the mixture had weights by a function of the epoch then, and has others now")
         again = self.at(int(state["epoch"]), int(state["consumed"]), rank=rank, replicas=replicas)
         assert isinstance(again, MixtureSampler)
-        again._were_set = bool(state["were_set"])
+        again._were_set = constant or bool(state["were_set"])  # so the weights are those of the state
         again._changes = [_Change(int(at), list(weights)) for at, weights in changes]
         weights = [state["sources"][name]["weight"] for name in self._lengths]
         again._mixing = again._resumed(state, weights)

@@ -369,11 +369,16 @@ class ShardSampler(DistributedSampler):
         """A stream of this epoch was read: the next iteration is the next epoch."""
         self._start, self._begun = None, True
 
-    def check_streamable(self) -> None:
-        """Raise ArgumentError if the loaded position needs an indexed dataset."""
-        if self._start:
+    def check_streamable(self, *, over: bool) -> None:
+        """Raise ArgumentError if the loaded position needs an indexed dataset.
+
+        Args:
+            over: all batches of the epoch were handed out, so that this stands before the next one already.
+        """
+        if self._start or over:
+            where = "at the end of" if over else f"{self._start} samples into"
             raise ArgumentError(
-                f"the loaded state is {self._start} samples into an epoch of an indexed dataset, and the "
+                f"the loaded state is {where} an epoch of an indexed dataset, and the "
                 "shards are not indexed here: use the cache directory of that run, or give the dataset index "
                 "files"
             )

@@ -47,7 +47,8 @@ class BlackBox:
         sample that cannot be made has its error in `error`.
 
         Known are the epochs that this run has begun, over all resumes, and the coming epochs of
-        `fastload.DistributedSampler`, torch's DistributedSampler and of orders without shuffling. Of epochs
+        `fastload.DistributedSampler`, torch's DistributedSampler, of orders without shuffling, and of torch's
+        samplers where the loader has a `seed`. Of epochs
         that torch's generator or a sampler's own state has ordered, the last two are known. Coming epochs are
         those where `set_epoch` goes on counting by one, or is called no more than before. The crop and flip
         of an epoch to come are None unless the loader has a `seed`; so are those of samples that draw from
@@ -61,7 +62,7 @@ class BlackBox:
 
         Raises:
             ArgumentError: there is no such step or rank; or what was asked for cannot be known, as of an
-                iterable dataset, or of shards that were read as streams.
+                iterable dataset, or of shards that were read as streams, or will be.
         """
         return samples_at(self, find_step(self, step, epoch, rank, world_size))
 
@@ -160,7 +161,7 @@ class BlackBox:
             raise ArgumentError(f"epoch {chosen} has the steps 0 to {length - 1}, found step {numbers[-1]}")
         left_out.skip(chosen, numbers)
 
-    def exclude(self, samples: str | int | Iterable[str | int]) -> None:
+    def exclude(self, samples: str | int | SampleAt | Iterable[str | int | SampleAt]) -> None:
         """Use these samples no more, from the next batch on that is handed out, in all epochs.
 
         Example::
@@ -181,15 +182,16 @@ class BlackBox:
         `load_state_dict` replaces it by what the state has.
 
         Args:
-            samples: keys, as `dataset.key(index)` gives them, and indices of the loader's dataset, mixed. A
-                key excludes all samples that have it.
+            samples: keys, as `dataset.key(index)` gives them, indices of the loader's dataset, and rows of
+                `samples_at`, mixed. A key excludes all samples that have it.
 
         Raises:
             ArgumentError: there is no sample with a key or an index, or none would be left; or the samples
                 have no index, as those of an iterable dataset, and of shards that are read as streams.
         """
         epoch, place = self._place_to_change("exclude")
-        indices = _indices_of(self.dataset, _as_list(samples))
+        named = [one.index if isinstance(one, SampleAt) else one for one in _as_list(samples)]
+        indices = _indices_of(self.dataset, named)
         self.loader_context.left_out.exclude(
             self.dataset, indices, epoch, place["batches"], sorted(place["ahead"])
         )
@@ -219,8 +221,10 @@ class BlackBox:
 
 
 def _as_list(given: Any) -> list[Any]:
-    """One number or text, or several."""
-    if isinstance(given, str | bytes) or (hasattr(given, "__index__") and not getattr(given, "ndim", 0)):
+    """One number, text or row of `samples_at`, or several."""
+    if isinstance(given, str | bytes | SampleAt) or (
+        hasattr(given, "__index__") and not getattr(given, "ndim", 0)
+    ):
         return [given]
     try:
         return list(given)

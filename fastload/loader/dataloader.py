@@ -94,12 +94,14 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             with this seed, as long as the same samples are bad). The batch stays full, and `stats()` counts
             and names the bad samples.
         seed: makes all randomness of a sample a function of (seed, epoch, index), and that of `collate_fn` a
-            function of the batch, so that neither depends on the number of workers. This holds for torch's
-            CPU generator, Python's `random` and `np.random`, not for generators of GPUs. After 100 samples
-            that drew from neither of the last two, the first sample that does is made twice. A
-            `__getitems__` is called for one sample at a time. None: workers are seeded from torch's
-            generator, as by torch. (With None too, fastload's fused transforms do not depend on the number of
-            workers, unless a subclass of its datasets makes the samples.)
+            function of the batch, so that neither depends on the number of workers; and the order of
+            `shuffle=True` and of torch's random samplers a function of (seed, epoch), that of a
+            `DistributedSampler` with this seed on one rank, unless a `generator` was given. It covers torch's
+            CPU generator, Python's `random` and `np.random`, not generators of GPUs. After 100 samples that
+            drew from neither of the last two, the first sample that does is made twice. A `__getitems__` is
+            called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
+            (With None too, fastload's fused transforms do not depend on the number of workers, unless a
+            subclass of its datasets makes the samples.)
         threads: of each worker (with num_workers=0: of this process) that make samples at the same time, for
             a map-style dataset whose `__getitem__` may be called by several threads and waits for something,
             such as a store. The samples of the coming index batches are made, which then wait in memory;
@@ -244,21 +246,25 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         its digest, which is the part of the rank that saved it.
 
         * `shuffle=True` and `RandomSampler`: the state has the seed of the epoch's order, the one number that
-          torch draws. torch's other samplers, and samplers with a generator of their own: the state has the
-          generator's state. Samples that were returned are skipped without reading them.
+          torch draws, or that `seed=` gives. torch's other samplers, and samplers with a generator of their
+          own: the state has the generator's state. Samples that were returned are skipped unread.
         * A sampler or dataset with `state_dict()` and `load_state_dict()` is resumed by these (datasets in
           each worker, and iterators over iterable datasets too). For an iterable dataset without them, the
           samples up to the position are read and dropped.
         * Any other sampler is iterated over again, and its first batches are dropped. It has to give the same
           order again; otherwise the resumed iteration raises ArgumentError.
+        * Between two epochs, and before the first batch: the seeds that the coming epoch draws from torch's
+          generator, settled by asking. What the script draws until it begins does not change it any more.
+        * Digests of the samples' keys, and of the indices and weights that samplers and `Subset`s hold.
         * A batch whose error was raised to the user counts as returned.
         * For `fastload replay` the state says how the dataset, its transform and the sampler were made, if
           fastload or torch made them: the url and public options of the store, no credentials.
 
         A state does not contain the process-wide generators of torch, Python and numpy. Two things follow.
         The order of epochs after the resumed one comes from torch's generator at that time, as with torch's
-        loader. It is the order of the unbroken run if the script restores `torch.get_rng_state()`, or gave
-        the loader a `generator`, and both runs have persistent workers or neither has. A sampler of your
+        loader. It is the order of the unbroken run if the loader has a `seed`, or if the script restores
+        `torch.get_rng_state()`, or gave the loader a `generator`, and both runs have persistent workers or
+        neither has. A sampler of your
         own that draws from these generators needs a seed for each epoch, or a state.
         """
         context = self.loader_context
@@ -291,12 +297,13 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         Generators that were given to the loader or its sampler are restored. The process-wide ones are not,
         and a resumed epoch does not repeat the draws that the saved run made from them.
 
-        States that older versions of fastload have saved are loaded too, except in the middle of an epoch
-        whose order comes from a sampler of your own without a state.
+        A warning names what may be unlike: the same data at another URL or endpoint, objects that were
+        written again, another fused transform, or a dataset of another class.
 
         Raises:
-            ArgumentError: this is not a state of a loader, or the loader had another dataset length, sampler,
-                batch size, seed, generator or (where that matters) number of workers.
+            ArgumentError: this is not a state of a loader, or the loader had another dataset length, other
+                samples, another sampler, batch size, seed, generator or (where that matters) number of
+                workers.
         """
         context = self.loader_context
         state_dict = context.position.load_state_dict(self, state_dict)

@@ -16,7 +16,7 @@ from fastload.distributed.sampler import DistributedSampler
 from fastload.loader.order import Order
 from fastload.loader.position import Progress
 
-__all__ = ["EpochRecord", "History", "segment_from", "segments_from"]
+__all__ = ["EpochRecord", "History", "go_on", "segment_from"]
 
 EpochRecord = dict[str, Any]
 """One epoch, as JSON.
@@ -24,8 +24,7 @@ EpochRecord = dict[str, Any]
 "epoch": the loader's count. "base_seed": of the samples' randomness, where the loader has no seed of its own;
 None: not known. "streamed": it was read as streams. "origin", "generators": as in a position. "segments": the
 steps from "step" on had "batch_size", "replicas" and a sampler that stood at "sampler". "changes": of the
-weights of a mixture. "check": of a sampler of the user's own, how many batches were drawn, and the sum over
-their indices.
+weights of a mixture. "check": of a checked order, how many batches were drawn, and the sum over them.
 """
 
 _STATES_KEPT = 2  # of epochs whose order comes from a generator's or a sampler's state: kilobytes each
@@ -46,7 +45,7 @@ class History:
         self._epochs = [one for one in self._epochs if one["epoch"] < progress.epoch]
         if record is None or not progress.batches:
             record = {"epoch": progress.epoch, "streamed": progress.unordered, "segments": []}
-        record["segments"] = segments_from(loader, record["segments"], progress.place)
+        go_on(loader, record, progress.place)
         record["base_seed"] = progress.base_seed
         self._epochs.append(record)
         self._running = (progress, order)
@@ -72,23 +71,9 @@ class History:
         return {"epochs": copy.deepcopy(self._epochs)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take up the history in a loader's state; one of an older version tells of its own epoch only."""
+        """Take up the history in a loader's state."""
         self._running = None
-        if "history" in state:
-            self._epochs = copy.deepcopy(state["history"]["epochs"])
-            return
-        self._epochs = []
-        if state["begun"] and "streams" not in state:
-            segment = {
-                "step": state["batches"],
-                "batch_size": state["batch_size"],
-                "replicas": state["num_replicas"],
-                "sampler": _compact(state["sampler"]),
-            }
-            names = ("epoch", "base_seed", "origin", "generators")
-            record = {name: state[name] for name in names} | {"streamed": False, "segments": [segment]}
-            record["check"] = [state["batches"], state["check"]]
-            self._epochs = [copy.deepcopy(record)]
+        self._epochs = copy.deepcopy(state["history"]["epochs"])
 
     def _settle(self) -> None:
         """Note what the running epoch's order was made from, once its first index is drawn."""
@@ -99,7 +84,7 @@ class History:
             return
         record["origin"] = progress.place["origin"]
         record["generators"] = progress.place["generators"] or {}
-        if order.foreign:
+        if order.checked:
             record["check"] = list(progress.drawn)
         if order.mixture is not None:
             changes = dict(map(tuple, record.get("changes", [])))
@@ -110,17 +95,31 @@ class History:
             _forget_states(older)
 
 
-def segments_from(
-    loader: Any, before: list[dict[str, Any]], place: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """The segments of an epoch that this loader reads from a place on."""
+def go_on(loader: Any, record: EpochRecord, place: Mapping[str, Any]) -> None:
+    """Note in the record of an epoch that this loader reads it from a place on."""
     order, step = Order(loader), int(place["batches"])
     segment = segment_from(order, step, _place_of(order, place["sampler"]))
-    earlier = [one for one in before if one["step"] < step]
-    alike = ("batch_size", "replicas")
-    if not earlier or any(earlier[-1][name] != segment[name] for name in alike):
+    earlier = [one for one in record["segments"] if one["step"] < step]
+    if not earlier or _dealing(earlier[-1]) != _dealing(segment):
         earlier.append(segment)
-    return earlier
+    if order.mixture is not None and len(earlier) > 1 and _mixture(earlier[-1]) != _mixture(earlier[-2]):
+        drawn = segment["sampler"]["state"]["drawn"]  # weights that were to be set later may not be set now
+        before = [change for change in record.get("changes", []) if change[0] < drawn]
+        record["changes"] = before + order.mixture.changes_since(drawn)
+    record["segments"] = earlier
+
+
+def _dealing(segment: Mapping[str, Any]) -> Any:
+    """What makes the steps after a resume others than they would have been."""
+    return segment["batch_size"], segment["replicas"], _mixture(segment)
+
+
+def _mixture(segment: Mapping[str, Any]) -> Any:
+    """The sources and the weights that a mixture was given; None where the order is not of a mixture."""
+    state = segment["sampler"].get("state")
+    if not isinstance(state, Mapping) or not {"sources", "given"} <= state.keys():
+        return None
+    return list(state["sources"]), state["given"]
 
 
 def segment_from(order: Order, step: int, sampler: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import re
+import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,16 +17,21 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from fastload.distributed.mixture_sampler import MixtureSampler
-from fastload.distributed.sampler import DistributedSampler
+from fastload.distributed.sampler import DistributedSampler, ShardSampler
+from fastload.errors import ArgumentError
+from fastload.formats.sample import dump
 from fastload.metrics.torch_private import default_device
 from fastload.workers.dataset_state import is_stateful
 
-__all__ = ["Order", "check_of", "draw_seed", "read_generator", "write_generator"]
+__all__ = ["Order", "check_of", "content_of", "draw_seed", "read_generator", "write_generator"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object whose class has none of its own
 
 
 class Order:
@@ -40,6 +47,9 @@ class Order:
             when the epoch began, and the batches are passed over.
         mixture: `stateful`, if it is the sampler of a mixture.
         foreign: made by code that is neither torch's nor fastload's, and not followed.
+        checked: not a function of a length, a seed and a position alone, and not followed: whoever resumes it
+            compares what was handed out (see `check_of`).
+        seeded: torch's samplers draw it from the loader's `seed`, a new order for each epoch.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -58,6 +68,11 @@ class Order:
         self.foreign = not self.followed and not all(
             home.startswith(("torch.utils.data", "fastload.", "builtins")) for home in homes
         )
+        known = (BatchSampler, RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
+        ours = (DistributedSampler, ShardSampler, MixtureSampler)
+        self.checked = not self.followed and not all(type(part) in known + ours for part in parts)
+        self._seed: int | None = loader.seed
+        self.seeded = self._seed is not None and self._drawing_globally() is not None
         self._with_epoch: Any = next((part for part in parts if hasattr(part, "set_epoch")), None)
         dealing = next((part for part in parts if hasattr(part, "num_replicas")), None)
         self.replicas = getattr(dealing, "num_replicas", None)
@@ -148,16 +163,25 @@ class Order:
         if self._loaders_generator is not None:
             draw_seed(self._loaders_generator)
 
-    def origin(self, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
-        """What an order that is about to be drawn will be made from; nothing is drawn by asking.
+    def origin(self, epoch: int, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
+        """What the order of an epoch of the loader is made from, if it begins now; asking draws nothing.
 
         Args:
-            drawing: torch's generator, or one that stands where that one stood.
+            drawing: torch's generator, or one that stands where that one will stand.
 
         Returns:
-            "seed": the one number that torch's RandomSampler draws from it; "torch": its state, where a
-            sampler of torch draws all its indices from it. Both None: the order comes from elsewhere.
+            "seed": of the generator that a sampler of torch draws all its indices from. It comes from the
+            loader's `seed` and the epoch, as the order of a `DistributedSampler` does, or is the one number
+            that torch's RandomSampler draws; "torch": the state of torch's generator, where another sampler
+            of torch draws from that. Both None: the order comes from elsewhere.
         """
+        if self.seeded:
+            assert self._seed is not None
+            return {"seed": (self._seed + epoch) % (1 << 64), "torch": None}
+        return self.drawn_origin(drawing)
+
+    def drawn_origin(self, drawing: torch.Generator = torch.default_generator) -> dict[str, Any]:
+        """As `origin`, of what the samplers themselves draw, whatever the loader's `seed` is."""
         sampler = self._drawing_globally()
         seed = state = None
         if isinstance(sampler, RandomSampler):
@@ -165,6 +189,19 @@ class Order:
         elif sampler is not None:
             state = read_generator(drawing)
         return {"seed": seed, "torch": state}
+
+    def begin(self, made: Iterator[Any], origin: Mapping[str, Any]) -> Iterator[Any]:
+        """The order of an epoch, of which nothing was drawn yet.
+
+        Args:
+            made: torch's iterator over the sampler.
+            origin: as it was settled for this epoch. Torch's generator may have moved since.
+        """
+        if origin == self.drawn_origin():
+            return made
+        if not self.seeded:
+            next(made, None)  # so that torch's generator stands where it does without a settled origin
+        return iter(self.from_origin(origin))
 
     def from_origin(self, origin: Mapping[str, Any]) -> Any:
         """The index sampler, such that iterating over it gives the order of that epoch once more."""
@@ -192,17 +229,32 @@ class Order:
         return sampler if type(sampler) in kinds and sampler.generator is None else None
 
 
-def check_of(index_batches: Iterable[Any], check: int = 0) -> int:
+def check_of(index_batches: Iterable[Any], check: int | None = 0) -> int | None:
     """The sum by which an order is compared with the one that was handed out; it goes on from `check`.
 
-    What are no numbers is left out.
+    None: an index has neither bytes nor a text that is the same in another process.
     """
     for index in index_batches:
-        with contextlib.suppress(Exception):
-            numbers = np.asarray(index)
-            if numbers.dtype.kind in "iu":
-                check = zlib.crc32(numbers.astype(np.int64).tobytes(), check)
+        content = None if check is None else content_of(index)
+        check = None if content is None or check is None else zlib.crc32(content, check)
     return check
+
+
+def content_of(index: Any) -> bytes | None:
+    """What tells an index batch, or any list of indices, from others; None where nothing does.
+
+    Whole numbers are compared by value, whether they stand in a list, an array or a tensor.
+    """
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        numbers = np.asarray(index)
+        if numbers.dtype.kind in "iu":
+            return numbers.astype(np.int64).tobytes()
+    try:
+        return bytes(dump(index))
+    except ArgumentError:
+        text = repr(index)
+    return None if _ADDRESS.search(text) else text.encode()
 
 
 def read_generator(generator: torch.Generator) -> str:

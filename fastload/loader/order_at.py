@@ -19,7 +19,7 @@ from fastload.loader.order import Order, check_of
 from fastload.workers.dataset_state import is_stateful
 from fastload.workers.turns import GeneratorStates
 
-__all__ = ["index_batch_at", "ranks_at", "record_to_come"]
+__all__ = ["index_batch_at", "order_of_streams", "ranks_at", "record_to_come"]
 
 _NONE = object()
 _KNOWN_BY_EPOCH = (
@@ -40,10 +40,7 @@ def index_batch_at(
         ArgumentError: the epoch has no such step, or its order cannot be made again.
     """
     if record["streamed"]:
-        raise ArgumentError(
-            f"epoch {record['epoch']} was read as streams, whose order is not known before: index the shards "
-            "with `fastload index`, and later epochs are known by step"
-        )
+        raise ArgumentError(order_of_streams(f"epoch {record['epoch']} was read"))
     if record.get("forgotten"):
         raise ArgumentError(
             f"the order of epoch {record['epoch']} was drawn from a generator or sampler whose state is kept "
@@ -71,6 +68,14 @@ def index_batch_at(
     return index
 
 
+def order_of_streams(read: str) -> str:
+    """The sentence that refuses to name a sample of an epoch which is `read` as streams."""
+    return (
+        f"{read} as streams, whose order is not known before: index the shards with `fastload index`, and "
+        "later epochs are known by step"
+    )
+
+
 def ranks_at(record: EpochRecord, step: int) -> int | None:
     """How many ranks have read a step; None where no sampler deals to ranks."""
     segment = _segment_at(record["segments"], step)
@@ -88,11 +93,11 @@ def _check_order(loader: Any, order: Order, record: EpochRecord) -> None:
             f"epoch {record['epoch']} has begun, and {order.kind} draws its order with the first batch: ask "
             "after that"
         )
-    if not order.foreign:
+    if not order.checked:
         return
     batches, check = record.get("check", (0, 0))
     made, _ = _from_step(loader, order, record, record["segments"][0]["step"], None, None)
-    if check_of(itertools.islice(made, batches)) != check:
+    if check is None or check_of(itertools.islice(made, batches)) != check:
         raise ArgumentError(
             f"{order.kind} does not give the order of epoch {record['epoch']} once more: give the sampler a "
             "seed of its own for each epoch, or state_dict() and load_state_dict()"
@@ -118,8 +123,8 @@ def _from_step(
     segment = _segment_at(segments, step)
     if segment is None or (replicas is not None and segment["step"]):
         raise ArgumentError(
-            f"epoch {record['epoch']} is known from step {record['segments'][0]['step']} on: the state was "
-            "saved by an older version of fastload"
+            f"epoch {record['epoch']} is known from step {record['segments'][0]['step']} on, where this run "
+            "took it up"
         )
     if not isinstance(sampler, DistributedSampler):
         return _made_again(loader, order, record, segment, step, rank, replicas)
@@ -268,10 +273,11 @@ def record_to_come(
     order = Order(loader)
     outer = order.index_sampler
     sampler = getattr(outer, "sampler", outer)
-    if not _is_known_by_epoch(order):
+    if not (order.seeded or _is_known_by_epoch(order)):
         raise ArgumentError(
             f"epoch {epoch} has not begun, and {type(sampler).__qualname__} draws its order then: give an "
-            "epoch that has begun, or use fastload.DistributedSampler, which gives all epochs by their number"
+            "epoch that has begun; or give the DataLoader a seed=, or use fastload.DistributedSampler, where "
+            "the order of an epoch is known by its number"
         )
     sampler_epoch = order.epoch
     if sampler_epoch is not None:
@@ -286,4 +292,6 @@ def record_to_come(
         place["exchange"] = sampler.exchange
     persistent = loader.persistent_workers and loader.num_workers > 0
     seed = last["base_seed"] if last is not None and persistent else None
-    return {"epoch": epoch, "streamed": False, "segments": [segment_from(order, 0, place)], "base_seed": seed}
+    origin = order.origin(epoch) if order.seeded else None
+    segments = [segment_from(order, 0, place)]
+    return {"epoch": epoch, "streamed": False, "segments": segments, "base_seed": seed, "origin": origin}

@@ -25,6 +25,22 @@ Revise = Callable[
 _END = object()
 
 
+def compare(order: Order, check: int | None, saved: int | None) -> None:
+    """Raise ArgumentError unless an order that was made again has begun as in the run that was saved."""
+    if saved is None or check is None:
+        raise ArgumentError(
+            f"{order.kind} gives indices that cannot be compared with those of the run that was saved: give "
+            "their class a __repr__ that says what they are, or resume from a state that was saved between "
+            "two epochs"
+        )
+    if check != saved:
+        raise ArgumentError(
+            f"{order.kind} gives another order than in the run that was saved: give the sampler a "
+            "seed of its own, or state_dict() and load_state_dict(), or resume from a state that was "
+            "saved between two epochs"
+        )
+
+
 class GivenOut(NamedTuple):
     """An index batch that was given out: its step, as the sampler gave it, and as a worker got it."""
 
@@ -43,6 +59,7 @@ class Progress:
         workers: one entry per worker, or one for this process: batches handed out in this epoch; "ended";
             "fresh": nothing was drawn from the dataset's iterator; the dataset's "state".
         streams: of an epoch that is read as streams, else None.
+        origin: what the order is made from, where a state has settled that before the epoch began.
     """
 
     def __init__(
@@ -52,6 +69,7 @@ class Progress:
         iterable: bool,
         workers: list[dict[str, Any]],
         streams: StreamEpoch | None = None,
+        origin: Mapping[str, Any] | None = None,
     ) -> None:
         self._order = order
         self.unordered = iterable or streams is not None  # no sampler says what is read
@@ -60,13 +78,13 @@ class Progress:
         self.base_seed = 0
         self.next_worker = 0
         self.finished = False
-        self.drawn = (0, 0)  # of a foreign sampler: batches, and the sum over their indices
+        self.drawn: tuple[int, int | None] = (0, 0)  # of a checked order: batches, and the sum over them
         self.steps_left_out = 0  # of those that were skipped, in the prefix
         self.workers = workers
         # Plain data, as it stands in a state. "batches": in the prefix of the order that was handed out;
         # "ahead": batches handed out beyond it, which in_order=False allows; "sampler": its state after the
         # prefix; "origin" and "generators": what the order is made from, None until its first index is drawn;
-        # "check": a sum over the indices of the prefix, of a foreign sampler.
+        # "check": a sum over the indices of the prefix, of a checked order.
         self.place: dict[str, Any] = {
             "batches": 0,
             "ahead": [],
@@ -77,6 +95,7 @@ class Progress:
             "check": 0,
         }
         order.handed_out(self.place["sampler"])
+        self._settled = origin  # before the first index was drawn
         self._seeded_late = False  # the run that was saved drew its base seed after iter(sampler)
         self._due: dict[int, GivenOut] = {}  # by ticket
         self._skipped: set[int] = (
@@ -93,6 +112,7 @@ class Progress:
         """Take up a position that was saved in the middle of this epoch."""
         self.place = {name: saved[name] for name in self.place} | {"ahead": list(saved["ahead"])}
         self.drawn = (self.batches, self.place["check"])
+        self._settled = (saved["coming"] or {}).get("origin")
         self.base_seed = saved["base_seed"]
         self._seeded_late = saved.get("num_workers") == 0
         self.next_worker = saved["next_worker"] if saved.get("num_workers") == len(self.workers) else 0
@@ -121,14 +141,11 @@ class Progress:
         if self.unordered or order.followed:
             return index_batches
         with order.drawing():
-            passed = list(itertools.islice(index_batches, self.batches)) if order.foreign else []
-            deque(itertools.islice(index_batches, self.batches - len(passed)), maxlen=0)
-        if check_of(passed) != place["check"]:
-            raise ArgumentError(
-                f"{order.kind} gives another order than in the run that was saved: give the sampler a "
-                "seed of its own, or state_dict() and load_state_dict(), or resume from a state that was "
-                "saved between two epochs"
-            )
+            passed = itertools.islice(index_batches, self.batches)
+            if order.checked:
+                compare(order, check_of(passed), place["check"])
+            else:
+                deque(passed, maxlen=0)
         return index_batches
 
     def watch(self, index_batches: Iterator[Any], revise: Revise) -> Iterator[Any]:
@@ -138,7 +155,9 @@ class Progress:
         for number in itertools.count(self.batches):
             with drawing:
                 if self.place["origin"] is None:
-                    self.place["origin"] = order.origin()
+                    origin = order.origin(self.epoch) if self._settled is None else self._settled
+                    index_batches = order.begin(index_batches, origin)
+                    self.place["origin"] = origin
                     if not order.foreign:
                         self.place["generators"] = order.generators()
                 index = next(index_batches, _END)
@@ -146,7 +165,7 @@ class Progress:
                 break
             if order.followed:
                 self._after[number] = {"sampler": order.sampler_state() | {"over": order.is_cut_off(index)}}
-            elif order.foreign:
+            elif order.checked:
                 check = check_of([index], check)
                 self._after[number] = {"check": check}
                 self.drawn = (number + 1, check)
@@ -207,7 +226,7 @@ class Progress:
         """
         place, first = self.place, self.batches
         ahead: list[int] = place["ahead"]
-        noted = self._order.followed or self._order.foreign
+        noted = self._order.followed or self._order.checked
         while first in ahead or (first in self._skipped and (ahead or ended)):
             if noted and first not in self._after:
                 break
@@ -245,6 +264,10 @@ class Progress:
 
     def position(self) -> dict[str, Any]:
         """The part of a state that is about an iteration which goes on."""
+        coming = None
+        if self.place["origin"] is None and not self.unordered:
+            self._settled = self._settled or self._order.origin(self.epoch)
+            coming = {"base_seed": None, "origin": self._settled}
         place = self.place | {"ahead": sorted(self.place["ahead"])}
         if place["generators"] is None:  # nothing was drawn from them yet
             place["generators"] = self._order.generators()
@@ -252,6 +275,7 @@ class Progress:
             place
             | {
                 "begun": True,
+                "coming": coming,
                 "epoch": self.epoch,
                 "next_worker": self.next_worker,
                 "base_seed": self.base_seed,

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, IterDataPipe
 
-from fastload.datasets.wrappers import as_streams
-from fastload.distributed.sampler import ShardSampler, known_length
+from fastload.distributed.sampler import DistributedSampler, ShardSampler, known_length
 from fastload.errors import ArgumentError
-from fastload.loader.order import Order, draw_seed, read_generator, write_generator
+from fastload.loader.identity import Contents, check_identity
+from fastload.loader.order import Order, draw_seed
 from fastload.loader.position import Progress, Revise
 from fastload.loader.stream_epoch import Streams, check_streams
 from fastload.workers.dataset_state import load_dataset
@@ -44,9 +44,13 @@ class LoaderState:
         self._loaded: dict[str, Any] | None = None  # waits for the next iteration
         self._loaded_epoch: int | None = None  # of the sampler, right after it was loaded
         self._streams = Streams()
+        self._contents = Contents()
         # With persistent workers a run draws one base seed for all its epochs, as torch's does. One that
         # resumes it keeps that seed, with or without such workers, or its samples would be others.
         self._one_seed: int | None = None
+        # What the next iteration draws from torch's generator, once a state has said so: "base_seed" (None:
+        # it stays as it is) and "origin" of its order. The script may draw meanwhile.
+        self._coming: dict[str, Any] | None = None
         # While an iteration starts:
         self._workers: list[dict[str, Any]] | None = None  # where the dataset is to be taken up
         self._again: dict[str, Any] | None = None  # the position in the epoch that is resumed
@@ -88,7 +92,7 @@ class LoaderState:
                 "there",
                 stacklevel=6,
             )
-        self.epoch = saved["epoch"] + 1
+        self.epoch, self._coming = saved["epoch"] + 1, None
 
     def _resume(self, loader: Any, order: Order, saved: dict[str, Any]) -> None:
         self.epoch = saved["epoch"]
@@ -103,6 +107,7 @@ class LoaderState:
         if saved["begun"]:
             self._again = saved
         else:
+            self._coming = copy.deepcopy(saved["coming"])
             order.write_generators(saved["generators"])
 
     def worker_positions(self) -> list[dict[str, Any]] | None:
@@ -133,19 +138,22 @@ class LoaderState:
         """The base seed of the iteration that starts, where torch has drawn `drawn`."""
         if self._again is not None:
             return int(self._again["base_seed"])
-        return drawn if self._one_seed is None else self._one_seed
+        settled = None if self._coming is None else self._coming["base_seed"]
+        return next((seed for seed in (self._one_seed, settled) if seed is not None), drawn)
 
     def begin(self, loader: Any, previous: Progress | None = None) -> Progress:
         """Just before `iter(sampler)`. `previous` is what the same workers did before."""
         order = Order(loader)
         order.start_epoch()
-        streams = self._streams.begin(loader, (self._again or {}).get("streams"))
+        self._contents.forget()
+        streams = self._streams.begin(loader, self._again)
         workers = copy.deepcopy(self._workers)
         if workers is None:
             states = [worker["state"] for worker in previous.workers] if previous is not None else []
             states += [None] * (max(1, loader.num_workers) - len(states))
             workers = [_untouched(state) for state in states]
-        progress = Progress(order, self.epoch, _is_iterable(loader), workers, streams)
+        origin = None if self._coming is None else self._coming["origin"]
+        progress = Progress(order, self.epoch, _is_iterable(loader), workers, streams, origin)
         if self._again is not None:
             progress.resume(self._again)
         self.epoch += 1
@@ -156,7 +164,7 @@ class LoaderState:
         self, progress: Progress, base_seed: int, index_batches: Iterator[Any], revise: Revise
     ) -> Iterator[Any]:
         """torch has drawn the base seed and made the sampler's iterator. Returns the rest of the order."""
-        progress.base_seed = base_seed
+        progress.base_seed, self._coming = base_seed, None
         if self._again is not None:
             index_batches = progress.order_again(index_batches)
         return index_batches if progress.unordered else progress.watch(index_batches, revise)
@@ -184,8 +192,7 @@ class LoaderState:
         progress = self._progress
         if progress is not None and not progress.finished and self._loaded is None:
             return progress.streams is not None
-        dataset = as_streams(loader.dataset)
-        return dataset is not None and (dataset.must_stream() or "streams" in (self._loaded or {}))
+        return self._streams.expected(loader) or "streams" in (self._loaded or {})
 
     # --- the state
 
@@ -202,11 +209,30 @@ class LoaderState:
             position["workers"] = None
         position["sampler"] = order.with_changes(position["sampler"])
         position["one_seed"] = self._one_seed is not None or _is_persistent(loader)
+        position["samples"] = self._contents.identify(loader)
         return copy.deepcopy(_description(loader, order) | position)
+
+    def _settle_coming(self, loader: Any, order: Order, *, base_seed_known: bool) -> dict[str, Any]:
+        """What the coming iteration draws from torch's generator: from now on settled, and not drawn yet.
+
+        So the run that goes on and the one that resumes have the same epoch, whatever their scripts draw
+        before it begins.
+        """
+        if self._coming is None:
+            drawing, base_seed = torch.default_generator.clone_state(), None
+            if not base_seed_known:
+                own = loader.generator
+                base_seed = draw_seed(drawing if own is None else own.clone_state())
+            self._coming = {"base_seed": base_seed, "origin": order.origin(self.epoch, drawing)}
+        return self._coming
 
     def _between(self, loader: Any, order: Order) -> dict[str, Any]:
         """The part of a state that is about the iteration to come."""
         last = self._progress
+        base_seed = last.base_seed if last is not None and _is_persistent(loader) else self._one_seed
+        coming = None
+        if not isinstance(loader.dataset, IterDataPipe):  # which draws one more seed
+            coming = self._settle_coming(loader, order, base_seed_known=base_seed is not None)
         kept = last is not None and (loader.num_workers == 0 or _is_persistent(loader))
         return {
             "begun": False,
@@ -216,24 +242,25 @@ class LoaderState:
             "origin": None,
             "check": 0,
             "next_worker": 0,
-            # None: the next iteration draws one.
-            "base_seed": last.base_seed if last is not None and _is_persistent(loader) else self._one_seed,
+            "base_seed": base_seed,  # None: the next iteration draws one
+            "coming": coming,
             "generators": order.generators(),
             "sampler": last.place["sampler"] if last is not None else order.sampler_state(),
             "workers": [_untouched(worker["state"]) for worker in last.workers] if kept and last else [],
         }
 
-    def load_state_dict(self, loader: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the state in the form of this version."""
+    def load_state_dict(self, loader: Any, state_dict: Any) -> Mapping[str, Any]:
+        """Take up a state. Returns it."""
         order = Order(loader)
-        state = _of_this_version(order, state_dict)
+        state = _of_this_version(state_dict)
         _check(loader, order, state)
+        check_identity(loader, self._contents.identify(loader), state)
         order.load_sampler_state(state["sampler"])
         self._loaded = copy.deepcopy(dict(state))
-        if order.mixture is not None:  # with the sources and weights of this run
-            self._loaded["sampler"]["state"] = order.mixture.state_dict()
+        if isinstance(order.stateful, DistributedSampler):  # with the sources, weights and nodes of this run
+            self._loaded["sampler"]["state"] = order.stateful.state_dict()
         self._loaded_epoch = order.epoch
-        self._progress = self._one_seed = None
+        self._progress = self._one_seed = self._coming = None
         return state
 
 
@@ -268,7 +295,7 @@ def _description(loader: Any, order: Order) -> dict[str, Any]:
 def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
     """Raise ArgumentError unless `loader` can go on from `saved`."""
     own = _description(loader, order)
-    missing = sorted((own.keys() | _POSITION) - saved.keys())
+    missing = sorted((own.keys() | _POSITION | {"history"}) - saved.keys())
     if missing:
         raise ArgumentError(f"state_dict lacks {missing}: load it whole, as state_dict() returned it")
     names = ["dataset", "length", "samplers", "seed"]
@@ -290,6 +317,15 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
                 f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}: "
                 f"{_ADVICE[name]}"
             )
+    sampler = order.stateful
+    if saved["ahead"] and isinstance(sampler, DistributedSampler):
+        dealt = {"nodes": sampler.place.nodes, "exchange": sampler.exchange}
+        before = saved["sampler"]["state"]
+        if not before["consumed"] and any(before[name] != value for name, value in dealt.items()):
+            raise ArgumentError(
+                f"state_dict was saved before the first batch, with later ones handed out, and this sampler "
+                f"has {dealt}: {_SAME_ORDER}; resume with the same num_nodes and exchange"
+            )
     check_streams(loader, saved.get("streams"))
     if saved["generators"].keys() != order.generators().keys():
         raise ArgumentError(
@@ -298,12 +334,10 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _of_this_version(order: Order, saved: Any) -> Mapping[str, Any]:
-    """The state in the form of this version. Raises ArgumentError where it is none, or cannot be honoured."""
+def _of_this_version(saved: Any) -> Mapping[str, Any]:
+    """Return the state. Raises ArgumentError where it is none of this version."""
     if not isinstance(saved, Mapping):
         raise ArgumentError(f"state_dict must be a dict, found {type(saved).__name__}")
-    if saved.get("version") == 1 and saved.keys() >= _POSITION_1:
-        return _from_version_1(order, saved)
     if saved.get("version") != _VERSION:
         raise ArgumentError(
             f"state_dict has version {saved.get('version')!r}, this fastload reads version {_VERSION}: "
@@ -312,36 +346,10 @@ def _of_this_version(order: Order, saved: Any) -> Mapping[str, Any]:
     return saved
 
 
-def _from_version_1(order: Order, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Version 1 had the states of all generators, from before the order was drawn."""
-    states = dict(saved["generators"])
-    begun, batches = saved["begun"], saved["batches"]
-    if order.foreign and begun and batches:
-        raise ArgumentError(
-            f"state_dict was saved by an older fastload, {batches} batches into an epoch that was ordered by "
-            f"{order.kind}: resume with that version to the end of an epoch, and load the state saved there"
-        )
-    origin = None
-    if begun:
-        drawing = torch.Generator()
-        name = "loader" if "loader" in states else "torch"
-        write_generator(drawing, states[name])
-        if saved["late_seed"]:  # the base seed was drawn after that
-            draw_seed(drawing)
-            states[name] = read_generator(drawing)
-        write_generator(drawing, states["torch"])
-        origin = order.origin(drawing)
-    own = order.generators().keys()
-    generators = {name: state for name, state in states.items() if name in own}
-    place = {"origin": origin, "check": 0, "generators": generators}
-    return dict(saved) | place | {"version": _VERSION}
-
-
 _POSITION = {
     *("begun", "epoch", "batches", "ahead", "origin", "check", "next_worker", "base_seed", "one_seed"),
-    *("generators", "sampler", "workers"),
+    *("generators", "sampler", "workers", "coming", "samples"),
 }
-_POSITION_1 = _POSITION - {"origin", "check"} | {"late_seed", "drawn", "global"}
 _SAME_ORDER = "the order of the samples would differ"
 _ADVICE = {
     "dataset": "resume with the dataset of the saved run",

@@ -17,8 +17,8 @@ from fastload.datasets.wrappers import see
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
 from fastload.loader.argument_checks import whole_number
-from fastload.loader.history import segments_from
-from fastload.loader.order_at import index_batch_at, ranks_at, record_to_come
+from fastload.loader.history import go_on
+from fastload.loader.order_at import index_batch_at, order_of_streams, ranks_at, record_to_come
 from fastload.loader.revision import enter, reading_of, samples_per_step
 from fastload.workers.turns import GeneratorStates
 
@@ -88,12 +88,14 @@ def find_step(loader: Any, step: int, epoch: int | None, rank: int | None, world
             f"nothing is known of epoch {epoch}: this loader, or the state that it loaded, was made later"
         )
     if record is None:
+        if context.position.reads_streams(loader):
+            raise ArgumentError(order_of_streams(f"epoch {epoch} will be read, as far as is known now,"))
         coming = running + begun
         last, repeats = context.history.last(), context.history.repeats()
         record = record_to_come(loader, epoch, coming, last, repeats=repeats)
     if begun and epoch == running and not record["streamed"]:  # other ranks may go on than those so far
         place = context.position.place(loader)[1]
-        record["segments"] = segments_from(loader, record["segments"], place)
+        go_on(loader, record, place)
         enter(loader, context.left_out, epoch, place)
     index = index_batch_at(loader, record, step, rank, world_size)
     seed = loader.seed if loader.seed is not None else record["base_seed"]

@@ -38,17 +38,25 @@ class Streams:
         self._ranks: Ranks | None = None
         self._indexed = False  # on all ranks, and for ever
 
-    def begin(self, loader: Any, saved: Mapping[str, Any] | None) -> StreamEpoch | None:
+    def expected(self, loader: Any) -> bool:
+        """Whether an epoch that begins now would be read as streams, as far as this rank knows."""
+        dataset = as_streams(loader.dataset)
+        if dataset is None or self._indexed or not isinstance(loader.sampler, ShardSampler):
+            return False
+        return dataset.must_stream()
+
+    def begin(self, loader: Any, again: Mapping[str, Any] | None) -> StreamEpoch | None:
         """The coming epoch as streams; None where it is read by index, as that of any map-style dataset.
 
         Args:
             loader: with its sampler already in that epoch.
-            saved: what `StreamEpoch.state()` was, if that epoch is resumed.
+            again: the loader's state, if that epoch is resumed.
 
         Raises:
             ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
         """
         sampler, dataset = loader.sampler, as_streams(loader.dataset)
+        saved = None if again is None else again.get("streams")
         if dataset is not None and not isinstance(sampler, ShardSampler):
             indexed_length(dataset)  # its `len()` may be a hint, by which torch's samplers give indices
         if dataset is None or not isinstance(sampler, ShardSampler) or (self._indexed and saved is None):
@@ -62,7 +70,7 @@ class Streams:
         if not streamed:
             self._indexed = True
             return None
-        sampler.check_streamable()
+        sampler.check_streamable(over=again is not None and saved is None and again["sampler"]["over"])
         return StreamEpoch(dataset, sampler, loader.batch_size or 1, plan, self._ranks, saved)
 
     def _agree(

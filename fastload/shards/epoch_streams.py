@@ -32,6 +32,7 @@ __all__ = ["NOT_INDEXED", "EpochStreams", "RecordBlocks", "StreamOptions", "Stre
 _log = logging.getLogger("fastload")
 
 _UNORDERED_BLOCK = 64  # records of a block that is not shuffled: only the state's grain
+_UNORDERED_AHEAD = 3  # small shards that are opened ahead where they are read one after the other
 NOT_INDEXED = (
     "its shards are not indexed yet. Read it with fastload.DataLoader, which streams it; give index files "
     "(index=); or give it a cache, with which the first epoch builds the index"
@@ -237,19 +238,23 @@ class EpochStreams:
                 "files or the cache that the run had"
             )
         options = self._options
-        readers = max(1, options.cycle_length // plan.per_rank)
+        # Without a shuffle the records come in the order of the shards, and the next shards are read ahead.
+        readers = max(1, options.cycle_length // plan.per_rank) if plan.shuffle else 1
+        spare = readers if plan.shuffle or self._blocks is not None else _UNORDERED_AHEAD
         limit, most_bytes = process_share(self._shards.store)
         if self._blocks is not None:
-            readers = min(readers, self._blocks.most_open(most_bytes)) if plan.shuffle else 1
+            readers = min(readers, self._blocks.most_open(most_bytes))
         most_bytes = min(most_bytes, payload_limit())  # after `most_open`, which is part of the order
-        ahead = ReadAhead.of(most_bytes, readers)
-        requests = readers * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
+        reading = readers if plan.shuffle else readers + spare
+        ahead = ReadAhead.of(most_bytes, reading)
+        requests = reading * ahead.pieces if self._blocks is None else most_bytes // ahead.piece
         pool = ReadPool(max(1, min(requests, limit.most)), self._counters)
         interleave = Interleave(
             self._spans(plan),
             functools.partial(self._open_reader, pool, ahead),
             cycle_length=readers,
             block_length=options.block_length,
+            spare=spare,
             position=None if at is None else at["position"],
         )
         return ShuffledStream(

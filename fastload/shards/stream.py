@@ -87,6 +87,7 @@ class Interleave:
         open_reader: starts reading a span.
         cycle_length: spans open at once.
         block_length: records from each in turn.
+        spare: spans that may be opened before their turn; None: as many as are open at once.
         position: by `position`, where to go on; None: at the beginning.
     """
 
@@ -97,8 +98,10 @@ class Interleave:
         *,
         cycle_length: int,
         block_length: int,
+        spare: int | None = None,
         position: dict[str, Any] | None = None,
     ) -> None:
+        self._most_spare = cycle_length if spare is None else spare
         self._spans = spans
         self._open_reader = open_reader
         self._block_length = block_length
@@ -165,8 +168,10 @@ class Interleave:
 
     def _open_ahead(self) -> None:
         """Open the next spans while readers have nothing left to ask for, so that the line stays full."""
-        ending = sum(reader.all_requested for _, reader in self._open)
-        while len(self._spare) < ending and self._next + len(self._spare) < len(self._spans):
+        left = min(self._most_spare, len(self._spans) - self._next)
+        while len(self._spare) < left:
+            if sum(reader.all_requested for _, reader in (*self._open, *self._spare)) <= len(self._spare):
+                break
             self._spare.append(self._open_span(self._next + len(self._spare)))
 
 

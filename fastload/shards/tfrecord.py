@@ -69,8 +69,8 @@ class TFRecordDataset(ShardDataset):
     Once its shards are indexed, it is a map-style dataset with random access and an exact shuffle. The index
     comes from index files, or is made in the first epoch and kept in the cache. Until then `[]` raises
     TypeError, `len()` is the hint `num_samples` or raises too, and `fastload.DataLoader` reads it as streams:
-    `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks. The same loop reads
-    both.
+    `cycle_length` files at once per rank, read ahead in large ranges, shuffled in blocks; without a shuffle
+    one after the other, so that one worker, or none, gives the order of the files. The same loop reads both.
 
     With index files and no cache it is read at random too, unless records are smaller than 32 KiB on average
     or files are compressed: then every epoch is streamed. A damaged record is an error with file and offset,

@@ -954,24 +954,6 @@ def test_no_states_at_all(state: Any, message: str) -> None:
         loader().load_state_dict(state)
 
 
-VERSION_1: dict[str, Any] = json.loads((Path(__file__).parent / "states_of_version_1.json").read_text())
-
-
-@pytest.mark.parametrize("case", VERSION_1)
-def test_states_of_version_1(case: str) -> None:
-    """Saved by an older fastload, after three batches of the second epoch or before it."""
-    name, _, _ = case.rpartition(" ")
-    state, rest = VERSION_1[case]["state"], VERSION_1[case]["rest"]
-    run = with_order(name)()
-    if name == "custom":
-        with pytest.raises(ArgumentError, match="by an older fastload, 3 batches into an epoch"):
-            run.load_state_dict(state)
-        return
-    run.load_state_dict(state)
-    assert list(run) == rest or rest is None
-    assert len(list(run)) == len(list(with_order(name)()))
-
-
 # --- samplers that draw all their order in iter() ---------------------------------------------------------
 
 

@@ -265,7 +265,7 @@ def test_batch_of_the_users_functions_is_refused_with_the_reason(
 
 def test_wrong_arguments_are_answered_in_words(saved: Path, tmp_path: Path) -> None:
     assert "has no step 99" in refusal(saved, "--step", 99)
-    assert "epoch 7 has not begun" in refusal(saved, "--step", 0, "--epoch", 7)
+    assert "epoch 7 has no step 98" in refusal(saved, "--step", 98, "--epoch", 7)
     assert "were not dealt to ranks" in refusal(saved, "--step", 0, "--rank", 1)
     assert "a number from 0 on, or 'all'" in refusal(saved, "--step", 0, "--rank", "-1")
     assert "deals to one rank" in refusal(saved, "--step", 0, "--rank", 1, "--world-size", 2)

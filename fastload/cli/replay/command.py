@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -106,7 +107,8 @@ def replay(
         made = _own(loader, data, options) if loader is not None else _restored(saved, data, options)
         try:
             with made.reading():
-                made.loader.load_state_dict(saved)
+                with warnings.catch_warnings(action="ignore"):  # of what is unlike the run, the notes tell
+                    made.loader.load_state_dict(saved)
                 epoch = saved["epoch"] if epoch is None else epoch
                 numbers = _ranks(rank, world_size, _world_of(saved, epoch, step))
                 parts = [
