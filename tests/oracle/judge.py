@@ -292,6 +292,11 @@ class Slow:
             )
         if gone and event.error in self.errors():
             return None  # the sample that stands in for an excluded one is bad
+        repeats = self.job["on_error"] == "skip" or streamed(
+            self.job
+        )  # a stream has no other samples at hand
+        if len(bad) == len(rows) and repeats and event.error:
+            return None
         if len(bad) == len(rows) and self.job["on_error"] == "skip":
             return None if event.error else Difference("error", "all rows are bad, and there is a batch")
         if event.error:
@@ -304,7 +309,7 @@ class Slow:
             good = self.good()
             for row in bad + gone:
                 others = [found[at] for at in range(len(rows)) if at not in bad]
-                allowed = others if self.job["on_error"] == "skip" and row in bad else good
+                allowed = others if repeats and row in bad else good
                 if found[row] not in allowed or self.excluded(good[found[row]]):
                     return Difference(
                         "policy", f"row {row} has sample {found[row]}, which may not stand there"
