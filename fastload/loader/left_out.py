@@ -119,13 +119,19 @@ class Rules:
         if self._excluded is None:
             firsts = _firsts(dataset)
             lengths = dataset.lengths if isinstance(dataset, Mixture) else {"": len(dataset)}
-            self._excluded = frozenset(
-                firsts[source] + at
-                for source, ranges in self.samples.items()
-                if source in firsts
-                for start, end in ranges
-                for at in range(max(0, start), min(end, lengths[source]))  # a state may say any numbers
-            )
+            found: set[int] = set()
+            for source, ranges in self.samples.items():
+                if source not in firsts:
+                    continue
+                length = lengths[source]  # a state may say any numbers
+                inside = {at for start, end in ranges for at in range(max(0, start), min(end, length))}
+                if len(inside) == length:
+                    raise ArgumentError(
+                        f"the state leaves out all {length:,} samples, so that none can stand in: load "
+                        "another state"
+                    )
+                found |= {firsts[source] + at for at in inside}
+            self._excluded = frozenset(found)
         return self._excluded
 
     def revise(self, reading: Reading, step: int, index: Any) -> Revised | None:

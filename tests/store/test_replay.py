@@ -371,23 +371,25 @@ def test_any_part_of_a_state_may_be_hostile_and_commands_answer_in_words(
     state = json.loads(json.dumps(loader.state_dict()))
     right, wrong = write(tmp_path / "right.json", state), tmp_path / "wrong.json"
     for number, (*way, key) in enumerate(way for way in places(state) if way):
-        for value in (HOSTILE[number % len(HOSTILE)], HOSTILE[(7 * number + 3) % len(HOSTILE)]):
-            hostile = copy.deepcopy(state)
-            part = hostile
-            for one in way:
-                part = part[one]
-            part[key] = value
-            write(wrong, hostile)
-            for command in (["replay", str(wrong), "--step", "0", "--rank", "all"], ["prove", wrong, right]):
-                result = CliRunner().invoke(app, [str(one) for one in command])
-                assert isinstance(result.exception, SystemExit | None), (*way, key, value, result.exception)
+        value, hostile = HOSTILE[7 * number % len(HOSTILE)], copy.deepcopy(state)
+        part = hostile
+        for one in way:
+            part = part[one]
+        part[key] = value
+        write(wrong, hostile)
+        command = ["replay", wrong, "--step", 0, "--rank", "all"]
+        if "digest" in (*way, key):
+            command = ["prove", wrong, right]
+        result = CliRunner().invoke(app, [str(one) for one in command])
+        assert isinstance(result.exception, SystemExit | None), (*way, key, value, result.exception)
 
 
 @pytest.mark.parametrize(
     ("entries", "why"),
     [
         ({"length": 10**12, "data": None}, "says that there are 1,000,000,000,000 samples"),
-        ({"excluded": [[0, 10**15]]}, ""),
+        ({"excluded": [[0, 10**15]]}, "leaves out all 24 samples"),
+        ({"excluded": [[3, 3], [-(10**15), 5], [10**14, 10**15]]}, ""),
         ({"world": 10**9}, "give one of them"),
     ],
 )
@@ -414,7 +416,7 @@ def test_checkpoint_in_itself_or_of_many_levels_is_answered_in_words(saved: Path
     loop: list[Any] = []
     loop += [loop, loop, {"a": loop}]
     torch.save(loop, tmp_path / "loop")
-    torch.save(deep(5000), tmp_path / "deep")
+    torch.save(deep(150), tmp_path / "deep")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     for name, why in (
         ("loop", "has no state of a fastload.DataLoader"),

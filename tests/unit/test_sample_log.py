@@ -226,12 +226,12 @@ def prove_logs(path: Path, content: bytes) -> Any:
 def test_hostile_log_ends_prove_in_one_line(tmp_path: Path, log: bytes) -> None:
     result = prove_logs(tmp_path / "log", header(0) + log)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
-    assert "rank-0.samples': the sample log has" in result.stderr and len(result.stderr) < 1000
+    assert ".samples': the sample log has" in result.stderr and len(result.stderr) < 1000
 
 
 def test_log_of_a_rank_that_its_run_has_not_is_refused(tmp_path: Path) -> None:
     result = prove_logs(tmp_path, header(7) + run_frame() + step_frame())
-    assert result.exit_code == 2 and "the log of rank 7 says 1 ranks" in result.stderr
+    assert result.exit_code == 2 and "7, and its run has 1 ranks" in result.stderr
 
 
 def test_missing_ranks_of_a_false_number_are_not_listed_all(tmp_path: Path) -> None:
