@@ -13,6 +13,8 @@ A segment is a part of an epoch that was read with one number of ranks and one b
 
 from __future__ import annotations
 
+import bisect
+import math
 import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -116,13 +118,20 @@ class Rules:
         """The excluded indices; of a `Mixture` without the pass."""
         if self._excluded is None:
             firsts = _firsts(dataset)
-            self._excluded = frozenset(
-                firsts[source] + at
-                for source, ranges in self.samples.items()
-                if source in firsts
-                for start, end in ranges
-                for at in range(start, end)
-            )
+            lengths = dataset.lengths if isinstance(dataset, Mixture) else {"": len(dataset)}
+            found: set[int] = set()
+            for source, ranges in self.samples.items():
+                if source not in firsts:
+                    continue
+                length = lengths[source]  # a state may say any numbers
+                inside = {at for start, end in ranges for at in range(max(0, start), min(end, length))}
+                if len(inside) == length:
+                    raise ArgumentError(
+                        f"the state leaves out all {length:,} samples, so that none can stand in: load "
+                        "another state"
+                    )
+                found |= {firsts[source] + at for at in inside}
+            self._excluded = frozenset(found)
         return self._excluded
 
     def revise(self, reading: Reading, step: int, index: Any) -> Revised | None:
@@ -315,10 +324,15 @@ class LeftOut:
                 f"state_dict has a 'left_out' that no loader has made ({error!r}): load it whole, as "
                 "state_dict() returned it"
             ) from error
-        lost = self._excluded()
+        before = self._excluded()
         self._exclusions, self._epochs = exclusions, epochs
         self.version += 1
-        lost -= self._excluded()
+        ranges: dict[str, list[Range]] = {}
+        for one in exclusions:
+            for source, found in one.samples.items():
+                ranges.setdefault(source, []).extend(found)
+        now = {source: _merged(found) for source, found in ranges.items()}
+        lost = [at for source, at in before if not _holds(now.get(source, []), at)]
         if lost:
             warnings.warn(
                 f"load_state_dict replaces what is left out: {len(lost):,} excluded samples are not in the "
@@ -376,6 +390,11 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
         else:
             merged.append((start, end))
     return merged
+
+
+def _holds(merged: Sequence[Range], at: int) -> bool:
+    number = bisect.bisect_right(merged, (at, math.inf)) - 1
+    return number >= 0 and at < merged[number][1]
 
 
 def _covered(ranges: Iterable[Range], first: int, end: int) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +334,95 @@ def test_state_of_a_thousand_classes_stays_small(tmp_path: Path) -> None:
     assert len(json.dumps(state)) < 3000
     turned = ImageFolder(str(tmp_path), CROP, classes=listed.classes[::-1])
     assert "1000 names as classes=" in DataLoader(turned, BATCH).state_dict()["made_from"]["dataset"]["why"]
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each part of a JSON value."""
+    yield way
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield from places(part, (*way, key))
+
+
+def deep(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+HOSTILE = (
+    *(None, True, "x", "9" * 5000, -1, 1.5, float("nan"), 2**63, 10**30, [], {}, [None], {"x": 1}, deep(300)),
+)
+
+
+def test_any_part_of_a_state_may_be_hostile_and_commands_answer_in_words(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Each part is one of the hostile values, in turn: no traceback, whatever it is taken for."""
+    dataset = ImageFolder(str(folder), ByEpoch({0: CROP, 1: CenterCrop(8)}))
+    loader = DataLoader(
+        dataset, BATCH, sampler=DistributedSampler(dataset, 2, 0), seed=1, batch_transform=NORMALIZE
+    )
+    list(loader)
+    loader.skip([1])
+    loader.exclude([3])
+    next(iter(loader))
+    state = json.loads(json.dumps(loader.state_dict()))
+    right, wrong = write(tmp_path / "right.json", state), tmp_path / "wrong.json"
+    for number, (*way, key) in enumerate(way for way in places(state) if way):
+        value, hostile = HOSTILE[7 * number % len(HOSTILE)], copy.deepcopy(state)
+        part = hostile
+        for one in way:
+            part = part[one]
+        part[key] = value
+        write(wrong, hostile)
+        command = ["replay", wrong, "--step", 0, "--rank", "all"]
+        if "digest" in (*way, key):
+            command = ["prove", wrong, right]
+        result = CliRunner().invoke(app, [str(one) for one in command])
+        assert isinstance(result.exception, SystemExit | None), (*way, key, value, result.exception)
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({"length": 10**12, "data": None}, "says that there are 1,000,000,000,000 samples"),
+        ({"excluded": [[0, 10**15]]}, "leaves out all 24 samples"),
+        ({"excluded": [[3, 3], [-(10**15), 5], [10**14, 10**15]]}, ""),
+        ({"world": 10**9}, "give one of them"),
+    ],
+)
+def test_false_numbers_of_a_state_take_no_memory(
+    saved: Path, tmp_path: Path, entries: dict[str, Any], why: str
+) -> None:
+    state = torch.load(saved, weights_only=True)["loops"][0]["train"]
+    arguments: list[Any] = ["--step", 0]
+    if "length" in entries:
+        state["length"] = state["made_from"]["sampler"]["num_samples"] = entries["length"]
+        arguments += ["--data", tmp_path / "absent"]
+    if "excluded" in entries:
+        samples = {"": entries["excluded"]}
+        state["left_out"]["excluded"] = [{"from": [0, 0], "ahead": [], "samples": samples}]
+    if "world" in entries:
+        for record in state["history"]["epochs"]:
+            record["segments"][0]["replicas"] = entries["world"]
+        arguments += ["--rank", "all"]
+    result = run(write(tmp_path / "state.json", state), *arguments)
+    assert isinstance(result.exception, SystemExit | None) and why in result.stderr, result.output
+
+
+def test_checkpoint_in_itself_or_of_many_levels_is_answered_in_words(saved: Path, tmp_path: Path) -> None:
+    loop: list[Any] = []
+    loop += [loop, loop, {"a": loop}]
+    torch.save(loop, tmp_path / "loop")
+    torch.save(deep(150), tmp_path / "deep")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name, why in (
+        ("loop", "has no state of a fastload.DataLoader"),
+        ("deep", "has more than 100 levels"),
+        ("deep.json", "neither JSON nor a whole file"),
+    ):
+        assert why in refusal(tmp_path / name, "--step", 0)
+        result = CliRunner().invoke(app, ["prove", str(tmp_path / name), str(saved)])
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit)

@@ -123,11 +123,28 @@ def test_constraints_have_every_requirement_once() -> None:
     groups = [
         one for group in PYPROJECT["dependency-groups"].values() for one in group if isinstance(one, str)
     ]
-    wheel = {
-        _name(one) for one in PYPROJECT["dependency-groups"]["wheel"]
-    }  # the newest ones, in a venv of their own
-    wanted = {name for _, name in REQUIREMENTS} | {_name(one) for one in groups} - wheel
+    wanted = {name for _, name in REQUIREMENTS} | {_name(one) for one in groups}
     assert wanted - set(pinned) <= {"nvidia-dali-cuda120"}  # for older drivers; .ci/setup takes the other one
+
+
+def test_tools_that_build_a_release_are_pinned_by_hash() -> None:
+    """No workflow and no script of the build installs a package that could have been exchanged."""
+    lines = (ROOT / ".ci" / "build-tools.txt").read_text().splitlines()
+    packages = [at for at, line in enumerate(lines) if "==" in line]
+    pinned = {_name(lines[at]) for at in packages}
+    assert all("--hash=sha256:" in lines[at + 1] for at in packages)
+    named = (ROOT / ".ci" / "build-tools.in").read_text().splitlines()
+    assert {_name(line) for line in named if not line.startswith("#")} <= pinned
+    assert {_name(one) for one in PYPROJECT["build-system"]["requires"]} <= pinned
+    texts = [(ROOT / ".github/workflows/wheels.yml").read_text(), (ROOT / ".ci/wheel").read_text()]
+    texts.append(PYPROJECT["tool"]["cibuildwheel"]["before-build"])
+    installs = [line for text in texts for line in text.splitlines() if re.search(r"pip\b.* install", line)]
+    ours = [line for line in installs if "make_venv()" not in line and "fresh/bin/python" not in line]
+    assert len(ours) == 4 and all("--require-hashes --only-binary :all: -r" in line for line in ours)
+    builds = [
+        line for text in texts for line in text.splitlines() if re.search(r"-m (build|pip wheel)\b", line)
+    ]
+    assert builds and all("isolation" in line for line in builds)
 
 
 # --- the build

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from fastload import DataLoader, DistributedSampler
+from fastload.cli.app import app
 from fastload.errors import ArgumentError
-from fastload.formats.sample_log import LoggedStep, RunBegins, frames, rank_of
+from fastload.formats.sample_log import _STEP, LoggedStep, RunBegins, _framed, frames, header, rank_of
 from fastload.loader.log_writer import log_name
 from tests.loaderdata import Numbers
 
@@ -179,3 +183,67 @@ def test_step_reads_back_as_it_was_written(indices: list[int]) -> None:
     assert read[:3] == step[:3]
     assert read.indices.tolist() == indices
     assert read.witnesses.tolist() == witnesses.tolist()
+
+
+RUN = {"run_step": 0, "time": 1.0, "world_size": 1}
+ROW = np.array([1], "<i4").tobytes() + np.array([7], "<u8").tobytes()
+
+
+def run_frame(**entries: Any) -> bytes:
+    return _framed(b"R", json.dumps({**RUN, **entries}).encode())
+
+
+def step_frame(width: int = 4, count: int = 1, body: bytes = ROW, run_step: int = 0) -> bytes:
+    return _framed(b"S", _STEP.pack(run_step, 0, 0, count, width) + body)
+
+
+def prove_logs(path: Path, content: bytes) -> Any:
+    path.mkdir(exist_ok=True)
+    (path / log_name(0)).write_bytes(content)
+    return CliRunner().invoke(app, ["prove", str(path), str(path)])
+
+
+@pytest.mark.parametrize(
+    "log",
+    [
+        *[run_frame() + step_frame(width) for width in (0, 1, 2, 3, 5, 16, 2**32 - 1)],
+        *[run_frame() + step_frame(count=count) for count in (0, 2, 9, 2**32 - 1)],
+        *[run_frame() + step_frame(run_step=number) for number in (2**63, 2**64 - 1)],
+        run_frame() + step_frame(body=b""),
+        run_frame() + step_frame(body=ROW + b"x"),
+        run_frame() + _framed(b"S", b"short"),
+        run_frame() + _framed(b"Q", b""),
+        *[
+            _framed(b"R", body)
+            for body in (b"[" * 100_000, b"[" * 350, b"{", b"[]", b"3", b"\xff", b"9" * 390)
+        ],
+        *[_framed(b"R", json.dumps(body).encode()) for body in ({"x": 1}, RUN | {"x": 1}, {"run_step": 0})],
+        *[run_frame(world_size=value) for value in ("x", 0, -1, 1.5, True, None, 2**31, [])],
+        *[run_frame(run_step=value) for value in ("x", -1, 1.5, True, None, 2**63, {})],
+        *[run_frame(time=value) for value in ("x", -1, None, float("nan"), float("inf"), 10**300, [1])],
+    ],
+)
+def test_hostile_log_ends_prove_in_one_line(tmp_path: Path, log: bytes) -> None:
+    result = prove_logs(tmp_path / "log", header(0) + log)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.exception
+    assert ".samples': the sample log has" in result.stderr and len(result.stderr) < 1000
+
+
+def test_log_of_a_rank_that_its_run_has_not_is_refused(tmp_path: Path) -> None:
+    result = prove_logs(tmp_path, header(7) + run_frame() + step_frame())
+    assert result.exit_code == 2 and "7, and its run has 1 ranks" in result.stderr
+
+
+def test_missing_ranks_of_a_false_number_are_not_listed_all(tmp_path: Path) -> None:
+    prove_logs(tmp_path / "a", header(0) + run_frame(world_size=2**31 - 1) + step_frame())
+    prove_logs(tmp_path / "b", header(0) + run_frame() + step_frame())
+    result = CliRunner().invoke(app, ["prove", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert result.exit_code == 2 and "lacks ranks [1, 2, 3, 4, 5, 6, 7, 8] and others of" in result.stderr
+
+
+def test_log_of_many_resumes_is_read_in_linear_time(tmp_path: Path) -> None:
+    """A run that resumed 40,000 times at its first step: only what follows the last time counts."""
+    began = time.process_time()
+    result = prove_logs(tmp_path, header(0) + (run_frame() + step_frame()) * 40_000)
+    assert result.exit_code == 0 and "in the only step" in result.stdout
+    assert time.process_time() - began < 20  # by comparing each with each: minutes
