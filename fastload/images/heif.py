@@ -11,6 +11,7 @@ turn to the pixels, which then have none. Of several images the first one counts
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,8 @@ _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm"
 _ANY = frozenset({b"mif1", b"msf1"})
 _LONGEST_FTYP = 256  # 60 brands
 _MOST_BOXES = 10_000
+_DEEPEST = 4  # pictures composed of pictures that are composed themselves
+_PADDED = 4  # the tiles of a picture reach over its edges: in one of a tile's size, to four times its pixels
 # (irot: quarter turns to the left, imir: axis) -> the EXIF orientation that does the same.
 _ORIENTATIONS = {
     (0, None): 1, (0, 0): 4, (0, 1): 2, (1, None): 8, (1, 0): 5, (1, 1): 7,
@@ -126,6 +129,9 @@ def open_heic(data: memoryview, max_pixels: int) -> Image:
     image: Image = HeifImageFile(BytesIO(data))
     declared = image.size
     check_size(*declared, max_pixels)
+    composed = _most_composed(data)
+    if composed > _PADDED * max_pixels:
+        raise ValueError(f"composed of {composed} pixels, more than {_PADDED} times max_pixels={max_pixels}")
     image.load()
     if image.size != declared:
         raise ValueError(f"decoded to {image.size}, its header says {declared}")
@@ -176,6 +182,55 @@ def _read_header(data: memoryview) -> _Header:
     return _Header(width, height, orientation, animated)
 
 
+def _most_composed(data: memoryview) -> int:
+    """Return how many pixels are decoded for the one picture of a HEIC that takes the most.
+
+    A picture may be composed of others (a grid, an overlay), of one of them a thousand times. libheif decodes
+    each anew, however small the whole is.
+
+    Raises:
+        ValueError: the boxes are ambiguous, or pictures are composed too deep.
+    """
+    meta = list(_boxes(_only(b"meta", list(_boxes(data)))[4:]))
+    properties = list(_boxes(_only(b"iprp", meta)))
+    listed = list(_boxes(_only(b"ipco", properties)))
+    sizes, parts = dict[int, int](), dict[int, Counter[int]]()
+    for kind, ipma in properties:
+        for item, numbers in _associations(ipma) if kind == b"ipma" else ():
+            for kind, body in (listed[number - 1] for number in numbers if 0 < number <= len(listed)):
+                if kind == b"ispe":
+                    width, height = int.from_bytes(body[4:8], "big"), int.from_bytes(body[8:12], "big")
+                    sizes[item] = max(sizes.get(item, 0), width * height)
+    iref = _only(b"iref", meta)
+    width = 4 if len(iref) and iref[0] else 2
+    for kind, body in _boxes(iref[4:]):
+        if kind == b"dimg":
+            item, *items = (
+                int.from_bytes(body[at : at + width], "big")
+                for at in (0, *range(width + 2, len(body) - width + 1, width))
+            )
+            parts.setdefault(item, Counter()).update(items)
+    known: dict[int, int] = {}
+
+    def composed(item: int, depth: int) -> int:
+        if depth > _DEEPEST:
+            raise ValueError(f"its pictures are composed of others more than {_DEEPEST} times over")
+        if item not in known:
+            of = parts.get(item, {}).items()
+            known[item] = sum(times * composed(part, depth + 1) for part, times in of) or sizes.get(item, 0)
+        return known[item]
+
+    return max((composed(item, 0) for item in {*sizes, *parts}), default=0)
+
+
+def _only(kind: bytes, boxes: list[tuple[bytes, memoryview]]) -> memoryview:
+    """Return the body of the one box of a kind; of none, an empty one."""
+    found = [body for other, body in boxes if other == kind]
+    if len(found) > 1:
+        raise ValueError(f"{len(found)} boxes {kind.decode()!r} in the place of one")
+    return found[0] if found else memoryview(b"")
+
+
 def _boxes(data: memoryview) -> Iterator[tuple[bytes, memoryview]]:
     """(type, body) of the boxes beside each other, up to the first one that is damaged or cut.
 
@@ -204,7 +259,7 @@ def _primary_item(pitm: memoryview) -> int:
 def _orientation(listed: list[tuple[bytes, memoryview]], ipma: memoryview, item: int) -> int:
     """The orientation by the properties of one item."""
     angle, axis = 0, None
-    for number in _properties_of(ipma, item):
+    for number in next((numbers for other, numbers in _associations(ipma) if other == item), []):
         kind, body = listed[number - 1] if 0 < number <= len(listed) else (b"", ipma[:0])
         if kind == b"irot" and len(body):
             angle = body[0] & 3
@@ -213,19 +268,14 @@ def _orientation(listed: list[tuple[bytes, memoryview]], ipma: memoryview, item:
     return _ORIENTATIONS[angle, axis]
 
 
-def _properties_of(ipma: memoryview, item: int) -> list[int]:
-    """The numbers, from 1, of the properties that belong to an item."""
+def _associations(ipma: memoryview) -> Iterator[tuple[int, list[int]]]:
+    """(item, the numbers, from 1, of the properties that belong to it)"""
     if len(ipma) < 8:
-        return []
+        return
     id_size, wide = (4 if ipma[0] else 2), ipma[3] & 1
     at, width = 8, 2 if wide else 1
     while at + id_size < len(ipma):
-        count = ipma[at + id_size]
-        start = at + id_size + 1
-        if int.from_bytes(ipma[at : at + id_size], "big") == item:
-            numbers = [
-                int.from_bytes(ipma[k : k + width], "big") for k in range(start, start + width * count, width)
-            ]
-            return [number & (0x7FFF if wide else 0x7F) for number in numbers]
-        at = start + width * count
-    return []
+        item, start = int.from_bytes(ipma[at : at + id_size], "big"), at + id_size + 1
+        at = start + width * ipma[start - 1]
+        numbers = (int.from_bytes(ipma[k : k + width], "big") for k in range(start, at, width))
+        yield item, [number & (0x7FFF if wide else 0x7F) for number in numbers]

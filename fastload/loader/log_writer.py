@@ -101,7 +101,9 @@ class LogWriter:
     def _open(self, path: Path, rank: int) -> None:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            # No link that somebody left in a directory where others may write too.
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._file = os.open(path, flags, 0o644)
             self._owner = os.getpid()
             self._size = os.fstat(self._file).st_size
             if header(rank).startswith(os.pread(self._file, 64, 0)):  # it is empty, or torn in its header

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import tarfile
+import tempfile
 import warnings
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +141,62 @@ def test_tables_of_shards_that_others_can_write_are_left_alone(
     assert len(words) == 1, "for listings and tables together"
     assert read(third) == [*"01234"]
     third.close()
+
+
+# As another user: each line that is printed is something that this user can read or change.
+_INTRUDER = """
+for pid in {pids}; do
+    for file in environ maps; do
+        head -c 1 /proc/$pid/$file >/dev/null 2>&1 && echo "$file of a process"
+    done
+    ls /proc/$pid/fd >/dev/null 2>&1 && echo "descriptors of a process"
+done
+ls {cache} >/dev/null 2>&1 && echo "names in the cache"
+for file in {files}; do cat $file >/dev/null 2>&1 && echo "content of $file"; done
+for folder in {folders}; do
+    touch $folder/x 2>/dev/null && echo "a file made in $folder"
+    ln -s /etc/passwd $folder/y 2>/dev/null && echo "a link made in $folder"
+done
+mv {cache} {cache}.gone 2>/dev/null && echo "the cache was moved"
+exit 0
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")
+def test_another_user_reads_and_changes_nothing_of_a_running_job() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        here.chmod(0o755)
+        cache, photos = here / "cache", here / "photos"
+        photos.mkdir()
+        for number in range(40):
+            (photos / f"{number}.bin").write_bytes(bytes(100))
+        dataset = ObjectDataset(str(photos), decode=bytes, cache=cache)
+        loader = DataLoader(dataset, 2, num_workers=2, collate_fn=len)
+        batches = iter(loader)
+        next(batches)
+        parts = list(cache.rglob("*"))
+        processes = [process.pid for process in active_children()]
+        assert len(processes) >= 2 and len(parts) > 5
+        script = _INTRUDER.format(
+            pids=" ".join(map(str, [os.getpid(), *processes])),
+            cache=cache,
+            files=" ".join(str(part) for part in parts if part.is_file()),
+            folders=" ".join([str(cache), *(str(part) for part in parts if part.is_dir())]),
+        )
+        other = subprocess.run(
+            ["/bin/sh", "-c", script],
+            user=65534,
+            group=65534,
+            extra_groups=(),
+            capture_output=True,
+            text=True,
+        )
+        assert len(list(batches)) == 19
+        dataset.close()
+        dataset.cache.close()
+        same = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True)
+    assert (other.stdout, other.stderr, other.returncode) == ("", "", 0)
+    for words in ("environ of", "descriptors of", "names in", "content of", "a file made", "a link", "moved"):
+        assert words in same.stdout, "the question is asked in a way that finds something"

@@ -298,7 +298,7 @@ def test_queries_name_metrics_that_exist() -> None:
 
 def keys(document: dict[str, Any]) -> set[str]:
     """The keys of a document, in the notation of the page."""
-    opaque = {"versions", "counters", "stages", "needed", "streaming"}
+    opaque = {"versions", "counters", "stages", "needed", "streaming", "renames"}
     found = set()
     for name, value in document.items():
         name = "MODE" if name in get_args(Mode) else name

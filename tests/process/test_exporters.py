@@ -322,6 +322,32 @@ def test_a_forked_worker_does_not_keep_the_port_of_the_metrics() -> None:
     assert len(list(loader)) == 4
 
 
+# --- What leaves the machine
+
+
+def test_exports_name_no_place_no_key_and_no_secret(tmp_path: Path) -> None:
+    """Texts are the rank, the stage, the version, the dataset's class, and the name that was given."""
+    (tmp_path / "PRIVATE-folder").mkdir()
+    for number in range(4):
+        (tmp_path / "PRIVATE-folder" / f"PRIVATE-key-{number}").write_bytes(b"PRIVATE-content")
+    dataset = fastload.ObjectDataset(str(tmp_path / "PRIVATE-folder"), decode=len)
+    registry, reader = CollectorRegistry(), InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    loader = DataLoader(dataset, 2)
+    with watch(loader, exporter=registry):
+        assert len(list(loader)) == 2
+        text = generate_latest(registry).decode()
+    with watch(loader, exporter=provider, name="train"):
+        list(loader)
+        data = reader.get_metrics_data()
+        assert data is not None
+        document = data.to_json()
+    provider.shutdown()
+    assert "PRIVATE" not in text and "PRIVATE" not in document
+    names = {name for _, pairs in series(text) for name, _ in pairs}
+    assert names == {"rank", "stage", "version", "dataset"}
+
+
 # --- OpenTelemetry
 
 

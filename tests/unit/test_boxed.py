@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -318,6 +319,66 @@ def test_heic_that_is_larger_than_it_says_is_refused() -> None:
     for side in (8, 60_000):
         with pytest.raises(DecodeError, match="HEIF: "):
             decode_image(with_box(data, b"ispe", 4, side.to_bytes(4, "big") * 2))
+
+
+def _box(kind: bytes, *body: bytes) -> bytes:
+    content = b"".join(body)
+    return struct.pack(">I", 8 + len(content)) + kind + content
+
+
+def _grid(side: int, rows: int, columns: int, tile: int, levels: int = 1) -> bytes:
+    """A HEIC of `side` pixels: `rows` x `columns` times the next item, down to the last one, the tile."""
+    one = dict(heif._boxes(memoryview(read("turned-1.heic"))))
+    meta = dict(heif._boxes(one[b"meta"][4:]))
+    coding = dict(heif._boxes(dict(heif._boxes(meta[b"iprp"]))[b"ipco"]))[b"hvcC"]
+    last, grid = levels + 1, struct.pack(">BBBBHH", 0, 0, rows - 1, columns - 1, side, side)
+    grids, version = range(1, last), bytes(4)
+    names = [(item, b"hvc1" if item == last else b"grid") for item in range(1, last + 1)]
+    infos = [_box(b"infe", b"\2\0\0\0", struct.pack(">HH", item, 0), kind, b"\0") for item, kind in names]
+    parts = [
+        _box(b"dimg", struct.pack(">HH", item, rows * columns), struct.pack(">H", item + 1) * rows * columns)
+        for item in grids
+    ]
+    sizes = [_box(b"ispe", version, struct.pack(">II", length, length)) for length in (side, tile)]
+    of_grids = [struct.pack(">HBB", item, 1, 1) for item in grids]
+    properties = _box(
+        b"iprp",
+        _box(b"ipco", *sizes, _box(b"hvcC", coding)),
+        _box(b"ipma", version, struct.pack(">I", last), *of_grids, struct.pack(">HBBB", last, 2, 2, 0x83)),
+    )
+
+    def head(start: int) -> bytes:
+        places = [struct.pack(">HHHHII", item, 1, 0, 1, 0, len(grid)) for item in grids]
+        places.append(struct.pack(">HHHHII", last, 0, 0, 1, start, len(one[b"mdat"])))
+        return _box(b"ftyp", b"heic", version, b"mif1heic") + _box(
+            b"meta",
+            version,
+            _box(b"hdlr", version, version, b"pict", bytes(13)),
+            _box(b"pitm", version, b"\0\1"),
+            _box(b"iloc", b"\1\0\0\0\x44\0", struct.pack(">H", last), *places),
+            _box(b"iinf", version, struct.pack(">H", last), *infos),
+            _box(b"iref", version, *parts),
+            properties,
+            _box(b"idat", grid),
+        )
+
+    return head(len(head(0)) + 8) + _box(b"mdat", one[b"mdat"])
+
+
+@needs_heic
+@pytest.mark.parametrize(
+    ("hostile", "says"),
+    [
+        (_grid(64, 10, 10, 8_000), "composed of 6400000000 pixels, more than 4 times max_pixels=1000000"),
+        (_grid(64, 16, 16, 64, levels=3), "composed of 68719476736 pixels"),
+        (_grid(64, 2, 2, 64, levels=9), "composed of others more than 4 times over"),
+    ],
+    ids=["tiles larger than the whole", "grids of grids", "grids of grids of grids"],
+)
+def test_heic_is_refused_by_what_it_is_composed_of(hostile: bytes, says: str) -> None:
+    """16 KB kept a core for a minute: each tile is decoded, however small the picture is."""
+    with pytest.raises(DecodeError, match=says):
+        decode_image(hostile, max_pixels=1_000_000)
 
 
 @pytest.mark.parametrize("name", ["turned-6.avif", "turned-6.heic"])

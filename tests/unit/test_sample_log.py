@@ -129,6 +129,21 @@ def test_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert (tmp_path / log_name(0)).read_bytes() == content
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_link_in_place_of_the_log_is_not_followed(tmp_path: Path, exists: bool) -> None:
+    """Whoever else may write to the directory could choose a file of this user."""
+    own = tmp_path / "own"
+    if exists:
+        list(loader_of(tmp_path / "before"))
+        own.write_bytes((tmp_path / "before" / log_name(0)).read_bytes())
+    before = own.read_bytes() if exists else None
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / log_name(0)).symlink_to(own)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert len(list(loader_of(tmp_path / "log"))) == 5
+    assert (own.read_bytes() if own.exists() else None) == before
+
+
 def test_full_disk_ends_the_log_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = loader_of(tmp_path)
 
