@@ -35,6 +35,7 @@ from fastload.loader.digest import find_part
 from fastload.loader.iterator import LoaderIterator
 from fastload.loader.log_writer import LogWriter
 from fastload.loader.made_from import describe
+from fastload.loader.saved_state import reading_state
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
 from fastload.metrics.platform import need_linux
 from fastload.workers.autoscale import Autoscaler, why_fixed
@@ -306,10 +307,11 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
                 workers.
         """
         context = self.loader_context
-        state_dict = context.position.load_state_dict(self, state_dict)
-        context.history.load(state_dict)
-        context.left_out.load(state_dict.get("left_out", {}))
-        context.digest.load(state_dict.get("digest", {}), *find_part(self))
+        with reading_state("state_dict", "load it as state_dict() returned it"):
+            state_dict = context.position.load_state_dict(self, state_dict)
+            context.history.load(state_dict)
+            context.left_out.load(state_dict.get("left_out", {}))
+            context.digest.load(state_dict.get("digest", {}), *find_part(self))
         if context.log is not None:
             context.log.run_resumes()
         self._iterator = None

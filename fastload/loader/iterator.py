@@ -20,6 +20,7 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.revision import Revision, begin
+from fastload.loader.saved_state import reading_state
 from fastload.loader.schedule import IndexSchedule, Schedule
 from fastload.loader.stages import new_device, new_executor, new_schedule
 from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
@@ -361,7 +362,8 @@ class LoaderIterator(TorchIterator):
 
     def _start_epoch(self, loader: Any) -> None:
         context = self._context
-        context.history.begin(loader, self._progress)
+        with reading_state("state_dict", "load it as state_dict() returned it"):  # which may have been loaded
+            context.history.begin(loader, self._progress)
         wanted = context.workers_wanted(self._num_workers)
         context.meter.start(wanted)
         context.start_epoch(loader)

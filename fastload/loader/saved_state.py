@@ -35,9 +35,16 @@ _DAMAGED = (
 )
 
 
+_OWN_LOADER = "pass --loader FILE.py:FUNCTION, a function that makes the loader"
+
+
 @contextlib.contextmanager
-def reading_state(path: str = "the state") -> Iterator[None]:
+def reading_state(path: str = "the state", advice: str = _OWN_LOADER) -> Iterator[None]:
     """A block that uses what a state says of fastload's and torch's own parts, whoever has written it.
+
+    Args:
+        path: the part of the state, in words.
+        advice: what to do where it is damaged, in words.
 
     Raises:
         ArgumentError: it says what no loader has saved. No other error leaves the block.
@@ -48,10 +55,7 @@ def reading_state(path: str = "the state") -> Iterator[None]:
         raise
     except _DAMAGED as error:
         said = reprlib.repr(error)
-        raise ArgumentError(
-            f"{path} is damaged, or a newer fastload wrote it ({said}): pass --loader FILE.py:FUNCTION, a "
-            "function that makes the loader"
-        ) from None
+        raise ArgumentError(f"{path} is damaged, or a newer fastload wrote it ({said}): {advice}") from error
 
 
 def is_state(value: Any) -> bool:
