@@ -590,8 +590,12 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
     if any(event.error == "ArgumentError" for event in events) and job["restart"] == "other":
         return
     may_differ = job["restart"] == "other" and (job["kind"] == "mixture" or job["sampler"] == "node")
-    # An epoch that has not begun is read as streams, or by index, as the cache allows when it begins.
-    may_differ |= streamed(job) and job["cache"] != "none" and (ended or step == 0)
+    if ended or step == 0:
+        # An epoch that has not begun is read as streams, or by index, as the cache allows when it begins, and
+        # its streams are those of its workers.
+        may_differ |= streamed(job) and (job["cache"] != "none" or job["workers"] != job["resume_workers"])
+        # There is nothing yet that the order of a sampler of one's own could be compared with.
+        may_differ |= job["restart"] == "other" and job["sampler"] in ("own", "pairs")
     if not may_differ:
         if (ended or (step == 0 and not job["begun"])) and job["seed"] is None and draws(job, slow):
             # The randomness of an epoch is drawn when it begins: its order is known, its crops are not.

@@ -78,7 +78,7 @@ def test_relative_paths_are_those_of_this_directory_on_all_nodes(
     monkeypatch.chdir(tmp_path)
     target = Target("photos", "ssd", CacheMode.raw, None, 256, 90, False, None, None, {}).anywhere()
     assert (target.url, target.cache) == (str(tmp_path / "photos"), str(tmp_path / "ssd"))
-    assert target._replace(url="s3://bucket/a?b").anywhere().url == "s3://bucket/a?b"
+    assert target._replace(url="s3://bucket/a#b").anywhere().url == "s3://bucket/a#b"
 
 
 class OneNode:
