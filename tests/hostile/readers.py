@@ -39,6 +39,7 @@ from fastload.images.dct import to_dct
 from fastload.loader.made_from import restore
 from fastload.loader.saved_state import read_state
 from fastload.store.translate import StoreLocation
+from tests.hostile.oracle import MAX_INFLATED
 from tests.photos import pillow_jpeg, png, scene
 
 Files = dict[str, bytes | int]  # name -> content, or the size of a sparse file
@@ -46,6 +47,7 @@ DATA = Path(__file__).parent.parent / "data"
 CROP = fastload.CenterCrop(16)
 FEATURES = {"image": bytes, "label": int, "score": float}
 FIELDS = {"x": "key", "label": "label"}
+LIMITED: dict[str, Any] = {"storage_options": {"max_inflated": MAX_INFLATED}}
 
 
 class Reader(NamedTuple):
@@ -302,20 +304,25 @@ def _shards() -> dict[str, Reader]:
     crop, jpg = {"image": CROP}, {"jpg": CROP}
     zipped: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zlib": zlib.compress}
     kinds: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
-        "parquet": (parquet, lambda at: fastload.ParquetDataset(at, ("image", "label", "p"), transform=crop)),
-        "tokens": (lambda: bytes(128), lambda at: fastload.TokenDataset(at, "uint16", 8)),
-        "npy": (npy, lambda at: fastload.TokenDataset(at, "uint16", 8)),
-        "llm.c": (llm_c, lambda at: fastload.TokenDataset(at, "uint16", 8)),
+        "parquet": (
+            parquet,
+            lambda at: fastload.ParquetDataset(at, ("image", "label", "p"), transform=crop, **LIMITED),
+        ),
+        "tokens": (lambda: bytes(128), lambda at: fastload.TokenDataset(at, "uint16", 8, **LIMITED)),
+        "npy": (npy, lambda at: fastload.TokenDataset(at, "uint16", 8, **LIMITED)),
+        "llm.c": (llm_c, lambda at: fastload.TokenDataset(at, "uint16", 8, **LIMITED)),
     }
     for end, squeeze in zipped.items():
         kinds[f"tfrecord{end}"] = (
             lambda s=squeeze: s(tfrecord()),
-            lambda at: fastload.TFRecordDataset(at, FEATURES, transform=crop),
+            lambda at: fastload.TFRecordDataset(at, FEATURES, transform=crop, **LIMITED),
         )
     for end in ("", ".gz"):
         kinds[f"tar{end}"] = (
             lambda s=zipped[end]: s(tar()),
-            lambda at: fastload.TarDataset(at, fields=("jpg", "cls", "json", "npy"), transform=jpg),
+            lambda at: fastload.TarDataset(
+                at, fields=("jpg", "cls", "json", "npy"), transform=jpg, **LIMITED
+            ),
         )
     made = {}
     for name, (example, make) in kinds.items():
@@ -328,8 +335,11 @@ def _shards() -> dict[str, Reader]:
 def _indexed() -> dict[str, Reader]:
     """Shards with an index, and their indexes."""
     at_random = {
-        "tar": ("0.idx", lambda at: fastload.TarDataset(at, index=True)),
-        "tfrecord": ("0.tfrecord.idx", lambda at: fastload.TFRecordDataset(at, FEATURES, index=True)),
+        "tar": ("0.idx", lambda at: fastload.TarDataset(at, index=True, **LIMITED)),
+        "tfrecord": (
+            "0.tfrecord.idx",
+            lambda at: fastload.TFRecordDataset(at, FEATURES, index=True, **LIMITED),
+        ),
     }
     made = {}
     for kind, (index, make) in at_random.items():
@@ -339,7 +349,7 @@ def _indexed() -> dict[str, Reader]:
     made["index of wids"] = Reader(
         lambda: {"index.json": wids, "0.tar": tar()},
         "index.json",
-        epochs(lambda folder: fastload.TarDataset(folder / "index.json")),
+        epochs(lambda folder: fastload.TarDataset(folder / "index.json", **LIMITED)),
     )
     for name in (
         "mds",
@@ -353,11 +363,15 @@ def _indexed() -> dict[str, Reader]:
         "lit-batch",
     ):
         if _has_zstd() or name in ("mds", "mds-gz", "mds-bz2", "lit", "lit-tuple"):
-            read = epochs(fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset)
+            read = epochs(
+                functools.partial(
+                    fastload.MDSDataset if name.startswith("mds") else fastload.LitDataset, **LIMITED
+                )
+            )
             files = functools.partial(stored, name)
             shard = next(one for one in stored(name) if one != "index.json")
             made |= {name: Reader(files, shard, read), f"index of {name}": Reader(files, "index.json", read)}
-    made["beton"] = Reader(beton, "0.beton", epochs(fastload.BetonDataset))
+    made["beton"] = Reader(beton, "0.beton", epochs(functools.partial(fastload.BetonDataset, **LIMITED)))
     return made
 
 
@@ -372,7 +386,7 @@ def _tables() -> dict[str, Reader]:
         f"table {end}": Reader(
             lambda e=end: {f"t.{e}": found[e]},
             f"t.{end}",
-            epochs(lambda folder, e=end: fastload.TableDataset(folder / f"t.{e}", FIELDS)),
+            epochs(lambda folder, e=end: fastload.TableDataset(folder / f"t.{e}", FIELDS, **LIMITED)),
         )
         for end in found
     }
