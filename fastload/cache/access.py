@@ -34,6 +34,7 @@ class Access:
         self._tried = False
         self._warned = False
         self._writer_failed = False
+        self._disk_full = False
 
     def __del__(self) -> None:
         abandon(self._directory, self)
@@ -80,6 +81,9 @@ class Access:
             )
         elif directory.writer.error is not None:
             self._report_writer(directory.writer.error)
+        elif directory.writer.full is not None:
+            self._report_full(directory.writer.full)
+            return False
         return not self._writer_failed
 
     def flush(self, timeout: float) -> bool:
@@ -113,6 +117,17 @@ class Access:
             f"fastload passes through its cache {self._path}: {error}. See {address('cache-passes-through')}"
         )
         warn(text, stacklevel=5)
+
+    def _report_full(self, error: BaseException) -> None:
+        """Warn once of a disk that is full for now; other failures are still warned of."""
+        if not self._disk_full:
+            self._disk_full = True
+            self.counters.add("cache.failures")
+            warn(
+                f"fastload passes through its cache {self._path}: {error}. "
+                f"It is filled again when there is room. See {address('cache-passes-through')}",
+                stacklevel=5,
+            )
 
     def _report_writer(self, error: BaseException) -> None:
         if not self._writer_failed:

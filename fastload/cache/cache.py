@@ -348,6 +348,18 @@ class Cache:
         count = directory.index.count()
         return "full" if count and left < used / count else "too large"
 
+    def keeps(self, nbytes: int) -> bool:
+        """Whether `write` would now take a payload of that size. Why not, is warned of once."""
+        access = self._access.get()
+        directory = access.open()
+        if directory is None or not access.is_writable(directory):
+            return False
+        try:
+            return self.fits(nbytes) == "yes"
+        except (OSError, lmdb.Error) as error:
+            access.report(error)
+            return False
+
     def _put(
         self,
         access: Access,
@@ -356,11 +368,9 @@ class Cache:
         payload: bytes | bytearray | memoryview,
         wait: float,
     ) -> bool:
-        if not access.is_writable(directory) or len(key) != KEY_SIZE:
-            return False
-        writer = directory.writer
         view = memoryview(payload)
-        if writer is None or self.fits(view.nbytes) != "yes":
+        writer = directory.writer
+        if writer is None or len(key) != KEY_SIZE or not self.keeps(view.nbytes):
             return False
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
         # Summed here, not in the writer thread: from now on the bytes are those that the caller handed over,

@@ -38,7 +38,7 @@ from typing import NamedTuple
 
 import lmdb
 
-from fastload.cache.index import Index, reserve_lock_file
+from fastload.cache.index import Index, SegmentGoneError, reserve_lock_file
 from fastload.cache.inflight import InflightLocks
 from fastload.cache.segment import (
     FORMAT,
@@ -48,7 +48,7 @@ from fastload.cache.segment import (
     SegmentReader,
     is_segment_name,
 )
-from fastload.cache.writer import Writer
+from fastload.cache.writer import FULL, Writer
 from fastload.errors import CacheError
 from fastload.store.files import is_part, whole_file
 from fastload.store.folder import DIR_FLAGS, make_root
@@ -74,7 +74,6 @@ CLOSE_DEADLINE = 10.0
 REINDEX_BATCH = 1000
 
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _DAMAGED_BOOT = "damaged"  # in the place of a boot: a new index is needed, whichever process leaves later
 
 # LMDB's errors when the bytes of its file are wrong, as opposed to a full disk or too many readers.
@@ -161,7 +160,7 @@ class Directory:
         try:
             return self._open_locked()
         except (OSError, lmdb.DiskError) as error:
-            if isinstance(error, OSError) and error.errno not in _FULL:
+            if isinstance(error, OSError) and error.errno not in FULL:
                 raise
             self.readonly = "has no room left on its disk"
             # Unmarked, it must not look like in use: the next process is again the first one.
@@ -290,10 +289,16 @@ class Directory:
             found = batch.setdefault(number, [])
             found.append((key, entry))
             if len(found) >= REINDEX_BATCH:
-                self.index.publish(number, batch.pop(number))
+                self.publish(number, batch.pop(number))
         for number, found in batch.items():
-            self.index.publish(number, found)
+            self.publish(number, found)
         self._write_state(self._read_state()._replace(reindex=False))
+
+    def publish(self, number: int, found: list[tuple[bytes, Entry]]) -> int:
+        """Index records that were found in a segment; how many were new. Of a cleared one: none."""
+        with contextlib.suppress(SegmentGoneError):
+            return self.index.publish(number, found)
+        return 0
 
     # -- closing
 

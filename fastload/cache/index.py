@@ -182,6 +182,10 @@ class Index:
             held = [key for key, value in bad if txn.get(key, db=self._entries) == value]
             return sum(txn.delete(key, db=self._entries) for key in held)
 
+    def unreserve(self, nbytes: int) -> None:
+        """Give back room that was reserved, and in which nothing was written."""
+        self.remove_segments([], nbytes)
+
     def remove_segments(self, numbers: Sequence[int], freed: int) -> None:
         with self._write() as txn:
             for number in numbers:

@@ -188,8 +188,9 @@ def _recover(directory: Directory, report: Report) -> None:
             reader.read(key, entry)
         except (CorruptRecordError, OSError):
             continue
-        report.recovered_entries += directory.index.publish(number, [(key, entry)])
-        report.bytes += record_size(entry.length)
+        if directory.publish(number, [(key, entry)]):
+            report.recovered_entries += 1
+            report.bytes += record_size(entry.length)
     report.entries += report.recovered_entries
 
 

@@ -3,8 +3,9 @@
     put ──▶ queue (bounded in bytes; full: drop) ──▶ reserve room ──▶ append bytes ──▶ publish entries
 
 Records go out in batches: one reservation, one pwritev and one publish each, because every call that lets
-go of the GIL may wait 5 ms to get it back from a busy trainer. An error ends the writer and stays in `error`;
-the cache then passes through.
+go of the GIL may wait 5 ms to get it back from a busy trainer. A full disk costs some seconds of batches: by
+then, the file of another program may be gone. Any other error ends the writer and stays in `error`; the cache
+then passes through.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import lmdb
+
 from fastload.cache.index import Index, SegmentGoneError
 from fastload.cache.inflight import InflightLocks
 from fastload.cache.segment import Entry, SegmentWriter, new_segment_name, record_size
@@ -26,6 +29,8 @@ __all__ = ["Writer"]
 SEGMENT_BYTES = 1 << 30
 # Left free on the disk, for the LMDB file and for other users: 1 % of it, at most this.
 RESERVE_BYTES = 256 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL_SECONDS = 10.0  # that a full disk is left alone
 
 
 class Writer:
@@ -48,6 +53,8 @@ class Writer:
         self._queue = WriteQueue()
         self._segment: SegmentWriter | None = None
         self._number = -1
+        self._full: BaseException | None = None
+        self._full_since = 0.0
         self._stopping = threading.Event()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -63,12 +70,19 @@ class Writer:
         return self._queue.error
 
     @property
+    def full(self) -> BaseException | None:
+        """The words of a disk that was full some seconds ago, or None."""
+        return self._full if time.monotonic() - self._full_since < FULL_SECONDS else None
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes on disk of the records that are not yet written."""
         return self._queue.nbytes
 
     def put(self, item: Item, wait: float = 0.0) -> bool:
         """Queue a record. False when it was dropped: full for `wait` seconds, failed or closed."""
+        if self.full is not None:
+            return False
         self._start()
         return self._queue.put(item, wait)
 
@@ -123,8 +137,15 @@ class Writer:
                 self._first_job(self._stopping)
                 self._queue.finish([], 1)
             while (batch := self._queue.take()) is not None:
-                self._store(batch.items, batch.drops)
-                self._unlock(batch.items)
+                try:
+                    self._store(batch.items, batch.drops)
+                except (OSError, lmdb.DiskError) as error:
+                    if isinstance(error, OSError) and error.errno not in FULL:
+                        raise
+                    self._full_since, self._full = time.monotonic(), error
+                    self._lose(batch.items)
+                else:
+                    self._unlock(batch.items)
                 self._queue.finish(batch.items, len(batch.items) + len(batch.drops))
         except BaseException as error:  # reported by the cache at its next call
             self._fail(error, batch.items if batch is not None else [])
@@ -174,7 +195,11 @@ class Writer:
     def _append(self, items: list[Item]) -> None:
         assert self._segment is not None
         records = [(item.key, item.payload, item.checksum) for item in items]
-        entries = self._segment.append(self._number, records)
+        try:
+            entries = self._segment.append(self._number, records)
+        except OSError:  # the segment ends where it ended before
+            self._index.unreserve(sum(record_size(len(item.payload)) for item in items))
+            raise
         # Bytes first, index after: an entry never promises what a kill could have prevented.
         self._index.publish(self._number, [(i.key, e) for i, e in zip(items, entries, strict=True)])
         if self._segment.is_unlinked() and self._index.has_segment(self._number):

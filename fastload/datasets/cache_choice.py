@@ -21,17 +21,20 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch.utils.data import get_worker_info
+
 from fastload.cache import Cache
 from fastload.cache.disk import known_disk, memory_for_pages
 from fastload.cache.keys import Mode
 from fastload.datasets.cache_forecast import RECORD_OVERHEAD, Room, room_in, speaks
+from fastload.distributed.launcher import local_ranks
 from fastload.errors import CacheError, DecodeError
 from fastload.images import dct
 from fastload.images.decode import decode_image
 from fastload.metrics.cores import usable_cores
 from fastload.metrics.units import format_size
 
-__all__ = ["AutoChoice", "Choice", "Costs", "choose"]
+__all__ = ["AutoChoice", "Choice", "Costs", "choose", "to_kept_dct"]
 
 _log = logging.getLogger("fastload")
 
@@ -52,7 +55,8 @@ class Costs(NamedTuple):
         raw_seconds, dct_seconds: of a core, to decode a sample.
         missing: the share of the samples that the cache does not have.
         left: bytes of room for them.
-        cores, memory: of the machine; bytes that can hold pages.
+        cores: of the machine, that decode.
+        memory: of the machine; bytes that can hold pages.
         disk: its speed, bytes a second; called where it counts. None: not known.
     """
 
@@ -127,7 +131,7 @@ class AutoChoice:
     def keep(self, image: Any) -> Any:
         """The bytes of an image -> what the cache keeps of it."""
         if self._chosen is not None:
-            return dct.to_dct(image) if self._chosen == "dct" else image
+            return to_kept_dct(image, self._cache) if self._chosen == "dct" else image
         self._announce()
         record = dct.to_dct(image)
         if self._raw_seconds < _MEASURING:
@@ -184,7 +188,7 @@ class AutoChoice:
                 dct_seconds=self._dct_seconds / timed,
                 missing=missing,
                 left=room.left,
-                cores=usable_cores(),
+                cores=_cores(),
                 memory=memory_for_pages(),
                 disk=self._disk_speed,
             )
@@ -236,6 +240,17 @@ def _outlook(nbytes: int, missing: float, room: Room) -> tuple[bool, str]:
         "samples will be kept, the others come from the store in every epoch. mode='shrunk' takes less; or "
         "give the cache more room"
     )
+
+
+def to_kept_dct(image: Any, cache: Cache) -> Any:
+    """The "dct" record of an image, of the same pixels; where the cache would not keep it, the image itself."""
+    return dct.to_dct(image) if cache.keeps(memoryview(image).nbytes) else image
+
+
+def _cores() -> float:
+    """The cores that decode for the ranks of this node: not more than their workers."""
+    worker = get_worker_info()
+    return min(usable_cores(), local_ranks() * (1 if worker is None else worker.num_workers))
 
 
 def _seconds(image: Any) -> float:

@@ -29,7 +29,7 @@ import numpy as np
 
 from fastload.cache import Cache
 from fastload.cache.keys import Mode
-from fastload.datasets.cache_choice import AutoChoice
+from fastload.datasets.cache_choice import AutoChoice, to_kept_dct
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
@@ -77,6 +77,7 @@ class PrepareStep:
         layout: tuple[str, ...] = (),
     ) -> None:
         check_fingerprint(fingerprint)
+        self._cache = cache
         self.mode: Mode = "raw" if cache is None else cache.mode
         if self.mode in ("dct", "auto") and (self.mode not in images or not dct.available()):
             self.mode = "raw"
@@ -89,7 +90,7 @@ class PrepareStep:
 
     def __fingerprint__(self) -> dict[str, Any]:
         """What samples depend on: the same for all modes that lose nothing. See `datasets.fingerprint`."""
-        state = {name: value for name, value in vars(self).items() if name != "choice"}
+        state = {name: value for name, value in vars(self).items() if name not in ("choice", "_cache")}
         return state | ({"mode": "raw", "key": ()} if self.mode in LOSSLESS else {})
 
     @property
@@ -198,7 +199,8 @@ class PrepareStep:
         if self.mode in ("dct", "auto"):
             if is_pixels(image):  # of a format that stores them
                 return image
-            return dct.to_dct(image) if self.choice is None else self.choice.get().keep(image)
+            assert self._cache is not None
+            return to_kept_dct(image, self._cache) if self.choice is None else self.choice.get().keep(image)
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
         smaller = open_smaller(image, self._short_side)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fastload.cache import Cache
+from fastload.cache import Cache, writer
+from fastload.cache.segment import record_size
 from fastload.errors import CacheError
 from tests.cachedata import fill, in_child, marker, payload_of
 from tests.patience import PATIENCE
@@ -69,6 +70,31 @@ def test_full_disk(tmp_path: Path) -> None:
                 assert again.read(key) in (payload, None)
                 again.write(key, payload)
             again.close()
+
+
+@pytest.mark.root
+@needs_root
+def test_filling_goes_on_when_a_full_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program's checkpoint fills the disk for a moment."""
+    with tmpfs(tmp_path / "small", "20m") as disk:
+        cache = Cache(disk / "c")
+        first = fill(cache, 3)
+        fill_up(disk)
+        key, payload = cache.key("lost"), payload_of("lost", 100_000)
+        with pytest.warns(RuntimeWarning, match="filled again when there is room") as caught:
+            assert cache.write(key, payload) and not cache.flush(30)
+            assert not cache.write(key, payload), "the disk is left alone for some seconds"
+        assert len(caught) == 1 and cache.counters["cache.dropped"] == 2
+        used = cache.open_or_raise().index.used_bytes()
+        (disk / "other").unlink()
+        monkeypatch.setattr(writer, "FULL_SECONDS", 0.0)
+        assert cache.write(key, payload) and cache.flush(30)
+        assert cache.read(key) == payload
+        assert cache.open_or_raise().index.used_bytes() == used + record_size(len(payload))
+        assert all(cache.read(one) == content for one, content in first.items())
+        cache.close()
 
 
 MAKES_A_CACHE = """

@@ -178,6 +178,39 @@ def test_forecast_of_bytes_is_right_within_5_percent(
     assert choice.mode == mode and choice.bytes == pytest.approx(filled.cache.info()["bytes"], rel=0.05)
 
 
+@pytest.mark.parametrize(("ranks", "cores"), [(1, 1), (3, 3), (100, 64)])
+def test_cores_that_decode_are_those_of_the_workers(
+    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int
+) -> None:
+    dct_is(0.3)
+    made: list[Costs] = []
+    monkeypatch.setattr(cache_choice, "choose", lambda costs: made.append(costs) or choose(costs))
+    monkeypatch.setattr(cache_choice, "usable_cores", lambda: 64)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    epoch(folder(tmp_path / "cache"))
+    assert made[0].cores == cores
+
+
+@pytest.mark.parametrize("mode", ["dct", "auto"])
+def test_a_full_cache_gets_no_records_made(
+    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    dct_is(0.3)
+    made = []
+    monkeypatch.setattr(dct, "to_dct", lambda image, to_dct=dct.to_dct: made.append(1) or to_dct(image))
+    # The choice of mode "auto" is as if all had fitted when it was made.
+    monkeypatch.setattr(cache_choice, "choose", lambda costs: choose(costs._replace(left=1 << 40)))
+    expected, _ = epoch(folder(None))
+    dataset = folder(Cache(tmp_path / "cache", mode, size_limit="100kB"))
+    for _ in range(2):
+        made.clear()
+        images, counters = epoch(dataset)
+        assert torch.equal(images, expected)
+    few = dataset.cache.info()["entries"]
+    assert 0 < few < 8 and counters["cache.dropped"] == N - few
+    assert not made
+
+
 def test_what_does_not_fit_is_a_warning(
     folder: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, dct_is: Any
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from fastload.cache import Cache
 from fastload.cache import directory as directory_module
 from fastload.cache import writer as writer_module
+from fastload.cache.directory import Directory
 from fastload.errors import CacheError
 from tests.cachedata import fill, segments
 
@@ -168,3 +169,32 @@ def test_index_symlink_is_refused(open_cache: Callable[..., Cache], tmp_path: Pa
     data.symlink_to(tmp_path / "elsewhere")
     with pytest.warns(RuntimeWarning, match="not a regular file"):
         assert cache.read(cache.key("k0")) is None
+
+
+@pytest.mark.parametrize("again", ["reindex", "check"])
+def test_a_cache_cleared_while_its_records_are_indexed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """Another process clears it meanwhile."""
+    cache = Cache(tmp_path / "c")
+    fill(cache, 5)
+    cache.close()
+    for file in (tmp_path / "c" / "v1" / "index").iterdir():
+        file.unlink()
+    found = Directory.unindexed
+
+    def cleared(self: Directory) -> Any:
+        records = list(found(self))
+        self.index.clear()
+        return records
+
+    if again == "check":
+        monkeypatch.setattr(Directory, "_reindex", lambda self, stopping: None)
+    monkeypatch.setattr(Directory, "unindexed", cleared)
+    cache = Cache(tmp_path / "c")
+    if again == "check":
+        assert cache.check(fix=True).recovered_entries == 0
+    content = fill(cache, 5)
+    assert all(cache.read(key) == payload for key, payload in content.items())
+    assert cache.info()["entries"] == 5
+    cache.close()
