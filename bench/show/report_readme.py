@@ -9,11 +9,12 @@ from bench.show import charts
 from bench.show.figures import MAIN, best_other, find, is_ours, median, number, percent, rows_of, share, table
 from fastload.errors import DOCS
 
-__all__ = ["DOCS", "SOURCE", "markdown"]
+__all__ = ["DOCS", "RAW", "SOURCE", "markdown"]
 
 # PyPI shows the README too, so its links are absolute. Its pictures are not: every checkout shows them.
 SOURCE = "https://github.com/torch-fastload/torch-fastload/blob/main/"
-PAGE, PICTURES = f"{DOCS}benchmarks.html", RESULTS.relative_to(ROOT)
+RAW = "https://raw.githubusercontent.com/torch-fastload/torch-fastload/main/"  # PyPI shows the README too
+PAGE, PICTURES = f"{DOCS}benchmarks.html", f"{RAW}{RESULTS.relative_to(ROOT)}"
 # What the table's last column is a share of.
 LIMIT = (
     "The machine's limit is bare GETs in parallel for first epochs,\n"

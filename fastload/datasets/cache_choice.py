@@ -243,7 +243,7 @@ def _outlook(nbytes: int, missing: float, room: Room) -> tuple[bool, str]:
 
 
 def to_kept_dct(image: Any, cache: Cache) -> Any:
-    """The "dct" record of an image, of the same pixels; where the cache would not keep it, the image itself."""
+    """The "dct" record of an image; the image itself, of the same pixels, where none would be kept."""
     return dct.to_dct(image) if cache.keeps(memoryview(image).nbytes) else image
 
 

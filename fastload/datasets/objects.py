@@ -28,11 +28,11 @@ from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
-from fastload.store import open_store
 from fastload.store.allowance import Allowance
 from fastload.store.base import Store
 from fastload.store.keyed_listing import Keys, as_keys
 from fastload.store.manifest import Manifest
+from fastload.store.open import checked_options, open_store
 
 __all__ = ["ObjectDataset"]
 
@@ -100,7 +100,7 @@ class ObjectDataset(StoreDataset):
         kept_in = as_cache(cache)
         self._step = PrepareStep(kept_in, decode, fingerprint, images=self._known_images(transform))
         self._step.check_transform(transform)
-        self._store = open_store(url, **(storage_options or {}))
+        self._store = open_store(url, **checked_options(storage_options))
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
                 f"cache {kept_in.path!r} lies within {url!r}, and its files would be read as samples: "

@@ -7,6 +7,7 @@ indexed yet. `wrappers` finds these in datasets that wrap others.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +16,7 @@ import torch
 
 from fastload.errors import ArgumentError
 from fastload.metrics.counters import Counters
+from fastload.store.translate import redacted
 
 __all__ = [
     "Allocate",
@@ -209,7 +211,10 @@ def _written_together(method: Any, other: Any) -> bool:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise `ArgumentError` for a class where one of its instances is meant."""
+    """Raise `ArgumentError` for a class in place of its instance, and for the place of the data."""
+    if isinstance(dataset, str | os.PathLike):
+        place = redacted(os.fspath(dataset))
+        raise ArgumentError(f"dataset is {place!r}: make a dataset of it first, as in ImageFolder({place!r})")
     if isinstance(dataset, type) and not hasattr(type(dataset), "__getitem__"):
         raise ArgumentError(
             f"dataset is the class {dataset.__name__}: make an instance of it first, as in "

@@ -111,6 +111,11 @@ class TableDataset(FieldsDataset):
         on_change: str = "error",
     ) -> None:
         check_on_change(on_change)
+        if not isinstance(url, str | os.PathLike):
+            raise ArgumentError(
+                f"url must be a str or pathlib.Path, found {url!r}: the order is "
+                "TableDataset(table, fields, url=URL)"
+            )
         super().__init__(os.fspath(url), None)
         self.fields = fields
         self.on_change = on_change

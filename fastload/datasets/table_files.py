@@ -356,6 +356,8 @@ def _check_columns(names: Sequence[str], wanted: Sequence[str], what: str) -> No
 
 
 def _listed(names: Sequence[str], wanted: str) -> str:
+    if len(names) == 1 and (separator := next((one for one in ";\t|" if one in names[0]), "")):
+        return f"one column, {names[0]!r}: write the file with ',' in place of {separator!r}"
     shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
     near = difflib.get_close_matches(wanted, names, 1)
     return f"{shown or 'none'}{f': did you mean {near[0]!r}?' if near else ''}"

@@ -112,7 +112,10 @@ class watch:  # a verb for users, who write it like a function
         name: str = "",
     ) -> None:
         if not hasattr(loader, "loader_context"):
-            raise ArgumentError(f"loader must be a fastload.DataLoader, found {type(loader).__name__}")
+            kind = type(loader)
+            raise ArgumentError(
+                f"loader must be a fastload.DataLoader, found {kind.__module__}.{kind.__qualname__}"
+            )
         if interval is not None and not interval > 0:
             raise ArgumentError(f"interval must be a number of seconds above 0, found {interval!r}")
         if not isinstance(name, str):

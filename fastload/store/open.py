@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from fastload.errors import ArgumentError
@@ -17,11 +18,16 @@ from fastload.store.base import Reading, Store
 from fastload.store.local import LocalStore
 from fastload.store.translate import public_url, redacted
 
-__all__ = ["limited_together", "open_store"]
+__all__ = ["checked_options", "limited_together", "open_store"]
 
 # fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
 _CHAIN = re.compile(
     r"^[a-z0-9_+.-]+::|::[a-z0-9_+.-]+://|^(?:zip|tar|libarchive|reference|dir)://.*::", re.IGNORECASE
+)
+# Pages that people copy from their browser.
+_CONSOLE = re.compile(
+    r"https?://(?:[^/]*\.)?console\.(?P<of>aws\.amazon|cloud\.google)\.[^/]+/"
+    r"(?:s3/(?:buckets|object)|storage/browser)/(?P<key>[^?#;]+)"
 )
 _PARAMETER = re.compile(r";[^/]*=")
 _CACHING = ("simplecache", "filecache", "blockcache", "cached")
@@ -92,9 +98,25 @@ def _reading(options: dict[str, Any]) -> Reading:
     return Reading(most, hedge, inflated)
 
 
+def checked_options(storage_options: Any) -> dict[str, Any]:
+    """A copy of the `storage_options` of a dataset.
+
+    Raises:
+        ArgumentError: they are no dict.
+    """
+    if storage_options is None:
+        return {}
+    if not isinstance(storage_options, Mapping):
+        raise ArgumentError(
+            "storage_options must be a dict, as in {'endpoint_url': 'http://localhost:9000'}, found "
+            f"{redacted(reprlib.repr(storage_options))}"
+        )
+    return dict(storage_options)
+
+
 def limited_together(options: dict[str, Any] | None) -> dict[str, Any]:
     """The same options, with which all stores that a dataset opens count together, against one limit."""
-    copy = dict(options or {})
+    copy = checked_options(options)
     allowance = _allowance(copy)
     return {**copy, "max_gets": allowance}
 
@@ -117,6 +139,7 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
         raise ArgumentError(_chained(url))
     if not separator or protocol in ("file", "local"):
         return _open_local(url, rest if separator else url, storage_options)
+    _refuse_console(url)
     _refuse_query(url, protocol)
     need_linux()
     from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
@@ -129,6 +152,13 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
     if protocol in NATIVE_PROTOCOLS:
         return NativeStore(url, storage_options)
     return _open_fsspec(url, protocol, storage_options)
+
+
+def _refuse_console(url: str) -> None:
+    """Raise `ArgumentError` for a page of a cloud's console."""
+    if found := _CONSOLE.match(url):
+        meant = ("s3://" if found["of"].startswith("aws") else "gs://") + found["key"].rstrip("/")
+        raise ArgumentError(f"url {public_url(url)!r} is a page of the console: give {meant!r}")
 
 
 def _refuse_query(url: str, protocol: str) -> None:

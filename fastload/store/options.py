@@ -60,6 +60,7 @@ _AZURE_NATIVE = (
 # Spellings of other clients. The value is the obstore name.
 _S3_NAMES = {"key": "access_key_id", "secret": "secret_access_key", "token": "session_token"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+_SPELLED = {"region_name": "region"}  # by boto
 _SECRET_WORDS = ("secret", "token", "key", "password", "sas", "credential")
 # What a file may say of a place, and `options_from_file` takes from it. No secret is among these, and nothing
 # that chooses whose credentials are used, where they are sent, how the server is verified, or who pays.
@@ -302,7 +303,7 @@ def _known(
 ) -> dict[str, Any]:
     for name in options:
         if name not in own and name not in native:
-            near = difflib.get_close_matches(name, own + native, 1)
+            near = [_SPELLED[name]] if name in _SPELLED else difflib.get_close_matches(name, own + native, 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             known = ", ".join(own) or "none"
             raise ArgumentError(

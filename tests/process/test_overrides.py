@@ -490,6 +490,11 @@ def test_functions_beside_a_fused_transform_are_seeded_sample_by_sample(
     ("make", "words"),
     [
         (lambda url: DataLoader(ImageFolder), r"dataset is the class ImageFolder: .*ImageFolder\(\.\.\.\)"),
+        (
+            lambda url: DataLoader("s3://b/train"),
+            r"make a dataset of it first, as in ImageFolder\('s3://b/train'",
+        ),
+        (lambda url: ImageFolder(url, storage_options="http://x"), "storage_options must be a dict"),
         (lambda url: DataLoader(TensorDataset), "dataset is the class TensorDataset"),
         (lambda url: fastload.cached(ImageFolder, url), "dataset is the class ImageFolder"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.show.report_readme import DOCS, SOURCE
+from bench.show.report_readme import DOCS, RAW, SOURCE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -19,7 +19,7 @@ def test_the_readme_is_one_screen() -> None:
 
 def test_links_of_the_readme_are_absolute() -> None:
     """PyPI shows it too, where relative addresses lead nowhere."""
-    assert [address for address in LINKS if not address.startswith("https://")] == []
+    assert [address for address in LINKS + PICTURES if not address.startswith("https://")] == []
 
 
 def test_addresses_are_those_of_the_project() -> None:
@@ -31,7 +31,7 @@ def test_addresses_are_those_of_the_project() -> None:
 
 def test_pages_and_pictures_of_the_readme_are_there() -> None:
     assert PICTURES, "the README shows a chart"
-    missing = [path for path in PICTURES if not (ROOT / path).is_file()]
+    missing = [url for url in PICTURES if not (ROOT / url.removeprefix(RAW)).is_file()]
     for address in LINKS:
         if address.startswith(DOCS):
             name = address.removeprefix(DOCS).partition("#")[0].replace(".html", ".md") or "index.md"

@@ -583,6 +583,12 @@ def test_dataset_that_made_batches_can_be_sent_to_a_worker(table: Any) -> None:
         ((IMAGE, "label"), {"transform": {"label": CenterCrop(8)}}, r"takes an image: write File\('label'\)"),
         (File("score"), {}, "column 'score' of the table is double, and File needs keys"),
         ((IMAGE,), {"on_change": "ignore"}, "on_change must be"),
+        ("label", {"url": ("a", "b")}, r"the order is TableDataset\(table, fields, url=URL\)"),
+        (
+            (IMAGE,),
+            {"storage_options": "http://localhost"},
+            "storage_options must be a dict, .*'http://localhost'",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(table: Any, fields: Any, options: Any, message: str) -> None:
@@ -644,7 +650,7 @@ def test_tables_without_good_values_are_refused(rows: Any, message: str) -> None
         ("t.csv", b"label\n", "the table has no rows"),
         ("t.csv", b"label\ncaf\xe9\n", "is not in UTF-8"),
         ("t.csv", b"label\n18446744073709551615\n1\n", "whole numbers that int64 cannot hold"),
-        ("t.csv", b"a;label\n1;2\n", "has 'a;label'"),
+        ("t.csv", b"a;label\n1;2\n", "has one column, 'a;label': write the file with ','"),
     ],
 )
 def test_files_that_are_no_such_table_are_refused(
