@@ -11,6 +11,7 @@ from fastload.cache.directory import DAMAGED, Directory
 from fastload.cache.registry import abandon, acquire, release
 from fastload.errors import CacheError, address
 from fastload.metrics.counters import Counters
+from fastload.store.process import speaks
 
 __all__ = ["Access"]
 
@@ -45,6 +46,8 @@ class Access:
             try:
                 self._directory = acquire(self._path, self)
             except (OSError, lmdb.Error) as error:
+                # All workers of a loader find the same: one of them says it.
+                self._warned |= not speaks()
                 self.report(error)
             self._tried = True
         return self._directory
@@ -52,6 +55,11 @@ class Access:
     @property
     def is_open(self) -> bool:
         return self._directory is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the directory cannot be opened, or not be written any more."""
+        return self._writer_failed or (self._tried and self._directory is None)
 
     def open_or_raise(self) -> Directory:
         """The directory, with all that was written before in it.

@@ -392,6 +392,12 @@ class Cache:
         access = self._access.peek()
         return access is not None and access.is_open
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this process passes through: it found no way to open the directory, or to write to it."""
+        access = self._access.peek()
+        return access is not None and access.has_failed
+
     # -- for people and for `fastload cache`: unlike reads and writes, these raise
 
     def open_or_raise(self) -> Directory:

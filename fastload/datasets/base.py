@@ -31,7 +31,7 @@ from fastload.store.process import ProcessLocal
 
 __all__ = ["SOME", "StoreDataset", "check_function", "check_on_change"]
 
-SOME = 16  # records that stand for all
+SOME = 256  # records that stand for all
 
 # Samples decoded by one call of the kernel. While others are still on their way: few enough that decoding
 # starts meanwhile. Of those that are here, as many as stay in the processor's caches: decoding seems to throw

@@ -26,13 +26,14 @@ from torch.utils.data import get_worker_info
 from fastload.cache import Cache
 from fastload.cache.disk import known_disk, memory_for_pages
 from fastload.cache.keys import Mode
-from fastload.datasets.cache_forecast import RECORD_OVERHEAD, Room, room_in, speaks
+from fastload.datasets.cache_forecast import RECORD_OVERHEAD, Room, room_in
 from fastload.distributed.launcher import local_ranks
 from fastload.errors import CacheError, DecodeError
 from fastload.images import dct
 from fastload.images.decode import decode_image
 from fastload.metrics.cores import usable_cores
 from fastload.metrics.units import format_size
+from fastload.store.process import speaks
 
 __all__ = ["AutoChoice", "Choice", "Costs", "choose", "to_kept_dct"]
 
@@ -164,8 +165,10 @@ class AutoChoice:
 
     def _choose(self) -> None:
         try:
-            choice = self._decide()
-        except (CacheError, OSError):  # the cache says itself what is wrong with it, once
+            choice = None if self._cache.has_failed else self._decide()
+        except (CacheError, OSError):
+            choice = None
+        if choice is None:  # the cache says itself what is wrong with it, once
             self._chosen = "raw"
             return
         self._chosen = choice.mode
@@ -175,7 +178,8 @@ class AutoChoice:
             self._cache.counters.add("cache.chose_raw")
 
     def _decide(self) -> Choice:
-        timed, missing, room = max(1, self._images - 1), 1 - self._share_kept(), room_in(self._cache)
+        timed, room = max(1, self._images - 1), room_in(self._cache)
+        missing = 1 - self._share_kept()  # after room_in, which waits for what is being written
         overhead = _TRIED * RECORD_OVERHEAD
         raw_bytes, dct_bytes = self._raw_bytes + overhead, self._dct_bytes + overhead
         samples = self._total_bytes * _TRIED / max(1, self._raw_bytes)
@@ -212,7 +216,7 @@ class AutoChoice:
     def _announce(self) -> None:
         with self._lock:
             said, self._said = self._said, True
-        if said or not speaks():
+        if said or self._cache.has_failed or not speaks():
             return
         try:
             room = room_in(self._cache)

@@ -15,17 +15,17 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import get_worker_info
-
 from fastload.cache import Cache
 from fastload.cache.keys import Mode
 from fastload.errors import CacheError
 from fastload.metrics.units import format_size
 from fastload.store.files import nearest_existing
+from fastload.store.process import speaks
 
-__all__ = ["RECORD_OVERHEAD", "Forecast", "Forecaster", "Room", "room_in", "speaks"]
+__all__ = ["RECORD_OVERHEAD", "Forecast", "Forecaster", "Room", "room_in"]
 
-_PROBE = 16
+_PROBE = 16  # samples whose sizes stand for all
+_SOME = 256  # samples that tell the share of those that the cache has
 RECORD_OVERHEAD = 96  # bytes: a header, and padding to a multiple of 64
 _log = logging.getLogger("fastload")
 
@@ -58,12 +58,6 @@ def room_in(cache: Cache) -> Room:
         return Room(free, free, words)
     left = min(free, max(0, cache.size_limit - cache.info()["bytes"]))
     return Room(left, free, f"{words} within size_limit={format_size(cache.size_limit)}")
-
-
-def speaks() -> bool:
-    """Whether this process speaks for all workers of its loader."""
-    worker = get_worker_info()
-    return worker is None or worker.id == 0
 
 
 class Forecast(NamedTuple):
@@ -158,8 +152,8 @@ class Forecaster:
         return Forecast(per_sample, int(per_sample * n), needed, free, cache.size_limit, fits, words)
 
     def _announce(self, sizes: Sequence[int], read: int) -> None:
-        if self._cache.counters["cache.failures"]:
-            return  # as below: it cannot be opened, and has said so already
+        if self._cache.has_failed:
+            return  # as below
         try:
             found = self.forecast(sizes, read)
         except (CacheError, OSError):
@@ -168,7 +162,7 @@ class Forecaster:
 
     def _missing(self) -> float:
         """The share of the samples that the cache does not have, estimated from a few: the same each time."""
-        some = random.Random(0).sample(range(self._count), min(_PROBE, self._count))
+        some = random.Random(0).sample(range(self._count), min(_SOME, self._count))
         return sum(not self._contains(index) for index in some) / len(some)
 
 

@@ -13,11 +13,12 @@ hooks of their own:
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ProcessLocal"]
+__all__ = ["ProcessLocal", "speaks"]
 
 T = TypeVar("T")
 
@@ -87,3 +88,10 @@ def _count_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_count_fork)
+
+
+def speaks() -> bool:
+    """Whether this process speaks for all workers of its loader."""
+    torch_data = sys.modules.get("torch.utils.data")  # else this is no worker
+    worker = torch_data.get_worker_info() if torch_data is not None else None
+    return worker is None or worker.id == 0

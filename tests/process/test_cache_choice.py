@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from fastload.datasets.cache_choice import Costs, choose
 from fastload.demo.photos import make_dataset
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images import dct
+from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import FEATURES, jpeg, shard
 
@@ -218,8 +221,30 @@ def test_what_does_not_fit_is_a_warning(
     dataset = folder(Cache(tmp_path / "cache", size_limit="200kB"))
     with caplog.at_level(logging.WARNING, "fastload"):
         epoch(dataset)
-    [said] = caplog.records
-    assert "'raw' is chosen" in said.message and "of the samples will be kept" in said.message
+        kept = dataset.cache.info()["entries"]
+        dataset.close()
+        epoch(folder(Cache(tmp_path / "cache", size_limit="200kB")))
+    shares = [f": about {kept / N:.0%} of the samples will be kept" in one.message for one in caplog.records]
+    assert kept and shares == [True, True], caplog.text
+    assert all("'raw' is chosen" in one.message for one in caplog.records)
+
+
+BROKEN = """
+import logging, fastload
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    dataset = fastload.ImageFolder(PHOTOS, fastload.CenterCrop(16), cache="/proc/cache")
+    for _ in fastload.DataLoader(dataset, 8, num_workers=2):
+        pass
+"""
+
+
+def test_one_worker_says_that_the_cache_fails(photos: Path) -> None:
+    script = BROKEN.replace("PHOTOS", repr(str(photos)))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("passes through its cache /proc/cache") == 1
+    assert "mode 'auto'" not in done.stderr, "nothing will be kept"
 
 
 def test_workers_choose_for_themselves_and_one_of_them_speaks(

@@ -127,7 +127,7 @@ class Gate:
 
 
 def test_arguments() -> None:
-    with pytest.raises(ArgumentError, match="found torch.utils.data.dataloader.DataLoader"):
+    with pytest.raises(ArgumentError, match=r"found torch\.utils\.data\.dataloader\.DataLoader"):
         fastload.watch(torch.utils.data.DataLoader(Numbers(4)))  # type: ignore[arg-type]
     loader = DataLoader(Numbers(4))
     with pytest.raises(ArgumentError, match="interval"):
