@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["printable"]
+import logging
+import warnings
+
+__all__ = ["printable", "warn"]
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -22,3 +25,11 @@ def printable(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn of what training goes on with: a RuntimeWarning; under `-W error` a line of the log."""
+    try:
+        warnings.warn(printable(text), RuntimeWarning, stacklevel + 1)
+    except RuntimeWarning:
+        logging.getLogger("fastload").warning("%s", printable(text))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-
 import lmdb
 
 from fastload.cache.directory import DAMAGED, Directory
 from fastload.cache.registry import abandon, acquire, release
 from fastload.errors import CacheError, address
 from fastload.metrics.counters import Counters
+from fastload.printable import warn
 from fastload.store.process import speaks
 
 __all__ = ["Access"]
@@ -141,11 +139,3 @@ class Access:
         if not self._writer_failed:
             self._writer_failed = True
             self.report(error)
-
-
-def warn(text: str, stacklevel: int) -> None:
-    """A RuntimeWarning; under `-W error` a line of the log, because training goes on all the same."""
-    try:
-        warnings.warn(text, RuntimeWarning, stacklevel)
-    except RuntimeWarning:
-        logging.getLogger("fastload").warning(text)

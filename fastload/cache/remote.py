@@ -31,13 +31,13 @@ from multiprocessing import util as mp_util
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from fastload.cache.access import warn
 from fastload.cache.cache import Cache
 from fastload.cache.directory import FOLDER, PULLING
 from fastload.cache.remote_work import Job
 from fastload.errors import address
 from fastload.metrics.counters import Counters
 from fastload.metrics.platform import memory_file
+from fastload.printable import warn
 from fastload.store import Store
 from fastload.store.process import ProcessLocal
 

@@ -26,8 +26,9 @@ from torch.utils.dlpack import from_dlpack
 
 from fastload.distributed import cores_of_rank, local_ranks
 from fastload.errors import ArgumentError, FastloadError
-from fastload.gpu.decoders import BadSamples, BaseDecoder
+from fastload.gpu.decoders import BaseDecoder
 from fastload.images.encoded import EncodedImages, render_rows, repeat_rows, to_device
+from fastload.metrics.bad_samples import BadSamples
 from fastload.metrics.cores import usable_cores
 from fastload.metrics.counters import Counters
 

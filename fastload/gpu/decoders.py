@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from fastload.images.encoded import EncodedImages, decode_by_kernel
+from fastload.metrics.bad_samples import BadSamples
 from fastload.metrics.counters import Counters
 
-__all__ = ["BadSamples", "BaseDecoder", "ImageDecoder", "exact_float32", "finish_decoding", "start_decoding"]
-
-
-class BadSamples(Protocol):
-    """A list or deque that takes (key, error) of images that no decoder could decode."""
-
-    def extend(self, images: Iterable[tuple[str, str]], /) -> None: ...
+__all__ = ["BaseDecoder", "ImageDecoder", "exact_float32", "finish_decoding", "start_decoding"]
 
 
 class ImageDecoder(Protocol):

@@ -20,9 +20,10 @@ import torch
 from fastload.datasets.wrappers import as_encoded_rows
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
-from fastload.gpu.decoders import BadSamples, ImageDecoder, finish_decoding, start_decoding
+from fastload.gpu.decoders import ImageDecoder, finish_decoding, start_decoding
 from fastload.gpu.torch_dct import TorchDctDecoder
 from fastload.images.encoded import EncodedImages
+from fastload.metrics.bad_samples import BadSamples
 from fastload.metrics.counters import Counters
 
 __all__ = ["Decoding", "check_decode"]

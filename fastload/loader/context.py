@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from fastload.loader.left_out import LeftOut
 from fastload.loader.log_writer import LogWriter
 from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderState
+from fastload.metrics.bad_samples import BadSamples
 from fastload.metrics.counters import Counters
 from fastload.metrics.epoch import Meter
 from fastload.store.allowance import Allowance, Asked
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LoaderContext"]
 
-_BAD_SAMPLES_KEPT = 1000
-
 
 @dataclass
 class LoaderContext:
@@ -36,7 +34,7 @@ class LoaderContext:
         counters: of all epochs.
         memory: of the worker processes, under `memory_limit`.
         meter: the epoch that runs, or the last one.
-        bad: (key, error) of the last samples that could not be read or decoded.
+        bad: samples that could not be read or decoded.
         position: how much was handed out.
         history: what the orders of past epochs were made from.
         left_out: samples and steps.
@@ -49,7 +47,7 @@ class LoaderContext:
     """
 
     counters: Counters = field(default_factory=Counters)
-    bad: deque[tuple[str, str]] = field(default_factory=lambda: deque(maxlen=_BAD_SAMPLES_KEPT))
+    bad: BadSamples = field(default_factory=BadSamples)
     position: LoaderState = field(default_factory=LoaderState)
     history: History = field(default_factory=History)
     left_out: LeftOut = field(default_factory=LeftOut)
@@ -67,6 +65,7 @@ class LoaderContext:
 
     def start_epoch(self, loader: Any) -> None:
         """An iteration of the loader begins."""
+        self.bad.start_epoch()
         self.find_allowances(loader.dataset)
         rank, world_size = find_part(loader)
         self.digest.rank, self.digest.world_size = rank, world_size

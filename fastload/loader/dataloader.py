@@ -350,7 +350,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             "autoscale": "" if context.autoscaler is None else context.autoscaler.sentence(),
             "limit": find_bottleneck(epoch),
             "verdict": explain_bottleneck(epoch, gauges),
-            "bad": list(context.bad.copy()),
+            "bad": list(context.bad.last.copy()),
             "memory": context.memory.stats(),
             "limits": context.limits(),
             "decode": {"decoder": "cpu"} if context.decoding is None else context.decoding.stats(),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fastload.metrics.bad_samples import FEW
+
 __all__ = ["BOTTLENECKS", "explain_bottleneck", "find_bottleneck"]
 
 # A consumer that waits for less than this part of its time is the bottleneck itself.
@@ -65,7 +67,14 @@ def explain_bottleneck(
     stage = find_bottleneck(counters)
     if not stage:
         return "nothing was loaded yet"
-    return ("" if live else _too_short(counters)) + _explain(stage, counters, gauges or {})
+    first = "" if live else _too_short(counters)
+    return first + _explain(stage, counters, gauges or {}) + _given_up(counters)
+
+
+def _given_up(counters: Mapping[str, float]) -> str:
+    """The end of the sentence where `on_error` changed more than a few samples."""
+    bad = counters.get("bad.samples", 0.0)
+    return f"; {bad:,.0f} bad samples were skipped or replaced: see stats()['bad']" if bad > FEW else ""
 
 
 def _too_short(counters: Mapping[str, float]) -> str:

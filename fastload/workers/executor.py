@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 import torch.multiprocessing
 
+from fastload.metrics.bad_samples import BadSamples
 from fastload.metrics.counters import Counters
 from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.pool import WorkerPool
@@ -25,12 +25,10 @@ from fastload.workers.protocol import Failure, Result, WorkerSetup
 from fastload.workers.slot_memory import Pin
 from fastload.workers.witness import Witness
 
-__all__ = ["PRELOADED", "Arrival", "BadSamples", "Executor", "ProcessExecutor"]
+__all__ = ["PRELOADED", "Arrival", "Executor", "ProcessExecutor"]
 
 # By the fork server; obstore starts its threads with its first request, not on import.
 PRELOADED = ("torch", "fastload.workers.worker", "fastload.datasets.image_folder", "obstore.store")
-
-BadSamples = deque[tuple[str, str]]
 
 
 @dataclass(slots=True)

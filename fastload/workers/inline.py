@@ -13,10 +13,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.protocols import Allocate
+from fastload.metrics.bad_samples import BadSamples
 from fastload.metrics.counters import Counters
 from fastload.metrics.memory import limit_payloads
 from fastload.workers.collate import note_sample
-from fastload.workers.executor import Arrival, BadSamples
+from fastload.workers.executor import Arrival
 from fastload.workers.protocol import EpochStart, Work, WorkerSetup
 from fastload.workers.sources import open_source
 from fastload.workers.stream_reader import StreamOver, TakeNext
