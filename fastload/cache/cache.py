@@ -370,7 +370,7 @@ class Cache:
     ) -> bool:
         view = memoryview(payload)
         writer = directory.writer
-        if writer is None or len(key) != KEY_SIZE or not self.keeps(view.nbytes):
+        if not self.keeps(view.nbytes) or writer is None or len(key) != KEY_SIZE:
             return False
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
         # Summed here, not in the writer thread: from now on the bytes are those that the caller handed over,
