@@ -13,5 +13,5 @@ class SmallPacks(Cache):
     """Packs of 20 KB, and ranges of 5 KB, in the processes that it is sent to."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        push.PACK_BYTES, pull.RANGE_BYTES = 20_000, 5_000
+        push.PACK_BYTES, pull.BESIDE_TRAINING = 20_000, pull.Pace(3, 5_000)
         super().__setstate__(state)

@@ -62,13 +62,14 @@ __all__ = [
     "PUSHING",
     "Directory",
     "identity",
+    "is_readonly",
     "open_root",
 ]
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"
 MANIFESTS = "manifests"  # beside it, of any format: the listings that datasets keep
-PULLING, PUSHING = "pulling", "pushing"  # locked by the process that does it; the first says how far it is
+PULLING, PUSHING = "pulling", "pushing"  # locked by the process that does it
 LOCK_DEADLINE = 10.0  # seconds; the exclusive lock is held for milliseconds
 CLOSE_DEADLINE = 10.0
 REINDEX_BATCH = 1000
@@ -352,6 +353,12 @@ def _boot_id() -> str:
 def identity(fd: int) -> tuple[int, int]:
     found = os.fstat(fd)
     return found.st_dev, found.st_ino
+
+
+def is_readonly(path: str) -> bool:
+    """Return whether a cache directory is there that this process may not write, without opening it."""
+    root = Path(path) / FOLDER
+    return root.is_dir() and not os.access(root, os.W_OK)
 
 
 def open_root(path: str) -> int:

@@ -2,16 +2,20 @@
 
     packs ─▶ the records that the cache lacks ─▶ ranges ─▶ verify each record ─▶ Cache.write
 
+A training on this node reads the same objects meanwhile. It never waits for a range, which has dozens of
+records and takes seconds: the pull takes no in-flight locks. Each range is planned when its request goes out,
+from what the cache lacks then, so that only what is in flight may be read twice, and that is kept small.
+
 A record of another version of its object has another key: it is pulled, and never found.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,11 +32,21 @@ __all__ = ["Pulled", "pull"]
 
 Chosen: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"  # some records of a pack
 
-RANGE_BYTES = 8 << 20  # of one request; with REQUESTS of them in flight, 64 MB
 _GAP_BYTES = 256 << 10  # that are read in vain rather than with another request
-_SPAN_RECORDS = 250  # of one request: each is locked meanwhile, and each lock goes through all that are held
+_SPAN_RECORDS = 1000  # of one request; the index is asked for so many when it is planned
 _LOOKED_UP = 10_000  # keys at once
 _WRITE_SECONDS = 60.0  # that a disk gets for the records before
+
+
+class Pace(NamedTuple):
+    """Requests in flight, and bytes of one. They bound the memory, to which one larger record may come."""
+
+    requests: int
+    range_bytes: int
+
+
+ALONE = Pace(REQUESTS, 8 << 20)
+BESIDE_TRAINING = Pace(3, 2 << 20)
 
 
 @dataclass
@@ -50,7 +64,7 @@ class Pulled:
     left: int = 0
     """Records that the cache does not have: it is full, or they are damaged."""
     settled: list[str] = field(default_factory=list)
-    """Packs all of whose records the cache has."""
+    """Packs that have nothing more for the cache: it has all of their records, or no room for more."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Packs with something wrong, and what; training reads those objects from the store."""
 
@@ -69,10 +83,10 @@ class _Span(NamedTuple):
     def stop(self) -> int:
         return self.records[-1].offset + self.records[-1].length
 
-    def takes(self, record: Record) -> bool:
+    def takes(self, record: Record, range_bytes: int) -> bool:
         """Whether one request for this record too is worth its bytes."""
-        near = record.offset - self.stop <= _GAP_BYTES and len(self.records) < _SPAN_RECORDS
-        return near and record.offset + record.length - self.start <= RANGE_BYTES
+        near = record.offset - self.stop <= _GAP_BYTES
+        return near and record.offset + record.length - self.start <= range_bytes
 
 
 def pull(
@@ -80,17 +94,19 @@ def pull(
     store: Store,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
-    only: Set[bytes] | None = None,
+    only: bytes | None = None,
     settled: Iterable[str] = (),
     sources: frozenset[str] = frozenset(),
+    beside_training: bool = False,
 ) -> Pulled:
     """Put the published records into a cache that it lacks. Other processes may use it meanwhile.
 
     Args:
         progress: called with (bytes done, bytes in all).
-        only: keys of the records that are wanted; None: all.
+        only: keys of the records that are wanted, one behind the other; None: all.
         settled: names of packs that are not looked at.
         sources: what the cache is for, as `sources_of` says; not given: whatever is published.
+        beside_training: few bytes are in flight, for a training may read them too.
 
     Raises:
         NotFoundError: there are no packs at the URL.
@@ -113,16 +129,19 @@ def pull(
     missing = [each & _lacked(directory, pack) for pack, each in zip(packs, wanted, strict=True)]
     done = Pulled(packs=len(packs), damaged=dict(published.damaged))
     done.present = _count(wanted) - _count(missing)
-    total = sum(int(pack.lengths[each].sum()) for pack, each in zip(packs, missing, strict=True))
-    pulling = _Pulling(cache, store, done)
-    spans = chain.from_iterable(map(_spans, packs, missing))
-    pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
+    lengths = [pack.lengths[each] for pack, each in zip(packs, missing, strict=True)]
+    total, average = sum(int(each.sum()) for each in lengths), int(np.mean(np.concatenate([[0], *lengths])))
+    pulling = _Pulling(cache, directory, store, done, BESIDE_TRAINING if beside_training else ALONE)
+    if total and cache.fits(average) == "yes":
+        spans = chain.from_iterable(map(pulling.spans, packs, missing))
+        pulling.run(spans, lambda: progress(done.bytes + pulling.spared, total))
     if directory.writer is not None and directory.writer.error is not None:
         raise CacheError(f"cache {cache.path}: {directory.writer.error}")
     left = [each & _lacked(directory, pack) for pack, each in zip(packs, wanted, strict=True)]
     done.left = _count(left)
     done.records = _count(missing) - done.left
-    done.settled = [pack.name for pack, lacked in zip(packs, left, strict=True) if not lacked.any()]
+    full = cache.fits(average) != "yes"
+    done.settled = [pack.name for pack, lacked in zip(packs, left, strict=True) if full or not lacked.any()]
     return done
 
 
@@ -130,18 +149,16 @@ def _count(chosen: Iterable[Chosen]) -> int:
     return sum(int(each.sum()) for each in chosen)
 
 
-def _wanted(packs: list[Pack], only: Set[bytes] | None) -> list[Chosen]:
+def _wanted(packs: list[Pack], only: bytes | None) -> list[Chosen]:
     """The records of each pack that are wanted, and that no pack before it has."""
     if not packs:
         return []
     keys = np.concatenate([pack.keys for pack in packs]).view(f"S{KEY_SIZE}")
     found = np.zeros(len(keys), np.bool_)
     found[np.unique(keys, return_index=True)[1]] = True
-    firsts = np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
-    if only is None:
-        return firsts
-    chosen = ([key in only for key in pack.keys.tolist()] for pack in packs)
-    return [each & ours for each, ours in zip(firsts, chosen, strict=True)]
+    if only is not None:
+        found &= np.isin(keys, np.frombuffer(only, keys.dtype))
+    return np.split(found, np.cumsum([len(pack) for pack in packs[:-1]]))
 
 
 def _lacked(directory: Directory, pack: Pack) -> Chosen:
@@ -153,18 +170,6 @@ def _lacked(directory: Directory, pack: Pack) -> Chosen:
     return lacked
 
 
-def _spans(pack: Pack, chosen: Chosen) -> Iterator[_Span]:
-    """The requests for some records of a pack."""
-    span = _Span(pack, [])
-    for record in pack.chosen(np.flatnonzero(chosen)):
-        if span.records and not span.takes(record):
-            yield span
-            span = _Span(pack, [])
-        span.records.append(record)
-    if span.records:
-        yield span
-
-
 class _Pulling:
     """The requests of one pull, some of them in flight.
 
@@ -172,27 +177,56 @@ class _Pulling:
         spared: bytes of records that were not read, because they had come into the cache meanwhile.
     """
 
-    def __init__(self, cache: Cache, store: Store, done: Pulled) -> None:
+    def __init__(self, cache: Cache, directory: Directory, store: Store, done: Pulled, pace: Pace) -> None:
         self._cache = cache
+        self._directory = directory
         self._store = store
         self._done = done
+        self._pace = pace
         self.spared = 0
         self._full = False
         self._ended = threading.Event()
 
+    def spans(self, pack: Pack, chosen: Chosen) -> Iterator[_Span]:
+        """The requests for some records of a pack: each for what the cache lacks when it is asked for."""
+        numbers = np.flatnonzero(chosen)
+        stops = np.cumsum(pack.lengths)
+        while len(numbers):
+            # As many as one request may take, if the cache lacks all of them.
+            reach = stops[numbers] <= stops[numbers[0]] + self._pace.range_bytes
+            ahead = numbers[: min(_SPAN_RECORDS, max(1, int(reach.sum())))]
+            found = self._directory.index.packed(pack.keys[ahead].tolist())
+            span = _Span(pack, [])
+            count = 0
+            for record, entry in zip(pack.chosen(ahead), found, strict=True):
+                if entry is not None:
+                    self.spared += record.length
+                elif not span.records or span.takes(record, self._pace.range_bytes):
+                    span.records.append(record)
+                else:
+                    break
+                count += 1
+            numbers = numbers[count:]
+            if span.records:
+                yield span
+
     def run(self, spans: Iterator[_Span], after_each: Callable[[], None]) -> None:
         """Read all spans, until the cache takes no more."""
-        flying = set[Future[int | None]]()
-        with ThreadPoolExecutor(REQUESTS, "fastload-pull") as pool:
+        requests, range_bytes = self._pace
+        flying = dict[Future[int], int]()  # -> bytes, at least those of a range
+        with ThreadPoolExecutor(requests, "fastload-pull") as pool:
             try:
-                flying.update(pool.submit(self._read, span) for span in islice(spans, REQUESTS))
-                while flying:
-                    ended, flying = wait(flying, return_when=FIRST_COMPLETED)
-                    written = [future.result() for future in ended]
-                    self._done.bytes += sum(filter(None, written))
-                    self._full = self._full or None in written
-                    if not self._full:
-                        flying.update(pool.submit(self._read, span) for span in islice(spans, len(ended)))
+                while True:
+                    while not self._full and sum(flying.values()) <= (requests - 1) * range_bytes:
+                        span = next(spans, None)
+                        if span is None:
+                            break
+                        flying[pool.submit(self._read, span)] = max(range_bytes, span.stop - span.start)
+                    if not flying:
+                        return
+                    for future in wait(flying, return_when=FIRST_COMPLETED).done:
+                        del flying[future]
+                        self._done.bytes += future.result()
                     after_each()
             finally:  # after an error or Ctrl-C, no request is tried again
                 self._ended.set()
@@ -201,26 +235,8 @@ class _Pulling:
         if self._ended.wait(seconds):
             raise error
 
-    def _read(self, span: _Span) -> int | None:
-        """Read one span into the cache: the bytes of its records; None: the cache takes no more.
-
-        Meanwhile it has the in-flight locks of these records, so that a training on this node waits for them
-        instead of reading their objects.
-        """
-        locked = {record.key for record in span.records if self._cache.lock_inflight(record.key)}
-        if not locked:  # a training has read, or is reading, all of them
-            self.spared += sum(record.length for record in span.records)
-            return 0
-        try:
-            written = self._write(span, locked)
-            self._cache.flush(_WRITE_SECONDS)  # else small records would queue up, each with its lock
-            return written
-        finally:
-            for key in locked:
-                self._cache.unlock_inflight(key)
-
-    def _write(self, span: _Span, locked: set[bytes]) -> int | None:
-        """As `_read`. Takes out of `locked` what is handed to the cache, which gives these locks back."""
+    def _read(self, span: _Span) -> int:
+        """Read one span into the cache: the bytes of the records that it took."""
         pack, written = span.pack, 0
         try:
             found = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
@@ -234,9 +250,10 @@ class _Pulling:
             if checksum(payload) != record.checksum:
                 self._done.damaged[pack.name] = "is damaged: a record differs from its checksum"
                 continue
-            locked.discard(record.key)
             if self._cache.write(record.key, payload, _WRITE_SECONDS):
                 written += record.length
             elif self._cache.fits(record.length) != "too large":
-                return None
+                self._full = True
+                break
+        self._cache.flush(_WRITE_SECONDS)  # its bytes are in memory until then
         return written

@@ -1,7 +1,6 @@
 """`Cache(remote=URL)`: a node pulls what others have published, and with `push=True` publishes what it fills.
 
     trainer ── job, pickled ──▶ stdin   a process: pull or push   stdout ── result, JSON ──▶ trainer
-            ◀─ how far it is ── the file `pulling` of the cache directory, which all ranks of the node read
 
 The first rank of a node starts the processes. They may be killed at any moment, as `pull` and `push` may be.
 
@@ -9,10 +8,9 @@ A process, because a thread of the trainer would take the GIL from the training 
 the clients of a store do not survive that. Rejected: the work as a duty of the loader's workers, which would
 hold up their batches. Its input and output are files in memory: a pipe of 64 KB would make one side wait.
 
-The first iteration waits for a pull that ends within `PATIENCE`; else training reads objects at once, and the
-pull leaves out what that has brought. Three alternatives were rejected. To wait for all that is published:
-1.28 million requests cost $0.51 on S3, and so does a minute of eight GPUs at $4 an hour each. To pull in the
-order of the epoch: with photos of 115 KB, half of all ranges of 8 MB have one of the first 1 % of the
+Training begins at once: objects are read while records come, and the pull leaves out what that has brought.
+Rejected: to wait for a pull that is short. Nothing is decoded meanwhile, so the epoch ends later. To pull in
+the order of the epoch: with photos of 115 KB, half of all ranges of 8 MB have one of the first 1 % of the
 samples, and 97 % have one of the first 5 %. To read single records out of the packs: that is a request each.
 """
 
@@ -26,13 +24,11 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from multiprocessing import util as mp_util
-from pathlib import Path
 from typing import IO, NamedTuple
 
 from fastload.cache.cache import Cache
-from fastload.cache.directory import FOLDER, PULLING
+from fastload.cache.directory import is_readonly
 from fastload.cache.remote_work import Job
 from fastload.errors import address
 from fastload.metrics.counters import Counters
@@ -43,15 +39,10 @@ from fastload.store.process import ProcessLocal
 
 __all__ = ["Remote", "close_all", "remote_of"]
 
-PATIENCE = 10.0  # seconds
-_JUDGED_SECONDS = 2.0  # of a pull, after which its speed is believed
-_OTHER_SECONDS = 3.0  # until the pull of another rank of the node has begun
-_LOOK_SECONDS = 0.02
 _END_SECONDS = 1.0  # for a process to end by itself: a request that stalls does not
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
 # `-c` puts the working directory first, and lacks what the script has added.
 _WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
-_began = time.time()  # what the file said before is of an earlier training
 
 
 class _Running(NamedTuple):
@@ -59,7 +50,7 @@ class _Running(NamedTuple):
 
     process: subprocess.Popen[bytes]
     result: IO[bytes]
-    only: bytes | None
+    only: bytes
 
 
 class Remote:
@@ -78,7 +69,7 @@ class Remote:
     def __init__(self, cache: Cache, store: Store) -> None:
         self._cache = copy.copy(cache)  # not opened, nor kept open
         self._store = store
-        self._settled: dict[bytes | None, list[str]] = {}  # wanted keys -> packs that have no more of them
+        self._settled: dict[bytes, list[str]] = {}  # wanted keys -> packs that have no more of them
         self._pushed = -1  # records that the cache had at the last push
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
@@ -86,11 +77,11 @@ class Remote:
         self.pushes = cache.push
         self._counts = Counters()
 
-    def pull(self, only: bytes | None = None) -> None:
+    def pull(self, only: bytes) -> None:
         """Pull what was published since the last pull, in the background.
 
         Args:
-            only: the keys of the records that are wanted, one behind the other; None: all.
+            only: the keys of the records that are wanted, one behind the other.
         """
         self._collect("pull")
         self._leads = True
@@ -102,22 +93,6 @@ class Remote:
         self._collect("push")
         if "push" not in self._running:
             self._start("push")
-
-    def wait_for_pull(self) -> None:
-        """Wait for a pull that has not long to go, by this process or the first rank of the node.
-
-        What it has not brought then is read from the objects.
-        """
-        begin = time.monotonic()
-        while (running := self._running.get("pull")) is not None or not self._leads:
-            if running is not None and running.process.poll() is not None:
-                break
-            waited, left = time.monotonic() - begin, self._seconds_left()
-            if not self._leads and (left == 0.0 or (left is None and waited > _OTHER_SECONDS)):
-                break
-            if waited + (left or 0.0) > PATIENCE:
-                break
-            time.sleep(_LOOK_SECONDS)
 
     def add_counts(self, counters: Counters) -> None:
         """Add what ended processes have done."""
@@ -163,7 +138,10 @@ class Remote:
             running.process.wait()
         running.result.close()
 
-    def _start(self, kind: str, only: bytes | None = None) -> None:
+    def _start(self, kind: str, only: bytes = b"") -> None:
+        if is_readonly(self._cache.path):
+            self._warn(kind, "it is read-only")
+            return
         with contextlib.ExitStack() as undone:
             try:
                 result = undone.enter_context(_open_memory("fastload-result"))
@@ -206,19 +184,6 @@ class Remote:
         elif not result["error"]:
             self._pushed = result["entries"]
             self._counts.add("cache.pushed", result["records"])
-
-    def _seconds_left(self) -> float | None:
-        """Of the pull that runs here or ran last; None: not known yet."""
-        file = Path(self._cache.path) / FOLDER / PULLING
-        try:
-            if file.stat().st_mtime < _began:
-                return None
-            done, total, seconds = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            return None
-        if done == total:
-            return 0.0
-        return (total - done) * seconds / done if done and seconds > _JUDGED_SECONDS else None
 
     def _warn(self, kind: str, text: str) -> None:
         """Count a failure, and warn of the first one of a kind."""

@@ -22,7 +22,6 @@ from fastload.cache.directory import PULLING, PUSHING
 from fastload.cache.published import sources_of
 from fastload.cache.pull import Pulled, pull
 from fastload.cache.push import Pushed, push
-from fastload.cache.segment import KEY_SIZE
 from fastload.errors import CacheError, FastloadError, NotFoundError
 from fastload.store.client_process import keep_clients_here
 
@@ -30,7 +29,6 @@ __all__ = ["Job", "main"]
 
 _TRAINER_SECONDS = 0.5  # between two looks whether the trainer lives
 _END_SECONDS = 1.0  # for this process to end by itself: a request that stalls does not
-_PROGRESS_BYTES = 64
 
 
 class Job(NamedTuple):
@@ -39,7 +37,7 @@ class Job(NamedTuple):
     Args:
         kind: "pull" or "push".
         cache: with its `remote`.
-        only: the keys of the records that are pulled, one behind the other; None: all.
+        only: the keys of the records that are pulled, one behind the other.
         settled: names of packs that are not looked at again.
         entries: of the cache at the last push. While it has no more, there is nothing to push.
         trainer: the process that waits for it.
@@ -47,7 +45,7 @@ class Job(NamedTuple):
 
     kind: str
     cache: Cache
-    only: bytes | None
+    only: bytes
     settled: list[str]
     entries: int
     trainer: int
@@ -95,21 +93,14 @@ def _end_with(trainer: int) -> None:
 def _pull(job: Job) -> _Result:
     store = job.cache.remote
     assert store is not None
-    keys = job.only
-    only = None if keys is None else {keys[at : at + KEY_SIZE] for at in range(0, len(keys), KEY_SIZE)}
-    with _alone(job.cache, PULLING) as progress:
-        start = time.monotonic()
-
-        def note(done: int, total: int) -> None:
-            line = json.dumps([done, total, round(time.monotonic() - start, 3)])
-            os.pwrite(progress, line.ljust(_PROGRESS_BYTES).encode(), 0)
-
+    with _alone(job.cache, PULLING):
         try:
             sources = sources_of(job.cache)
-            done = pull(job.cache, store, note, only=only, settled=job.settled, sources=sources)
+            done = pull(
+                job.cache, store, only=job.only, settled=job.settled, sources=sources, beside_training=True
+            )
         except NotFoundError:  # nobody has published yet
             done = Pulled()
-        note(1, 1)
     faults = [f"{name} {fault}" for name, fault in done.damaged.items()]
     return _Result(done.records, [*job.settled, *done.settled], error="; ".join(faults[:1]))
 
@@ -125,8 +116,8 @@ def _push(job: Job) -> _Result:
 
 
 @contextlib.contextmanager
-def _alone(cache: Cache, name: str) -> Iterator[int]:
-    """Wait for other trainers that do the same here; the file, emptied, whose lock says so."""
+def _alone(cache: Cache, name: str) -> Iterator[None]:
+    """Wait for other trainers that do the same here: they lock the file of this name."""
     directory = cache.open_or_raise()
     if directory.readonly:
         raise CacheError(f"cache {cache.path} {directory.readonly}")
@@ -134,7 +125,6 @@ def _alone(cache: Cache, name: str) -> Iterator[int]:
     descriptor = os.open(name, flags, 0o600, dir_fd=directory.root_fd)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # the kernel frees it with the process that has it
-        os.ftruncate(descriptor, 0)
-        yield descriptor
+        yield
     finally:
         os.close(descriptor)

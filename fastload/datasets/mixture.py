@@ -12,7 +12,7 @@ import bisect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 from fastload.datasets.protocols import RowErrors, RowRequests, check_dataset
 from fastload.datasets.seeds import digest
 from fastload.datasets.seen_parts import ConcatRows, seeds_of
-from fastload.datasets.seen_rows import MadeSample
+from fastload.datasets.seen_rows import MadeSample, Reach
 from fastload.datasets.wrappers import see
 from fastload.distributed.sampler import indexed_length
 from fastload.errors import ArgumentError
@@ -276,6 +276,9 @@ class MixtureRows(ConcatRows):
     def locate(self, index: Any) -> tuple[int, Any]:
         index = operator.index(index)
         return super().locate(index % _MOST if index >= _MOST else index)
+
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        return super().reached(None)  # each pass deals its samples anew
 
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         made: dict[int, MadeSample] = {}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, StreamDataset
 from fastload.datasets.seeds import SampleSeeds, digest
-from fastload.datasets.seen_rows import MadeSample, Rows, located, reraise
+from fastload.datasets.seen_rows import MadeSample, Reach, Rows, located, reraise
 from fastload.images.rng import mix_all
 
 __all__ = ["ConcatRows", "StackRows", "seeds_of"]
@@ -52,6 +52,11 @@ class ConcatRows(Rows):
         index %= total
         part = bisect.bisect_right(self._ends, index)
         return part, index - (self._ends[part - 1] if part else 0)
+
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        for start, stop, part in zip([0, *self._ends], self._ends, self.inner, strict=False):
+            chosen = None if indices is None else indices[(start <= indices) & (indices < stop)] - start
+            yield from part.reached(chosen)
 
     def streams(self) -> StreamDataset | None:
         """None. Raises `ArgumentError` if the samples of a part are not indexed yet."""
@@ -144,6 +149,10 @@ class StackRows(Rows):
     def __init__(self, parts: Sequence[Rows] | Mapping[str, Rows]) -> None:
         self._names = list(parts) if isinstance(parts, Mapping) else None
         self._take_over(list(parts.values() if isinstance(parts, Mapping) else parts))
+
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        for part in self.inner:
+            yield from part.reached(indices)
 
     def streams(self) -> StreamDataset | None:
         """None. Raises `ArgumentError` if the samples of a part are not indexed yet."""

@@ -34,6 +34,7 @@ __all__ = [
     "MapRows",
     "OwnRows",
     "PlainRows",
+    "Reach",
     "Rows",
     "SubsetRows",
     "located",
@@ -43,6 +44,7 @@ __all__ = [
 
 ONE = np.uint64(1)  # so that sample 0 is not mixed into 0
 
+Reach = NDArray[np.int64] | None  # indices of samples; None: it may be any of them
 MadeSample = Callable[[], Any]  # makes one sample, or raises its error
 
 
@@ -84,6 +86,11 @@ class Rows(ABC):
         """The datasets that read and write the rows."""
         for one in self.inner:
             yield from one.leaves()
+
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        """The datasets at the bottom, each with its samples that these samples are made of."""
+        for one in self.inner:
+            yield from one.reached(None)
 
     def writes(self) -> bool:
         """Whether there are rows in it that fastload writes, with the transforms that are set now."""
@@ -168,6 +175,9 @@ class PlainRows(Rows):
         self.dataset = dataset
         self.bulk = bool(getattr(dataset, "__getitems__", None))
 
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        yield self.dataset, indices
+
     def streams(self) -> StreamDataset | None:
         return self.dataset if isinstance(self.dataset, StreamDataset) else None
 
@@ -204,6 +214,9 @@ class LeafRows(Rows):
 
     def leaves(self) -> Iterator[RowDataset]:
         yield self.dataset
+
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        yield self.dataset, indices
 
     def writes(self) -> bool:
         return self.own is None and self.new_batch(1, ordinary_memory) is not None
@@ -279,6 +292,9 @@ class _Through(Rows):
         self._take_over((rows,))
         self._rows = rows
 
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        return self._rows.reached(indices)
+
     def prefetch(self, indices: list[Any]) -> None:
         self._rows.prefetch(indices)
 
@@ -316,6 +332,9 @@ class OwnRows(_Through):
     def writes(self) -> bool:
         return False
 
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        return self._rows.reached(None)  # the method may read another sample
+
     def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
         return [partial(operator.getitem, self._dataset, index) for index in indices]
 
@@ -349,6 +368,10 @@ class SubsetRows(_Through):
     def __init__(self, rows: Rows, indices: Sequence[Any]) -> None:
         super().__init__(rows)
         self._indices = indices
+
+    def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
+        chosen = np.fromiter(map(operator.index, self._indices), np.int64)
+        return self._rows.reached(chosen if indices is None else chosen[indices])
 
     def prefetch(self, indices: list[Any]) -> None:
         self._rows.prefetch([self._indices[index] for index in indices])

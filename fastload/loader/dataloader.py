@@ -219,9 +219,9 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Any:
         if isinstance(self._iterator, LoaderIterator) and self._iterator.broken:
             self._iterator = None  # its workers have ended: new ones are started, if they are persistent
-        self.loader_context.remote_caches.start_epoch(self)
         with self.loader_context.position.starting(self) as positions:
             iterator: Any = super().__iter__()
+        self.loader_context.remote_caches.start_epoch(self)  # the workers read already
         if isinstance(iterator, LoaderIterator):  # a subclass may wrap it
             iterator.take_up(positions)
         return iterator

@@ -1,19 +1,27 @@
 """The caches of a loader that have a `remote`: when they pull and push.
 
-an epoch begins ─▶ pull what is published ─▶ the first one waits, if it is short ─▶ the epoch ends ─▶ push
+an epoch begins ─▶ pull what is published of this loader's samples ─▶ the epoch ends ─▶ push
+
+Other loaders may fill the same directory, on other nodes too: their records are left to them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, SubsetRandomSampler
 
 from fastload.cache import Cache
 from fastload.cache.remote import Remote, remote_of
 from fastload.datasets.inner import fastload_datasets
+from fastload.datasets.wrappers import see
 from fastload.distributed import find_launched
 from fastload.distributed.partition import node_shares
-from fastload.distributed.sampler import DistributedSampler
+from fastload.distributed.sampler import DistributedSampler, indexed_length
 from fastload.errors import FastloadError
 from fastload.loader.digest import find_part
 from fastload.metrics.counters import Counters
@@ -25,8 +33,7 @@ class RemoteCaches:
     """Of one loader. A copy of it, in another process, has its own processes."""
 
     def __init__(self) -> None:
-        self._shares: dict[Remote, bytes | None] = {}  # the cache keys of this node's share
-        self._begun = False
+        self._wanted: dict[Remote, bytes] = {}  # the cache keys of what this loader reads
         self._pushing: list[Remote] = []  # in this epoch
         self._all: list[Remote] = []
 
@@ -37,19 +44,16 @@ class RemoteCaches:
         RemoteCaches.__init__(self)
 
     def start_epoch(self, loader: Any) -> None:
-        """Pull what the caches lack, in the first rank of a node. The first epoch waits a little for it."""
+        """Pull what the caches lack, in the first rank of a node."""
         found = _remotes(loader.dataset)
         self._all = list(found)
         if found and _leads(loader):
             self._pushing = [remote for remote in found if remote.pushes]
-            for remote, dataset in found.items():
-                if remote not in self._shares:
-                    self._shares[remote] = _share(dataset, loader)
-                remote.pull(self._shares[remote])
-        if not self._begun:
-            for remote in self._all:
-                remote.wait_for_pull()
-        self._begun = True
+            for remote, datasets in found.items():
+                if remote not in self._wanted and (keys := _keys(loader, datasets)):
+                    self._wanted[remote] = keys
+                if remote in self._wanted:
+                    remote.pull(self._wanted[remote])
 
     def end_epoch(self, counters: Counters) -> None:
         """Push what is new, and count what has been done."""
@@ -59,14 +63,14 @@ class RemoteCaches:
             remote.add_counts(counters)
 
 
-def _remotes(dataset: Any) -> dict[Remote, Any]:
-    """What pulls and pushes for the caches of a dataset -> the first dataset with that directory and URL."""
-    found: dict[Remote, Any] = {}
+def _remotes(dataset: Any) -> dict[Remote, list[Any]]:
+    """What pulls and pushes for the caches of a dataset -> the datasets with that directory and URL."""
+    found: dict[Remote, list[Any]] = {}
     for one in fastload_datasets(dataset):
         cache = getattr(one, "cache", None)
         remote = remote_of(cache) if isinstance(cache, Cache) else None
         if remote is not None:
-            found.setdefault(remote, one)
+            found.setdefault(remote, []).append(one)
     return found
 
 
@@ -77,17 +81,43 @@ def _leads(loader: Any) -> bool:
     return not local or local[0] == 0
 
 
-def _share(dataset: Any, loader: Any) -> bytes | None:
-    """The cache keys of this node's share, one behind the other; None where a node reads all, or has no keys.
+def _keys(loader: Any, datasets: list[Any]) -> bytes:
+    """The cache keys of what a loader may read of some of its datasets, one behind the other."""
+    reached: dict[int, list[NDArray[np.int64] | None]] = {}
+    for dataset, indices in see(loader.dataset).reached(_dealt(loader)):
+        reached.setdefault(id(dataset), []).append(indices)
+    found: list[bytes] = []
+    for dataset in datasets:
+        found += _keys_of(dataset, reached.get(id(dataset), [None]))
+    return b"".join(found)
+
+
+def _keys_of(dataset: Any, parts: list[NDArray[np.int64] | None]) -> Iterator[bytes]:
+    """The cache keys of some parts of a dataset (None: all of it); none of shards that are not indexed."""
+    try:
+        chosen = [part for part in parts if part is not None]
+        every = len(chosen) < len(parts)
+        indices: Iterable[int] = (
+            range(indexed_length(dataset)) if every else np.unique(np.concatenate(chosen)).tolist()
+        )
+        return chain.from_iterable(map(dataset.cache_keys, indices))
+    except (FastloadError, TypeError, AttributeError, IndexError):
+        return iter(())
+
+
+def _dealt(loader: Any) -> NDArray[np.int64] | None:
+    """The samples that the sampler deals to this node, in any epoch; None where that may be all of them.
 
     With `partition="node"` a disk may hold no more than a share, and nothing that a cache has makes room.
     """
-    sampler = loader.sampler
+    batches = loader.batch_sampler
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
+    if type(sampler) is SubsetRandomSampler:
+        return np.asarray(sampler.indices, np.int64)
     place = sampler.place if isinstance(sampler, DistributedSampler) else None
-    if place is None or place.nodes == 1 or dataset is not loader.dataset:
+    if place is None or place.nodes == 1:
         return None
-    share = node_shares(len(dataset), place.nodes)[place.node :: place.nodes].tolist()
-    try:
-        return b"".join(chain.from_iterable(map(dataset.cache_keys, share)))
-    except (FastloadError, TypeError, AttributeError):  # no keys, such as of shards without an index
-        return None
+    share: NDArray[np.int64] = node_shares(indexed_length(loader.dataset), place.nodes)[
+        place.node :: place.nodes
+    ].numpy()
+    return share

@@ -7,10 +7,12 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -19,7 +21,6 @@ import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import pull as pull_module
 from fastload.cache import push as push_module
-from fastload.cache.inflight import InflightLocks
 from fastload.cache.pack import Pack, pack_name
 from fastload.cache.pull import pull
 from fastload.cache.push import push
@@ -40,9 +41,10 @@ MakeCache = Callable[..., Cache]
 
 @pytest.fixture(autouse=True)
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs of 33 records, and ranges of ten."""
+    """Packs of 33 records, and ranges of ten; beside a training, of four."""
     monkeypatch.setattr(push_module, "PACK_BYTES", 33 * SIZE)
-    monkeypatch.setattr(pull_module, "RANGE_BYTES", 10 * SIZE)
+    monkeypatch.setattr(pull_module, "ALONE", pull_module.Pace(8, 10 * SIZE))
+    monkeypatch.setattr(pull_module, "BESIDE_TRAINING", pull_module.Pace(3, 4 * SIZE))
 
 
 @pytest.fixture
@@ -293,55 +295,135 @@ def test_full_cache_ends_the_pull(server: FaultServer, open_cache: MakeCache, tm
     assert sum(found[key] == memoryview(payload) for key, payload in content.items()) == pulled.records
 
 
-def test_records_on_their_way_are_locked_until_they_can_be_read(
+def pack_ranges(server: FaultServer) -> list[tuple[int, int]]:
+    """The [start, stop) of all ranges of packs that were asked for, but for their indices."""
+    found = []
+    for request in server.requests:
+        if (asked := request.headers.get("range")) and request.key in server.objects:
+            start, last = map(int, asked.removeprefix("bytes=").split("-"))
+            if last + 1 < len(server.objects[request.key]):
+                found.append((start, last + 1))
+    return found
+
+
+def test_training_may_read_what_a_pull_has_on_its_way(
     server: FaultServer, open_cache: MakeCache, tmp_path: Path
 ) -> None:
+    """Who holds a lock holds up the training, for as long as a range of dozens of records takes."""
     content = fill(open_cache(), 33)
     push(open_cache(), url_of(server))
-    (name,) = server.objects
-    body = server.objects[name]
-    server.objects[name] = b"\xff" * 10 + body[10:]
-    (damaged,) = (record.key for record in packs(server)[name] if record.offset == 0)
-    server.script(name, None, Fault(delay=1), repeat=True)
     other = open_cache(tmp_path / "other")
+    gate = threading.Event()
+    store = url_of(server)
+    real, asked = store.read_range, list[str]()
+
+    def wait_at_the_gate(key: str, *arguments: Any, **options: Any) -> Any:
+        body = real(key, *arguments, **options)
+        asked.append(key)
+        if len(asked) > 1:  # the first one is the index
+            assert gate.wait(PATIENCE)
+        return body
+
+    store.read_range = wait_at_the_gate  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
-        pulling = pool.submit(pull, other, url_of(server))
-
-        def on_its_way(key: bytes) -> bool:
-            if taken := other.lock_inflight(key):
+        pulling = pool.submit(pull, other, store)
+        try:
+            wait_until(lambda: len(asked) > 1, "records are on their way")
+            for key in content:
+                assert other.lock_inflight(key)
                 other.unlock_inflight(key)
-            return not taken and not other.has(key)
-
-        wait_until(lambda: any(map(on_its_way, content)), "a record is on its way")
-        assert pulling.result(PATIENCE).records == 32
-    assert other.lock_inflight(damaged), "its object may be read"
-    other.unlock_inflight(damaged)
+        finally:
+            gate.set()
+        assert pulling.result(PATIENCE).records == 33
 
 
-def test_few_small_records_are_locked_at_once(
+def test_pull_leaves_out_what_training_has_brought_since_it_began(
     server: FaultServer, open_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = fill(open_cache(), 3000, 16)
+    """A training brings every second record, while the first ranges are on their way."""
+    size = 300 << 10  # larger than what is read in vain
+    monkeypatch.setattr(push_module, "PACK_BYTES", 40 * size)
+    monkeypatch.setattr(pull_module, "BESIDE_TRAINING", pull_module.Pace(3, 2 * size))
+    content = fill(open_cache(), 32, size)
     push(open_cache(), url_of(server))
-    held, real = list[int](), InflightLocks.lock
+    other, store = open_cache(tmp_path / "other"), url_of(server)
+    real, came = store.read_range, threading.Event()
 
-    def lock(locks: InflightLocks, key: bytes) -> bool:
-        held.append(len(locks._held))
-        return real(locks, key)
+    def read_range(key: str, start: int, stop: int, *arguments: Any, **options: Any) -> Any:
+        index = stop == len(server.objects[f"packs/{key}"])
+        if not index and not came.is_set():
+            for record in list(content)[::2]:
+                other.write(record, content[record], PATIENCE)
+            assert other.flush(PATIENCE)
+            came.set()
+        return real(key, start, stop, *arguments, **options)
 
-    monkeypatch.setattr(InflightLocks, "lock", lock)
-    monkeypatch.setattr(pull_module, "REQUESTS", 2)
-    monkeypatch.setattr(pull_module, "_SPAN_RECORDS", 100)
-    other = open_cache(tmp_path / "other")
-    assert pull(other, url_of(server)).records == 3000
-    assert holds(other, content)
-    assert 0 < max(held) <= 200
+    store.read_range = read_range  # type: ignore[method-assign]
+    done = pull(other, store, beside_training=True)
+    assert holds(other, content) and done.records == 32
+    # Half of them, and half of what was on its way already.
+    assert sum(stop - start for start, stop in pack_ranges(server)) <= (16 + 3) * size
 
 
-def test_failed_request_ends_the_pull_and_gives_its_locks_back(
+def test_pull_beside_training_has_few_bytes_in_flight(
     server: FaultServer, open_cache: MakeCache, tmp_path: Path
 ) -> None:
-    content = fill(open_cache(), 66)
+    fill(open_cache(), COUNT)
+    push(open_cache(), url_of(server))
+    for name in server.objects:
+        server.script(name, None, Fault(delay=0.02), repeat=True)
+    for place, options, most in (("one", {"beside_training": True}, 3), ("two", {}, 8)):
+        server.most_at_once = 0
+        server.requests.clear()
+        store = url_of(server)
+        assert pull(open_cache(tmp_path / place), store, **options).records == COUNT
+        longest = max(stop - start for start, stop in pack_ranges(server))
+        assert longest == (4 if options else 10) * SIZE
+        assert server.most_at_once <= most
+
+
+def test_memory_of_a_pull_is_bounded_by_one_large_record(
+    open_cache: MakeCache, server: FaultServer, tmp_path: Path
+) -> None:
+    """Requests for eight records of 96 MB, the largest of which are 1 GB, were in flight."""
+    large = 100 * SIZE
+    fill(open_cache(), 20, large)
+    push(open_cache(), url_of(server))
+    store, lock = url_of(server), threading.Lock()
+    real, held, most = store.read_range, [0], [0]
+
+    def read_range(key: str, start: int, stop: int, *arguments: Any, **options: Any) -> Any:
+        with lock:
+            held[0] += stop - start
+            most[0] = max(most[0], held[0])
+        try:
+            return real(key, start, stop, *arguments, **options)
+        finally:
+            with lock:
+                held[0] -= stop - start
+
+    store.read_range = read_range  # type: ignore[method-assign]
+    assert pull(open_cache(tmp_path / "other"), store).records == 20
+    assert most[0] <= large + 7 * 10 * SIZE
+
+
+def test_full_cache_reads_nothing_in_vain(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
+    fill(open_cache(), COUNT)
+    push(open_cache(), url_of(server))
+    other = open_cache(tmp_path / "other", size_limit=20 * SIZE)
+    done = pull(other, url_of(server))
+    assert done.left == COUNT - done.records > 0
+    assert len(done.settled) == done.packs, "there is no room for more of them"
+    server.requests.clear()
+    pull(other, url_of(server), settled=done.settled)
+    assert {request.key for request in server.requests} == {"\0list"}
+    server.requests.clear()
+    pull(other, url_of(server))
+    assert not pack_ranges(server), "the indices alone"
+
+
+def test_failed_request_ends_the_pull(server: FaultServer, open_cache: MakeCache, tmp_path: Path) -> None:
+    fill(open_cache(), 66)
     push(open_cache(), url_of(server))
     first, second = server.objects
     server.script(first, None, Fault(status=403, code="AccessDenied"), repeat=True)
@@ -351,9 +433,6 @@ def test_failed_request_ends_the_pull_and_gives_its_locks_back(
     with pytest.raises(AccessDeniedError):
         pull(other, url_of(server))
     assert time.monotonic() - began < PATIENCE / 2, "the other requests are not tried for three minutes"
-    for key in content:
-        assert other.lock_inflight(key)
-        other.unlock_inflight(key)
 
 
 # -- refused in words

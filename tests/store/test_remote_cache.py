@@ -20,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler
 
 import fastload
 from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import remote as remote_module
+from fastload.cache.directory import is_readonly
 from fastload.cache.pull import pull
 from fastload.cache.push import push
 from fastload.cache.remote import close_all, remote_of
 from fastload.errors import ArgumentError
 from tests.bucketdata import Bucket
 from tests.cachedata import fill
-from tests.faultserver import Fault, FaultServer
+from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
@@ -56,6 +59,14 @@ def server() -> Iterator[FaultServer]:
         yield server
 
 
+def pull_for(loader: DataLoader) -> None:
+    """Let the pull of a loader's next epoch come to its end first."""
+    loader.loader_context.remote_caches.start_epoch(loader)
+    for remote in remote_module._remotes.get().values():
+        if (pulling := remote._running.get("pull")) is not None:
+            wait_until(lambda: pulling.process.poll() is not None, "the pull has ended")
+
+
 class Node:
     """A node with a cache of its own, in this process."""
 
@@ -65,9 +76,11 @@ class Node:
             "s3://photos", RandomResizedCrop(16), cache=self.cache, storage_options=bucket.options
         )
 
-    def train(self, epochs: int = 1, **options: Any) -> dict[str, float]:
+    def train(self, epochs: int = 1, *, pulled: bool = False, **options: Any) -> dict[str, float]:
         """The counters of some epochs, each of which sees each sample once."""
         loader = DataLoader(self.dataset, 8, **{"num_workers": 2, "shuffle": True} | options)
+        if pulled:
+            pull_for(loader)
         for _ in range(epochs):
             labels = [label for _, labels in loader for label in labels.tolist()]
             assert Counter(labels) == Counter(self.dataset.targets)
@@ -86,31 +99,30 @@ def test_second_node_takes_from_the_first_and_asks_for_no_object(bucket: Bucket,
     first.end()
     second = Node(bucket, tmp_path / "second", remote=url)
     listed = bucket.proxy.counts()
-    counters = second.train()
+    counters = second.train(pulled=True)
     assert counters["cache.hits"] == COUNT and not counters.get("get.requests")
     assert counters["cache.pulled"] == COUNT
-    assert bucket.proxy.counts().object_gets - listed.object_gets <= 3, (
-        "the index and the records of one pack"
+    assert bucket.proxy.counts().object_gets - listed.object_gets <= 4, (
+        "the index of one pack, and 4 MB of records"
     )
 
 
 def test_what_is_published_later_comes_with_a_later_epoch(bucket: Bucket, tmp_path: Path) -> None:
     url = packs_url(bucket, tmp_path)
     node = Node(bucket, tmp_path / "second", remote=url)
-    loader = DataLoader(node.dataset, 8)
+    loader = DataLoader(torch.utils.data.Subset(node.dataset, range(10)), 5)
     iterator = iter(loader)
-    other = Cache(tmp_path / "other")
-    content = fill(other, 10)
-    other.close()
-    push(Cache(tmp_path / "other"), url)
+    other = Node(bucket, tmp_path / "other")
+    other.train()
+    other.dataset.close_cache()
+    push(Cache(tmp_path / "other", "raw"), url)
     list(iterator)
-    pulled = 0.0
-    deadline = time.monotonic() + PATIENCE
-    while pulled < 10 and time.monotonic() < deadline:
+    node.cache.clear()
+    for _ in range(2):
+        pull_for(loader)
         list(loader)
-        pulled = loader.stats()["counters"].get("cache.pulled", 0)
-    assert pulled == 10
-    assert all(node.cache.has(key) for key in content)
+    assert loader.stats()["counters"]["cache.pulled"] == 10
+    assert [node.dataset.contains(index) for index in range(COUNT)] == [True] * 10 + [False] * 30
     node.end()
     node.cache.close()
 
@@ -125,8 +137,10 @@ class FaultyNode:
         self.cache = Cache(path, "raw", remote=remote, **options)
         self.dataset = fastload.ObjectDataset(url, cache=self.cache, storage_options=server.options)
 
-    def train(self, **options: Any) -> tuple[list[bytes], dict[str, float]]:
+    def train(self, *, pulled: bool = False, **options: Any) -> tuple[list[bytes], dict[str, float]]:
         loader = DataLoader(self.dataset, 4, collate_fn=list, **options)
+        if pulled:
+            pull_for(loader)
         return [sample for batch in loader for sample in batch], dict(loader.stats()["counters"])
 
     def end(self) -> None:
@@ -160,7 +174,7 @@ def test_changed_object_is_read_from_the_store(server: FaultServer, tmp_path: Pa
     bodies = write_objects(server)
     publish(server, tmp_path / "first")
     bodies[3] = server.objects["data/03.bin"] = b"another" * 500
-    found, _ = FaultyNode(server, tmp_path / "second").train()
+    found, _ = FaultyNode(server, tmp_path / "second").train(pulled=True)
     assert found == bodies
     assert data_gets(server) == ["data/03.bin"]
 
@@ -173,8 +187,8 @@ def test_remote_that_refuses_costs_one_warning(server: FaultServer, tmp_path: Pa
     node = FaultyNode(server, tmp_path / "second", push=True)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found, _ = node.train()
-        again, counters = node.train()
+        found, counters = node.train(pulled=True)
+        again, _ = node.train()
         node.end()
     assert found == again == bodies
     ours = [str(one.message) for one in warned if "trains on without" in str(one.message)]
@@ -201,23 +215,20 @@ def test_training_of_other_data_does_not_publish_at_the_same_url(server: FaultSe
     server.objects |= {f"other/{number:02}.bin": body for number, body in enumerate(others)}
     node = FaultyNode(server, tmp_path / "second", "s3://bucket/other", push=True)
     with pytest.warns(RuntimeWarning, match=r"records of '.*data.*this cache is of '.*other.*of its own"):
-        assert node.train()[0] == others
+        assert node.train(pulled=True)[0] == others
         node.end()
     assert packs_of(server) == published
     assert node.cache.info()["entries"] == 12, "nor does it pull what it has no use for"
     node.cache.close()
     server.requests.clear()
     third = FaultyNode(server, tmp_path / "third")
-    assert third.train()[0] == bodies and not data_gets(server)
+    assert third.train(pulled=True)[0] == bodies and not data_gets(server)
     third.end()
 
 
-def test_first_iteration_does_not_wait_for_a_long_pull(
-    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_epoch_does_not_wait_for_a_pull(server: FaultServer, tmp_path: Path) -> None:
     bodies = write_objects(server)
     publish(server, tmp_path / "first")
-    monkeypatch.setattr(remote_module, "PATIENCE", 0.1)
     for key in [key for key in server.objects if key.startswith("packs/")]:
         server.script(key, Fault(stall_after=100), repeat=True)
     node = FaultyNode(server, tmp_path / "second")
@@ -233,25 +244,81 @@ def test_first_iteration_does_not_wait_for_a_long_pull(
     node.end()
 
 
-def test_other_rank_of_the_node_waits_for_the_first_ones_pull(
+def test_first_rank_of_a_node_pulls_for_all_of_them(
     server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bodies = write_objects(server)
     publish(server, tmp_path / "first")
-    leader = FaultyNode(server, tmp_path / "second")
-    leading = iter(DataLoader(leader.dataset, 4))
-    processes = remote_module._remotes.drop()  # the next ones are of another process
-    assert processes is not None
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     other = FaultyNode(server, tmp_path / "second")
-    found, counters = other.train()
-    assert found == bodies and not data_gets(server)
-    assert "cache.pulled" not in counters
-    assert len(list(leading)) == 5
-    remote_module._remotes.set(remote_module._remotes.get() | processes)
+    found, counters = other.train(pulled=True)
+    assert found == bodies and "cache.pulled" not in counters
+    assert set(data_gets(server)) == {request.key for request in server.requests} - {LIST}
     other.dataset.close()
-    leader.end()
+
+
+def test_loader_pulls_what_it_may_read_and_nothing_else(server: FaultServer, tmp_path: Path) -> None:
+    """Training on one of two nodes, then validation with the same cache and URL."""
+    bodies = write_objects(server)
+    server.objects |= {f"held-out/{number}.bin": b"v%d" % number * 500 for number in range(6)}
+    publish(server, tmp_path / "first")
+    with contextlib.closing(Cache(tmp_path / "first", "raw")) as cache:
+        held_out = fastload.ObjectDataset("s3://bucket/held-out", cache=cache, storage_options=server.options)
+        list(DataLoader(held_out, 2, collate_fn=list))
+        held_out.flush_cache()
+        push(cache, open_store("s3://bucket/packs", **server.options))
+    node = FaultyNode(server, tmp_path / "second")
+    data, place = node.dataset, {"cache": node.cache, "storage_options": server.options}
+    held_out = fastload.ObjectDataset("s3://bucket/held-out", **place)
+    share = DistributedSampler(data, 2, 1, partition="node", num_nodes=2)
+    subset = torch.utils.data.Subset(data, [3, 5])
+    both = torch.utils.data.ConcatDataset([subset, held_out])
+    expected = set[int]()
+    for loader, reads in (
+        (DataLoader(held_out, 2, collate_fn=list), ()),
+        (DataLoader(subset, 2, collate_fn=list), (3, 5)),
+        (DataLoader(both, 2, collate_fn=list, sampler=[0]), (3, 5)),
+        (DataLoader(data, 2, collate_fn=list, sampler=torch.utils.data.SubsetRandomSampler([7, 9])), (7, 9)),
+        (DataLoader(data, 2, collate_fn=list, sampler=share), tuple(share)),
+        (DataLoader(data, collate_fn=list, batch_sampler=BatchSampler(share, 2, False)), tuple(share)),
+        (DataLoader(fastload.map(data, bytes), 2, collate_fn=list), range(20)),
+    ):
+        pull_for(loader)
+        remote_of(node.cache)._collect("pull")  # type: ignore[union-attr]
+        expected |= set(reads)
+        assert {index for index in range(20) if data.contains(index)} == expected
+        assert all(held_out.contains(index) for index in range(6))
+    assert not data_gets(server)
+    assert FaultyNode(server, tmp_path / "second").train()[0] == bodies
+    held_out.close()
+    node.end()
+
+
+def test_read_only_cache_starts_no_process(
+    server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = write_objects(server)
+    publish(server, tmp_path / "first")
+    monkeypatch.setattr(remote_module, "is_readonly", lambda path: True)  # tests may run as root
+    monkeypatch.setattr(remote_module.subprocess, "Popen", None)
+    node = FaultyNode(server, tmp_path / "second")
+    with pytest.warns(RuntimeWarning, match="trains on without the pull .*: it is read-only"):
+        assert node.train(pulled=True)[0] == bodies
+    assert node.train()[0] == bodies
+    monkeypatch.undo()
+    node.end()
+
+
+def test_cache_counts_as_read_only_where_it_may_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_readonly(str(tmp_path / "absent"))
+    with contextlib.closing(Cache(tmp_path)) as cache:
+        fill(cache, 1)
+    assert not is_readonly(str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert is_readonly(str(tmp_path))
 
 
 def test_node_of_a_partition_pulls_its_share_and_leaves_its_disk_to_that(
@@ -271,7 +338,7 @@ def test_node_of_a_partition_pulls_its_share_and_leaves_its_disk_to_that(
     assert all(node.dataset.contains(index) for index in sampler)
     node.dataset.close()
     again = FaultyNode(server, tmp_path / "third", size_limit=12 * SIZE)
-    found, counters = again.train(sampler=DistributedSampler(again.dataset, 2, 1, **options))
+    found, counters = again.train(pulled=True, sampler=DistributedSampler(again.dataset, 2, 1, **options))
     assert counters["cache.pulled"] == counters["cache.hits"] == 10 and not counters.get("get.requests")
     assert set(found) < set(bodies)
     again.end()
@@ -365,7 +432,7 @@ def test_script_publishes_before_it_ends(server: FaultServer, tmp_path: Path) ->
     arguments = json.dumps([str(tmp_path / "first"), server.options])
     subprocess.run([sys.executable, "-c", SCRIPT, arguments], check=True, timeout=PATIENCE)
     server.requests.clear()
-    assert FaultyNode(server, tmp_path / "second").train()[0] == bodies
+    assert FaultyNode(server, tmp_path / "second").train(pulled=True)[0] == bodies
     assert not data_gets(server)
 
 
