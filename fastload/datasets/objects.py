@@ -144,6 +144,14 @@ class ObjectDataset(StoreDataset):
         """The objects as they were listed: key, size and version of each sample."""
         return self._manifest
 
+    def changes_since(self, keys: str, versions: str) -> str:
+        """What was added, removed and changed since the listing with these digests, in words; "" if nothing
+        was, or if the cache does not keep that listing any more."""
+        before = (
+            None if (keys, versions) == self._manifest.digests else self._listings.holding(keys, versions)
+        )
+        return "" if before is None else self._manifest.changes_since(before)
+
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache, as training would, and yield the outcome of each.
 

@@ -17,13 +17,14 @@ import xxhash
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 
 from fastload.datasets.mixture import Mixture
+from fastload.datasets.objects import ObjectDataset
 from fastload.datasets.wrappers import see
 from fastload.distributed.sampler import known_length
 from fastload.errors import ArgumentError
 from fastload.loader.made_from import describe
 from fastload.loader.order import content_of
 
-__all__ = ["Contents", "check_identity"]
+__all__ = ["Contents", "changes_since", "check_identity"]
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
 _DEPTH = 100  # of datasets in datasets
@@ -82,17 +83,29 @@ def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]
         source = f"source {name!r} has" if name else "the dataset has"
         for what, advice in _LIKE.items():
             if None not in (before[what], now[what]) and before[what] != now[what]:
-                raise ArgumentError(f"{source} other {what} than in the run that was saved: {advice}")
+                raise ArgumentError(
+                    f"{source} other {what} than in the run that was saved{changes_since(loader, state)}: "
+                    f"{advice}"
+                )
         if before["class"] != now["class"]:
             warnings.warn(
                 f"state_dict was saved with a {before['class']}, and this loader has a {now['class']}: the "
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    _check_recipe(state.get("made_from", {}), describe(loader))
+    _check_recipe(state.get("made_from", {}), describe(loader), changes_since(loader, state))
 
 
-def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def changes_since(loader: Any, state: Mapping[str, Any]) -> str:
+    """What has changed in the bucket since the state was made, in brackets; "" where that is not known."""
+    made = state.get("made_from", {}).get("dataset", {})
+    if not isinstance(loader.dataset, ObjectDataset) or not {"keys", "versions"} <= made.keys():
+        return ""
+    changes = loader.dataset.changes_since(made["keys"], made["versions"])
+    return f" ({changes})" if changes else ""
+
+
+def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> None:
     """Compare datasets that a state describes: what it lists, where, and how its images are cut."""
     before, now = saved.get("dataset", {}), own.get("dataset", {})
     if "why" in before or "why" in now or not (before and now):
@@ -100,14 +113,14 @@ def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     if before["keys"] != now["keys"]:
         raise ArgumentError(
             f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
-            f"other keys or classes: {_LIKE['keys']}"
+            f"other keys or classes{since}: {_LIKE['keys']}"
         )
     places = [_place(before), _place(now)]
     changes = []
     if places[0] != places[1]:
         changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
     elif before["versions"] != now["versions"]:
-        changes.append(f"objects of {now['url']!r} were written again since")
+        changes.append(f"objects of {now['url']!r} were written again since{since}")
     if before["transform"] != now["transform"]:
         texts = _differing(before["transform"] or {}, now["transform"] or {})
         changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")

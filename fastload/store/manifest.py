@@ -226,6 +226,20 @@ class Manifest:
         versions.update(self._version_offsets.data)
         return keys.hexdigest()[:16], versions.hexdigest()[:16]
 
+    def changes_since(self, before: Manifest) -> str:
+        """What is unlike an earlier listing, in words: how many objects, and the first of each kind."""
+        old, new = before._by_key(), self._by_key()
+        changes = {
+            "added": [key for key in new if key not in old],
+            "removed": [key for key in old if key not in new],
+            "changed": [key for key, version in new.items() if old.get(key, version) != version],
+        }
+        told = [f"{len(keys):,} {what} (first {keys[0]!r})" for what, keys in changes.items() if keys]
+        return f"objects were {', '.join(told)}" if told else ""
+
+    def _by_key(self) -> dict[str, str]:
+        return dict(zip(self.keys(0, len(self)), map(self.version, range(len(self))), strict=True))
+
     def save(self, path: Path) -> None:
         """Write the manifest to `path`, whole or not at all.
 

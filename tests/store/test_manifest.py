@@ -186,7 +186,7 @@ def test_a_saved_manifest_is_used_until_refreshed(tmp_path: Path) -> None:
     assert len(opened(store, directory=tmp_path / "kept")) == 3
     assert len(opened(Listed(["z"], identity="other"), directory=tmp_path / "kept")) == 1
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
-    assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".manifest"] * 3
+    assert len([*(tmp_path / "kept").glob("*.manifest")]) == 4, "an older listing is kept for states of it"
 
 
 @pytest.mark.parametrize("where", ["magic", "format", "count", "keys", "end", "cut", "empty", "link"])
@@ -232,7 +232,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(UserWarning, match="No space left"):
         opened(Listed(["a"]), directory=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
 
 
 def _check_in_child(manifest: Manifest, expected: list[str]) -> None:
@@ -322,14 +322,14 @@ def test_a_million_keys(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys, threading, time
 from fastload.errors import FastloadError
-from fastload.store.manifest import Manifest
+from fastload.cache.listings import Listings
 from fastload.store import child, open_store
 options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
 if sys.argv[4]:
     options["client"] = sys.argv[4]
 def run(url="s3://bucket", **arguments):
     try:
-        manifest = opened(open_store(url, **options), **arguments)
+        manifest = Listings(None).open(open_store(url, **options), **arguments)
         print("listed", len(manifest), manifest.key(len(manifest) - 1))
     except FastloadError as error:
         print(type(error).__name__, str(error).replace(chr(10), " | "))
