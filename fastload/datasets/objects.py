@@ -144,14 +144,6 @@ class ObjectDataset(StoreDataset):
         """The objects as they were listed: key, size and version of each sample."""
         return self._manifest
 
-    def changes_since(self, keys: str, versions: str) -> str:
-        """What was added, removed and changed since the listing with these digests, in words; "" if nothing
-        was, or if the cache does not keep that listing any more."""
-        before = (
-            None if (keys, versions) == self._manifest.digests else self._listings.holding(keys, versions)
-        )
-        return "" if before is None else self._manifest.changes_since(before)
-
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache, as training would, and yield the outcome of each.
 
@@ -310,6 +302,9 @@ class ObjectDataset(StoreDataset):
         return [(rows[at], self._named(error, records[at])) for at, error in errors]
 
     # --- what differs for a folder of images
+
+    def _listed(self) -> tuple[Listings, Manifest]:
+        return self._listings, self._manifest
 
     def _list(self, keys: list[str] | None) -> Manifest:
         return self._listings.open(self._store, keys=None if keys is None else Keys(keys))

@@ -40,6 +40,7 @@ from fastload.images.rng import mix_all
 from fastload.store import limited_together, open_store
 from fastload.store.allowance import Allowance
 from fastload.store.keyed_listing import Keys
+from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from fastload.datasets.table_columns import TableColumns  # needs pyarrow
@@ -169,6 +170,10 @@ class TableDataset(FieldsDataset):
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
             self._manifest = listings.open(self._store, keys=Keys(keys))
+            self._listings = listings
+
+    def _listed(self) -> tuple[Listings, Manifest] | None:
+        return (self._listings, self._manifest) if self._files else None
 
     def __fingerprint__(self) -> dict[str, Any]:
         """No sample depends on what the maker remembers, or on requests: see `datasets.fingerprint`."""

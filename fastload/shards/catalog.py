@@ -112,6 +112,12 @@ class ShardList:
             digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
+    @property
+    def digests(self) -> tuple[str, str]:
+        """Short texts: (the keys of the shards in their order; these, and their versions)."""
+        keys = "\0".join(self[shard].key for shard in range(len(self)))
+        return hashlib.blake2b(keys.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(), self.digest
+
     def identities(self, shards: NDArray[np.int64]) -> NDArray[np.uint64]:
         """See `Manifest.identities`."""
         return self._manifest.identities(self._row_numbers[shards])

@@ -156,6 +156,9 @@ class ShardDataset(FieldsDataset):
         self._hint = None
         return counted
 
+    def listed(self) -> tuple[str, str]:
+        return self._shards.digests
+
     def indexed_length(self) -> int:
         """See `fastload.distributed.sampler.indexed_length`."""
         if not self._index.complete():

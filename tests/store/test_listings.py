@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 from faultserver import LIST, Fault, FaultServer
+from torch.utils.data import Subset
 
-from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, TableDataset
+from fastload import Cache, DataLoader, File, ImageFolder, ObjectDataset, TableDataset
 from fastload.cache import listings
 from fastload.errors import ArgumentError
 from fastload.metrics.units import parse_duration
@@ -95,8 +96,6 @@ def test_a_kept_listing_is_used_by_whoever_says_so(
 
 
 def test_a_table_looks_its_objects_up_again(tmp_path: Path) -> None:
-    from fastload import File
-
     rows = [{"image": key} for key in IMAGES]
 
     def run(**options: Any) -> list[bytes]:
@@ -349,6 +348,35 @@ def test_waiting_for_another_rank_is_shown_and_can_be_interrupted(tmp_path: Path
 
 
 # --- A state of another listing -----------------------------------------------------------------------------
+
+
+def chosen(server: FaultServer, **options: Any) -> Any:
+    return objects(server, keys=[f"{i}.jpg" for i in range(6)], **options)
+
+
+def table(server: FaultServer, **options: Any) -> Any:
+    rows = [{"image": f"{i}.jpg"} for i in range(6)]
+    return TableDataset(
+        rows, File("image", bytes), url="s3://bucket", storage_options=server.options, **options
+    )
+
+
+def half(server: FaultServer, **options: Any) -> Any:
+    return Subset(objects(server, **options), range(1, 5))
+
+
+@pytest.mark.parametrize("kind", [objects, chosen, table, half])
+def test_a_resume_is_told_which_objects_were_written_again(kind: Any, tmp_path: Path) -> None:
+    with FaultServer({f"{i}.jpg": b"%d" % i for i in range(6)}) as server:
+
+        def loader() -> Any:
+            return DataLoader(kind(server, cache=tmp_path / "c"), 2, num_workers=0, collate_fn=list)
+
+        state = loader().state_dict()
+        loader().load_state_dict(state)
+        server.objects["3.jpg"] = b"new"
+        with pytest.warns(UserWarning, match=r"again since \(objects were 1 changed \(first '3.jpg'\)\)"):
+            loader().load_state_dict(state)
 
 
 def test_a_state_says_what_has_changed_since(tmp_path: Path) -> None:
