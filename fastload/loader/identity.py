@@ -90,10 +90,8 @@ def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]
         source = f"source {name!r} has" if name else "the dataset has"
         for what, advice in _LIKE.items():
             if None not in (before[what], now[what]) and before[what] != now[what]:
-                raise ArgumentError(
-                    f"{source} other {what} than in the run that was saved{changes_since(loader, state, name)}: "
-                    f"{advice}"
-                )
+                since = changes_since(loader, state, name)
+                raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {advice}")
         if before["class"] != now["class"]:
             warnings.warn(
                 f"state_dict was saved with a {before['class']}, and this loader has a {now['class']}: the "

@@ -112,7 +112,7 @@ class ShardList:
             digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
 
-    @property
+    @functools.cached_property
     def digests(self) -> tuple[str, str]:
         """Short texts: (the keys of the shards in their order; these, and their versions)."""
         keys = "\0".join(self[shard].key for shard in range(len(self)))
