@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
@@ -88,10 +88,9 @@ def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]
     for name in saved["datasets"].keys() & own["datasets"].keys():
         before, now = saved["datasets"][name], own["datasets"][name]
         source = f"source {name!r} has" if name else "the dataset has"
-        for what, advice in _LIKE.items():
+        for what in _LIKE:
             if None not in (before[what], now[what]) and before[what] != now[what]:
-                since = changes_since(loader, state, name)
-                raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {advice}")
+                _refuse(source, what, changes_since(loader, state, name))
         if before["class"] != now["class"]:
             warnings.warn(
                 f"state_dict was saved with a {before['class']}, and this loader has a {now['class']}: the "
@@ -110,13 +109,14 @@ def _check_listing(name: str, before: list[str], now: list[str], since: str) -> 
     """Compare the digests of two listings: other keys are refused, and other versions told."""
     source = f"source {name!r} has" if name else "the dataset has"
     if before[0] != now[0]:
-        raise ArgumentError(f"{source} other keys than in the run that was saved{since}: {_LIKE['keys']}")
+        _refuse(source, "keys", since)
     if before[1] != now[1]:
-        warnings.warn(
-            f"state_dict is of a run with the same keys, but {source} objects that were copied or "
-            f"written again since{since}",
-            stacklevel=5,
-        )
+        change = f"{source} objects that were copied or written again since{since}"
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+
+
+def _refuse(source: str, what: str, since: str) -> NoReturn:
+    raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {_LIKE[what]}")
 
 
 def changes_since(loader: Any, state: Mapping[str, Any], name: str = "") -> str:
