@@ -223,7 +223,7 @@ class ObjectChangedError(StoreError):
         try:
             dataset.payload(0)
         except fastload.errors.ObjectChangedError:
-            dataset = fastload.ImageFolder("s3://bucket/train", cache="/ssd/cache", refresh=True)
+            dataset = fastload.ImageFolder("s3://bucket/train", cache="/ssd/cache")
     """
 
 

@@ -23,6 +23,7 @@ from fastload.store.folder import is_ours
 __all__ = ["Report", "clear", "inspect", "share_containing", "verify"]
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
+_KEPT = {".manifest", ".listings", ".lock", ".places"}  # endings of files of datasets
 _LOOKED_AT = 64  # records
 # The last two were made by earlier versions.
 _ROOT_FILES = {
@@ -217,11 +218,11 @@ def _delete_useless(directory: Directory, report: Report) -> None:
 
 
 def _manifests(directory: Directory) -> list[Path]:
-    """Listings that datasets keep beside the segments, in `Cache.manifests`."""
+    """The files that datasets keep beside the segments, in `Cache.manifests`."""
     folder = directory.path.parent / MANIFESTS
     if not is_ours(folder):
         return []
-    return sorted(p for p in folder.iterdir() if p.suffix in (".manifest", ".places") or is_part(p.name))
+    return sorted(p for p in folder.iterdir() if p.suffix in _KEPT or is_part(p.name))
 
 
 def _sizes(directory: Directory, names: list[str]) -> dict[str, int]:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from fastload.cache.cache import Cache
+from fastload.cache.listings import latest
 from fastload.cache.pack import MOST_TAIL, Pack, is_pack_name, tail_size
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError
 from fastload.store import ObjectInfo, Store
 from fastload.store.files import is_part
-from fastload.store.manifest import Manifest
 
 __all__ = ["REQUESTS", "Published", "sources_of"]
 
@@ -114,7 +114,7 @@ def sources_of(cache: Cache) -> frozenset[str]:
     folder = cache.manifests
     if folder is None or not folder.is_dir():
         return frozenset()
-    return frozenset(manifest.identity for manifest in Manifest.kept_in(folder))
+    return frozenset(manifest.identity for manifest in latest(folder))
 
 
 def _named(sources: frozenset[str]) -> str:

@@ -68,11 +68,11 @@ def _sources(cache: Any) -> list[dict[str, Any]]:
     """The listings of the datasets of this cache, which may have all, some or none of their objects."""
     if cache.manifests is None or not cache.manifests.is_dir():
         return []
-    from fastload.store.manifest import Manifest
+    from fastload.cache.listings import latest
 
     return [
         {"url": _url(one.identity), "objects": len(one), "bytes": one.total_bytes, "listed_at": one.listed_at}
-        for one in Manifest.kept_in(cache.manifests)
+        for one in latest(cache.manifests)
     ]
 
 

@@ -79,22 +79,21 @@ def open_shards(
 
 
 def list_shards(kind: Kind, url: str, *, cache: Any, storage_options: dict[str, Any]) -> tuple[Any, Any]:
-    """(the shards, their format), with the listing of the cache, if there is one.
+    """(the shards, their format), listed, and the listing kept in the cache.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError.
     """
+    from fastload.cache.listings import Listings
     from fastload.shards import tar, tfrecord
     from fastload.shards.catalog import ShardList
 
     module: Any = tar if kind is Kind.tar else tfrecord
-    directory = None if cache is None else cache.manifests
     shards = ShardList(
         url,
         module.NAMES,
         compression=None,
-        directory=directory,
-        refresh=False,
+        listings=Listings.of(cache, 0),
         storage_options=storage_options,
     )
     return shards, module.FORM

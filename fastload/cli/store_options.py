@@ -19,6 +19,7 @@ __all__ = [
     "CropSize",
     "EndpointUrl",
     "FolderUrl",
+    "ListingMaxAge",
     "NumWorkers",
     "PricesFile",
     "Quality",
@@ -53,6 +54,13 @@ NumWorkers = Annotated[
 CropSize = Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of each side of the crop.")]
 ShortSide = Annotated[
     int, typer.Option(metavar="N", min=1, help="Modes shrunk and decoded: pixels of the shorter side.")
+]
+ListingMaxAge = Annotated[
+    str,
+    typer.Option(
+        metavar="AGE",
+        help="Use a listing that the cache keeps if it is no older, such as 30m, 12h or 7d. 0: list again.",
+    ),
 ]
 Quality = Annotated[int, typer.Option(metavar="N", min=1, max=100, help="Mode shrunk: JPEG quality.")]
 

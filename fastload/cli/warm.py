@@ -40,6 +40,7 @@ from fastload.cli.store_options import (
     CacheMode,
     EndpointUrl,
     FolderUrl,
+    ListingMaxAge,
     PricesFile,
     Quality,
     ShortSide,
@@ -54,6 +55,7 @@ __all__ = ["warm"]
 
 FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
+_ANY_AGE = 1e9  # seconds: digests say whether it is the listing that was divided
 
 
 def warm(
@@ -91,9 +93,7 @@ def warm(
             show_default="from torchrun or SLURM, else 0/1: all",
         ),
     ] = None,
-    refresh: Annotated[
-        bool, typer.Option("--refresh", help="List the objects again, after changes in the store.")
-    ] = False,
+    listing_max_age: ListingMaxAge = "0",
     endpoint_url: EndpointUrl = None,
     anon: Anon = False,
     storage_option: StorageOption = None,
@@ -116,7 +116,7 @@ def warm(
         )
         if ray is None:
             start = time.perf_counter()
-            dataset, kind = target.open(refresh)
+            dataset, kind = target.open(listing_max_age)
             listing_seconds = round(time.perf_counter() - start, 3)
             warming, part = find_share(dataset, wanted)
             quoted = quote(find_left(warming))
@@ -127,7 +127,7 @@ def warm(
         else:
             from fastload.cli.warm_nodes import NodesWarming
 
-            nodes = NodesWarming(_fill_slice, target, wanted, num_workers, refresh)
+            nodes = NodesWarming(_fill_slice, target, wanted, num_workers, listing_max_age)
             document = nodes.run(ray, output, quote)
         document |= describe_prices(found, document["requests"], document["read_bytes"])
         _print_summary(document, output)
@@ -217,7 +217,7 @@ def _fill_slice(
     target: Target, digests: tuple[str, str], shard: tuple[int, int], part: slice, num_workers: int
 ) -> dict[str, Any]:
     """A part of a node's share; the document of a run over it. `digests`: of the listing that was divided."""
-    dataset, _ = target.open(False)
+    dataset, _ = target.open(_ANY_AGE)
     if dataset.listing().digests != digests:
         raise StoreError(
             f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "

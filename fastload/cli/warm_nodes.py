@@ -47,9 +47,9 @@ class Survey(NamedTuple):
     left: ToRead
 
 
-def _survey(target: Target, shard: tuple[int, int], refresh: bool) -> Survey:
+def _survey(target: Target, shard: tuple[int, int], listing_max_age: str) -> Survey:
     """The first task of a node."""
-    dataset, kind = target.open(refresh)
+    dataset, kind = target.open(listing_max_age)
     warming, _ = find_share(dataset, shard)
     digests = dataset.listing().digests
     return Survey(
@@ -65,7 +65,7 @@ class NodesWarming:
         target: what is warmed.
         shard: (0, 1): each node warms all; None: its share.
         num_workers: of each node; None: as many as Ray gives it CPUs.
-        refresh: list again.
+        listing_max_age: of the listing that a node keeps, as of the command.
 
     Raises:
         ArgumentError, StoreError, CacheError, WorkerError: as the command.
@@ -77,7 +77,7 @@ class NodesWarming:
         target: Target,
         shard: tuple[int, int] | None,
         num_workers: int | None,
-        refresh: bool,
+        listing_max_age: str,
     ) -> None:
         if shard not in (None, (0, 1)):
             raise ArgumentError(
@@ -86,7 +86,7 @@ class NodesWarming:
             )
         refuse_limits(target.storage_options)
         self._fill, self._target = fill, target.anywhere()
-        self._whole, self._num_workers, self._refresh = shard is not None, num_workers, refresh
+        self._whole, self._num_workers, self._max_age = shard is not None, num_workers, listing_max_age
         self._documents: dict[Node, list[dict[str, Any]]] = {}
         self._lost: dict[Node, str] = {}
 
@@ -125,7 +125,7 @@ class NodesWarming:
     def _ask(self, cluster: Cluster) -> dict[Node, Any]:
         lanes = []
         for node in self._documents:
-            arguments = (self._target, self._share_of(node), self._refresh)
+            arguments = (self._target, self._share_of(node), self._max_age)
             lanes.append(iter([Task(_survey, arguments, f"node {node.address}", node=node)]))
         surveys: dict[Node, Any] = {}
         for task, found in cluster.run(lanes):
@@ -139,7 +139,7 @@ class NodesWarming:
                 raise StoreError(
                     f"node {task.node.address} lists other objects in {found.url!r} than "
                     f"{next(iter(surveys)).address}: they changed meanwhile, or an old listing is kept; "
-                    "run the command with --refresh"
+                    "run the command without --listing-max-age"
                 )
         if not surveys:
             (node, reason), *_ = self._lost.items()

@@ -40,7 +40,7 @@ class Target(NamedTuple):
         url = store.address if isinstance(store, LocalStore) else self.url
         return self._replace(url=url, cache=absolute(self.cache))
 
-    def open(self, refresh: bool) -> tuple[Any, Kind]:
+    def open(self, listing_max_age: float | str) -> tuple[Any, Kind]:
         """The dataset over the listed objects, and the kind of the data."""
         import fastload
 
@@ -56,7 +56,7 @@ class Target(NamedTuple):
         arguments: dict[str, Any] = {
             "cache": kept,
             "storage_options": self.storage_options,
-            "refresh": refresh,
+            "listing_max_age": listing_max_age,
         }
         as_training: dict[str, Any] = {}
         if self.mode is CacheMode.dct:  # its records are for transforms that decode them

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
+from fastload.cache.listings import Listings
 from fastload.datasets.cache_choice import AutoChoice
 from fastload.datasets.prepare import LOSSLESS, PrepareStep
 from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, note_prefetch
@@ -27,6 +28,7 @@ from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
 from fastload.metrics.counters import Counters
 from fastload.store.allowance import Allowance
+from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
 
 __all__ = ["SOME", "StoreDataset", "check_function", "check_on_change"]
@@ -121,6 +123,20 @@ class StoreDataset(Dataset[Any]):
         assert self.cache is not None  # `cache_key` says so
         return all(map(self.cache.has, keys))
 
+    def listed(self) -> tuple[str, str] | None:
+        """Digests of (keys, versions) of the objects that were listed; None: there are none."""
+        found = self._listed()
+        return None if found is None else found[1].digests
+
+    def changes_since(self, keys: str, versions: str) -> str:
+        """What was added, removed and changed since the listing with these digests, in words; "" if nothing
+        was, or if the cache does not keep that listing any more."""
+        found = self._listed()
+        if found is None or found[1].digests == (keys, versions):
+            return ""
+        before = found[0].holding(keys, versions)
+        return "" if before is None else found[1].changes_since(before)
+
     def outstanding(self) -> int:
         """How many samples this process has read ahead, or is reading, that were not used yet."""
         prefetcher = self._prefetchers.peek()
@@ -212,6 +228,10 @@ class StoreDataset(Dataset[Any]):
     @abstractmethod
     def _source(self) -> Source:
         """Where records come from."""
+
+    def _listed(self) -> tuple[Listings, Manifest] | None:
+        """What was listed, and where that is kept; None: nothing is, or shards are."""
+        return None
 
     @abstractmethod
     def _record(self, index: int) -> int:

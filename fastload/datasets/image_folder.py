@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,7 +64,8 @@ class ImageFolder(ObjectDataset):
         allow_empty: accept classes without images. Otherwise they are an error, unless `keys` are given.
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         storage_options: for `open_store`.
-        refresh: list the URL again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
         on_change: as in `ObjectDataset`.
 
     Raises:
@@ -93,7 +93,7 @@ class ImageFolder(ObjectDataset):
         allow_empty: bool = False,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
         on_change: str = "error",
     ) -> None:
         for name, instead in (self.computed | _HOOKS).items():
@@ -110,7 +110,7 @@ class ImageFolder(ObjectDataset):
             keys=keys,
             cache=cache,
             storage_options=storage_options,
-            refresh=refresh,
+            listing_max_age=listing_max_age,
             on_change=on_change,
         )
         if self._classes is None:
@@ -176,11 +176,9 @@ class ImageFolder(ObjectDataset):
         labels = self._index_of[self._manifest.labels[records]]
         return super().identities(records) + labels.view(np.uint64)
 
-    def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
-        return Manifest.open(
+    def _list(self, keys: list[str] | None) -> Manifest:
+        return self._listings.open(
             self._store,
-            directory=directory,
-            refresh=refresh,
             images_only=True,
             labels=True,
             classes=self._classes,

@@ -6,7 +6,6 @@ import operator
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.keys import Mode
+from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME, StoreDataset, check_function, check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.prepare import PrepareStep
@@ -70,7 +70,8 @@ class ObjectDataset(StoreDataset):
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. If the store
             gives no versions of its objects, nothing is cached and a warning says so.
         storage_options: for `open_store`.
-        refresh: list the URL again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
         on_change: what to do if an object changed since it was listed: "error", or "refresh" to read the new
             version. `stats()` counts these as `get.refreshed`.
 
@@ -89,7 +90,7 @@ class ObjectDataset(StoreDataset):
         fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
         on_change: str = "error",
     ) -> None:
         check_on_change(on_change)
@@ -108,7 +109,8 @@ class ObjectDataset(StoreDataset):
             )
         given = None if keys is None else as_keys(keys)
         self.keys_given = given is not None
-        self._manifest = self._list(given, None if kept_in is None else kept_in.manifests, refresh)
+        self._listings = Listings.of(kept_in, listing_max_age)
+        self._manifest = self._list(given)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
         self._settle_mode(self._manifest.total_bytes)
 
@@ -301,9 +303,11 @@ class ObjectDataset(StoreDataset):
 
     # --- what differs for a folder of images
 
-    def _list(self, keys: list[str] | None, directory: Path | None, refresh: bool) -> Manifest:
-        chosen = None if keys is None else Keys(keys)
-        return Manifest.open(self._store, directory=directory, refresh=refresh, keys=chosen)
+    def _listed(self) -> tuple[Listings, Manifest]:
+        return self._listings, self._manifest
+
+    def _list(self, keys: list[str] | None) -> Manifest:
+        return self._listings.open(self._store, keys=None if keys is None else Keys(keys))
 
     def _known_images(self, transform: Any) -> tuple[Mode, ...]:
         """The cache modes, of "dct" and "auto", in which all objects are known to be images."""

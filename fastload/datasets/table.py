@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME, check_on_change
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import copy_value, ordinary_memory
@@ -86,7 +87,8 @@ class TableDataset(FieldsDataset):
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch. An object that
             several rows name is kept once.
         storage_options: for `open_store`: of `url`, and of a `table` that is a URL.
-        refresh: look the objects up again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
         on_change: as in `ObjectDataset`.
 
     Raises:
@@ -107,7 +109,7 @@ class TableDataset(FieldsDataset):
         transform: Transform = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
         on_change: str = "error",
     ) -> None:
         check_on_change(on_change)
@@ -140,13 +142,13 @@ class TableDataset(FieldsDataset):
         self.transform = transform
         options = limited_together(storage_options)
         self._allowance: Allowance = options["max_gets"]
-        self._read(table, options, None if kept_in is None else kept_in.manifests, refresh)
+        self._read(table, options, Listings.of(kept_in, listing_max_age))
         kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
         self.cache = kept_in if kept else None
         if self._files:
             self._settle_mode(self._total_bytes)
 
-    def _read(self, table: Any, options: dict[str, Any], directory: Any, refresh: bool) -> None:
+    def _read(self, table: Any, options: dict[str, Any], listings: Listings) -> None:
         """Read the columns of the table, and look up the objects that it names."""
         if find_spec("pyarrow") is None:
             raise ArgumentError(
@@ -172,7 +174,11 @@ class TableDataset(FieldsDataset):
             root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url, read_from)
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
-            self._manifest = Manifest.open(self._store, directory=directory, refresh=refresh, keys=Keys(keys))
+            self._manifest = listings.open(self._store, keys=Keys(keys))
+            self._listings = listings
+
+    def _listed(self) -> tuple[Listings, Manifest] | None:
+        return (self._listings, self._manifest) if self._files else None
 
     def __fingerprint__(self) -> dict[str, Any]:
         """No sample depends on what the maker remembers, or on requests: see `datasets.fingerprint`."""

@@ -18,7 +18,16 @@ import torch.distributed
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Launched", "cores_of_rank", "find_launched", "find_rank", "known_local_ranks", "local_ranks"]
+__all__ = [
+    "Launched",
+    "cores_of_rank",
+    "find_launched",
+    "find_rank",
+    "known_local_ranks",
+    "launched_as",
+    "local_ranks",
+    "restarts",
+]
 
 
 class Launched(NamedTuple):
@@ -57,6 +66,12 @@ _SLURM_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _SLURM_TASKS_EACH = "SLURM_NTASKS_PER_NODE"
 _SLURM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 _SLURM_CORES = "SLURM_CPUS_PER_TASK"
+# All ranks of a job have the same values. Two jobs may have them too.
+_OF_THE_JOB = (
+    *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"),
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"),
+)
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 
 def find_rank() -> tuple[int, int]:
@@ -92,6 +107,16 @@ def known_local_ranks() -> int | None:
     with contextlib.suppress(ArgumentError):
         return 1 if find_rank()[1] == 1 else None
     return None
+
+
+def launched_as() -> str:
+    """What the launcher says about the job as a whole: the same for all of its ranks."""
+    return " ".join(f"{name}={os.environ[name]}" for name in _OF_THE_JOB if name in os.environ)
+
+
+def restarts() -> int:
+    """How often torchrun has started all ranks of this job again."""
+    return _number(_RESTARTS) or 0
 
 
 def cores_of_rank() -> int | None:

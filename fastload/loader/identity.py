@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
 
+from fastload.datasets.base import StoreDataset
 from fastload.datasets.mixture import Mixture
 from fastload.datasets.wrappers import see
 from fastload.distributed.sampler import known_length
@@ -23,7 +24,7 @@ from fastload.errors import ArgumentError
 from fastload.loader.made_from import describe
 from fastload.loader.order import content_of
 
-__all__ = ["Contents", "check_identity"]
+__all__ = ["Contents", "changes_since", "check_identity"]
 
 _KEYS = 64  # of samples that are compared, from all over the dataset
 _DEPTH = 100  # of datasets in datasets
@@ -50,7 +51,14 @@ class Contents:
 
     def _of(self, dataset: Any) -> dict[str, Any]:
         chosen = [self._digest(subset.indices) for subset in _subsets(dataset)]
-        return {"class": type(dataset).__qualname__, "indices": chosen, "keys": _keys(dataset)}
+        leaf = _leaf(dataset)
+        listed = None if leaf is None else leaf.listed()
+        return {
+            "class": type(dataset).__qualname__,
+            "indices": chosen,
+            "keys": _keys(dataset),
+            "listing": None if listed is None else list(listed),
+        }
 
     def _digest(self, held: Any) -> str | None:
         """None: it has no bytes that are the same in another process."""
@@ -80,39 +88,76 @@ def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]
     for name in saved["datasets"].keys() & own["datasets"].keys():
         before, now = saved["datasets"][name], own["datasets"][name]
         source = f"source {name!r} has" if name else "the dataset has"
-        for what, advice in _LIKE.items():
+        for what in _LIKE:
             if None not in (before[what], now[what]) and before[what] != now[what]:
-                raise ArgumentError(f"{source} other {what} than in the run that was saved: {advice}")
+                _refuse(source, what, changes_since(loader, state, name))
         if before["class"] != now["class"]:
             warnings.warn(
                 f"state_dict was saved with a {before['class']}, and this loader has a {now['class']}: the "
                 "batches go on with its samples of the same numbers",
                 stacklevel=4,
             )
-    _check_recipe(state.get("made_from", {}), describe(loader))
+    if _check_recipe(state.get("made_from", {}), describe(loader), changes_since(loader, state)):
+        return
+    for name in saved["datasets"].keys() & own["datasets"].keys():
+        before, now = saved["datasets"][name], own["datasets"][name]
+        if before["class"] == now["class"] and None not in (before.get("listing"), now["listing"]):
+            _check_listing(name, before["listing"], now["listing"], changes_since(loader, state, name))
 
 
-def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Compare datasets that a state describes: what it lists, where, and how its images are cut."""
+def _check_listing(name: str, before: list[str], now: list[str], since: str) -> None:
+    """Compare the digests of two listings: other keys are refused, and other versions told."""
+    source = f"source {name!r} has" if name else "the dataset has"
+    if before[0] != now[0]:
+        _refuse(source, "keys", since)
+    if before[1] != now[1]:
+        change = f"{source} objects that were copied or written again since{since}"
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+
+
+def _refuse(source: str, what: str, since: str) -> NoReturn:
+    raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {_LIKE[what]}")
+
+
+def changes_since(loader: Any, state: Mapping[str, Any], name: str = "") -> str:
+    """Return what has changed in the bucket since a state was made, in brackets; "" if that is not known.
+
+    Args:
+        name: of the source of a mixture.
+    """
+    leaf = _leaf(dict(_datasets(loader.dataset)).get(name))
+    listing = state["samples"]["datasets"].get(name, {}).get("listing")
+    if leaf is None or listing is None:
+        return ""
+    changes = leaf.changes_since(*listing)
+    return f" ({changes})" if changes else ""
+
+
+def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> bool:
+    """Compare datasets that a state describes: what it lists, where, and how its images are cut.
+
+    Return whether both are described.
+    """
     before, now = saved.get("dataset", {}), own.get("dataset", {})
     if "why" in before or "why" in now or not (before and now):
-        return
+        return False
     if before["keys"] != now["keys"]:
         raise ArgumentError(
             f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
-            f"other keys or classes: {_LIKE['keys']}"
+            f"other keys or classes{since}: {_LIKE['keys']}"
         )
     places = [_place(before), _place(now)]
     changes = []
     if places[0] != places[1]:
         changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
     elif before["versions"] != now["versions"]:
-        changes.append(f"objects of {now['url']!r} were written again since")
+        changes.append(f"objects of {now['url']!r} were written again since{since}")
     if before["transform"] != now["transform"]:
         texts = _differing(before["transform"] or {}, now["transform"] or {})
         changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
     for change in changes:
         warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+    return True
 
 
 def _place(made: Mapping[str, Any]) -> str:
@@ -145,6 +190,13 @@ def _held_by(loader: Any) -> Iterator[Any]:
             yield sampler.indices
         elif type(sampler) is WeightedRandomSampler:
             yield sampler.weights
+
+
+def _leaf(dataset: Any) -> StoreDataset | None:
+    """The dataset that a `Subset` of subsets takes its samples from, if it is one over a store."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, StoreDataset) else None
 
 
 def _subsets(dataset: Any, depth: int = 0) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from fastload.distributed.sampler import DistributedSampler, ShardSampler, known_length
 from fastload.errors import ArgumentError
-from fastload.loader.identity import Contents, check_identity
+from fastload.loader.identity import Contents, changes_since, check_identity
 from fastload.loader.order import Order, draw_seed
 from fastload.loader.position import Progress, Revise
 from fastload.loader.stream_epoch import Streams, check_streams
@@ -313,8 +313,9 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
         not_indexed = isinstance(loader.sampler, ShardSampler) and None in (saved[name], own[name])
         free = not_indexed or order.mixture is not None  # which compares each source
         if saved[name] != own[name] and not (name == "length" and free):
+            since = changes_since(loader, saved) if name == "length" else ""
             raise ArgumentError(
-                f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}: "
+                f"state_dict was saved with {name} {saved[name]!r}, this loader has {own[name]!r}{since}: "
                 f"{_ADVICE[name]}"
             )
     sampler = order.stateful

@@ -1,4 +1,4 @@
-"""Sizes in bytes, from text and to text."""
+"""Sizes in bytes, times and money, from text and to text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,27 @@ import re
 
 from fastload.errors import ArgumentError
 
-__all__ = ["format_money", "format_size", "parse_size"]
+__all__ = ["format_money", "format_size", "parse_duration", "parse_size"]
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?|)b?\s*", re.IGNORECASE | re.ASCII)
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_duration(value: float | str, name: str) -> float:
+    """Seconds, from a number or from text such as "30m", "12h" or "7d"; text without a unit is seconds."""
+    seconds = math.nan
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value)
+        seconds = float(match[1]) * _SECONDS[match[2].lower() or "s"] if match else math.nan
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not 0 <= seconds < math.inf:
+        raise ArgumentError(f'{name}={value!r}; give seconds, or text such as "30m", "12h" or "7d"')
+    return seconds
 
 
 def parse_size(value: int | str, name: str = "size_limit") -> int:

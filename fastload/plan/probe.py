@@ -66,8 +66,8 @@ def probe_store(
     store = fastload.open_store(url, **options)
     with tempfile.TemporaryDirectory(prefix="fastload-plan-") as folder:
         raw = fastload.Cache(Path(folder) / "cache", "raw")
-        manifest = Manifest.open(store, directory=raw.manifests, images_only=True, labels=True)
-        dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)  # with that listing
+        dataset = fastload.ImageFolder(url, cache=raw, storage_options=options)
+        manifest = dataset.listing()
         if dataset.cache is None:
             raise ArgumentError(f"{dataset.url!r} cannot be cached: the warning above says why")
         deadline = time.monotonic() + SECONDS

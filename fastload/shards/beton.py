@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
 from fastload.datasets.warm import Warmed
 from fastload.errors import DecodeError
@@ -107,7 +108,7 @@ class BetonDataset(ShardDataset):
             Deterministic.
         transform: a fused transform, which takes the one image of a sample; a dict {field: function or fused
             transform}; or any callable on the sample.
-        fingerprint, cache, storage_options, refresh: see `TarDataset`.
+        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
 
     Raises:
         ArgumentError: a field that does not exist, or a transform that does not say which image it takes.
@@ -125,7 +126,7 @@ class BetonDataset(ShardDataset):
         fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
@@ -133,8 +134,7 @@ class BetonDataset(ShardDataset):
             url,
             _NAMES,
             compression="",
-            directory=None if kept_in is None else kept_in.manifests,
-            refresh=refresh,
+            listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )
         try:

@@ -8,12 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.compression import HEAD, is_compressed
 from fastload.formats.shard_index import Offsets, parse_wids
@@ -39,8 +39,7 @@ class ShardList:
         urls: see `shards.urls`.
         shards: which objects below a prefix are shards.
         compression: of all shards: "gzip", "zlib" or "" (none); None: by the first bytes of each.
-        directory: where listings are kept; None: nowhere.
-        refresh: list again although a listing is kept.
+        listings: those that are kept.
         storage_options: for `open_store`.
         in_order: keep the order of `urls`, which is a list of single files, in place of that of their keys.
 
@@ -59,8 +58,7 @@ class ShardList:
         shards: Wanted,
         *,
         compression: str | None,
-        directory: Path | None,
-        refresh: bool,
+        listings: Listings,
         storage_options: dict[str, Any],
         in_order: bool = False,
     ) -> None:
@@ -70,8 +68,7 @@ class ShardList:
                 f"found {compression!r}"
             )
         self._compressed = None if compression is None else bool(compression)
-        self._directory = directory
-        self._refresh = refresh
+        self._listings = listings
         self._options = limited_together(storage_options)
         names, counts = _through_index(urls, self._options)
         named = resolve(names, shards)
@@ -94,7 +91,7 @@ class ShardList:
     def __fingerprint__(self) -> dict[str, Any]:
         """The shards, whether they were listed again or not: see `datasets.fingerprint`."""
         found = {
-            name: value for name, value in vars(self).items() if name not in ("_refresh", "_row_numbers")
+            name: value for name, value in vars(self).items() if name not in ("_listings", "_row_numbers")
         }
         found["_options"] = {name: value for name, value in self._options.items() if name != "max_gets"}
         return found
@@ -114,6 +111,12 @@ class ShardList:
         for shard in range(len(self)):
             digest.update(repr(self[shard][:3]).encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
+
+    @functools.cached_property
+    def digests(self) -> tuple[str, str]:
+        """Short texts: (the keys of the shards in their order; these, and their versions)."""
+        keys = "\0".join(self[shard].key for shard in range(len(self)))
+        return hashlib.blake2b(keys.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest(), self.digest
 
     def identities(self, shards: NDArray[np.int64]) -> NDArray[np.uint64]:
         """See `Manifest.identities`."""
@@ -200,9 +203,7 @@ class ShardList:
         return [shard for shard, head in zip(shards, heads, strict=True) if not is_compressed(head)]
 
     def _list(self, store: Store, named: Named) -> Manifest:
-        return Manifest.open(
-            store, directory=self._directory, refresh=self._refresh, selection=named.selection
-        )
+        return self._listings.open(store, selection=named.selection)
 
 
 def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:

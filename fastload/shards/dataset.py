@@ -16,6 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
 from fastload.datasets.fields_dataset import FieldsDataset
@@ -70,8 +71,8 @@ class ShardDataset(FieldsDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
-        shards: listed already; or None, and `names`, `compression`, `storage_options` and `refresh` say how
-            to list them.
+        shards: listed already; or None, and `names`, `compression`, `storage_options` and `listing_max_age`
+            say how to list them.
     """
 
     _knows_keys = True  # of the cache, in this constructor
@@ -96,7 +97,7 @@ class ShardDataset(FieldsDataset):
         names: Wanted | None = None,
         compression: str | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         self._options = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
         if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
@@ -116,8 +117,7 @@ class ShardDataset(FieldsDataset):
                 url,
                 names,
                 compression=compression,
-                directory=directory,
-                refresh=refresh,
+                listings=Listings.of(kept_in, listing_max_age),
                 storage_options=storage_options or {},
             )
         self._shards = shards
@@ -155,6 +155,9 @@ class ShardDataset(FieldsDataset):
             )
         self._hint = None
         return counted
+
+    def listed(self) -> tuple[str, str]:
+        return self._shards.digests
 
     def indexed_length(self) -> int:
         """See `fastload.distributed.sampler.indexed_length`."""

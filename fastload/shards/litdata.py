@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.inflate import framed_size, zstd
@@ -115,7 +116,7 @@ class LitDataset(ShardDataset):
         transform: a fused transform, which takes the one leaf that is an image, or else the one of type bytes
             or file; a dict {leaf: function or fused transform}; or any callable on the sample.
         cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
-        fingerprint, cache, storage_options, refresh: see `TarDataset`.
+        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
         unsafe: unpickle leaves of format pickle. A pickle can run any code of the author of the chunks.
 
     Raises:
@@ -139,7 +140,7 @@ class LitDataset(ShardDataset):
         cache: Cache | str | os.PathLike[str] | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         check_decode(fields, decode)
         kept_in = as_cache(cache)
@@ -169,8 +170,7 @@ class LitDataset(ShardDataset):
         shards = list_shards(
             root,
             [check_name(name, root) for name in told.chunks],
-            None if kept_in is None else kept_in.manifests,
-            refresh=refresh,
+            Listings.of(kept_in, listing_max_age),
             storage_options=options,
         )
         counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard, split_sample
@@ -41,7 +42,7 @@ class _MDS(OwnIndexForm):
         if shard.size != told.bytes:
             raise DecodeError(
                 f"the file has {shard.size:,} bytes, and index.json says {told.bytes:,}: it was cut or "
-                "replaced; copy it again, and pass refresh=True if the listing is older"
+                "replaced; copy it again, and leave listing_max_age= out if the listing is older"
             )
         head = read_head(store, shard, table_size(told.samples), wait, compressed=told.compressed)
         offsets = parse_table(head, told.samples, told.raw_bytes)
@@ -82,7 +83,7 @@ class MDSDataset(ShardDataset):
         transform: a fused transform, which takes the one column of type jpeg or png, or else the one of type
             bytes; a dict {name in the sample: function or fused transform}; or any callable on the sample.
         cycle_length, block_length, shuffle_buffer: of epochs that are streamed: see `TarDataset`.
-        fingerprint, cache, storage_options, refresh: see `TarDataset`.
+        fingerprint, cache, storage_options, listing_max_age: see `TarDataset`.
         unsafe: unpickle columns of encoding pkl. A pickle can run any code of the author of the shards.
 
     Raises:
@@ -106,7 +107,7 @@ class MDSDataset(ShardDataset):
         cache: Cache | str | os.PathLike[str] | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         shape = None if fields is None else Shape(fields)
         check_decode(fields, decode)
@@ -127,8 +128,7 @@ class MDSDataset(ShardDataset):
         shards = list_shards(
             root,
             list(found),
-            None if kept_in is None else kept_in.manifests,
-            refresh=refresh,
+            Listings.of(kept_in, listing_max_age),
             storage_options=options,
         )
         split = functools.partial(split_sample, columns=columns)

@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.formats.inflate import Inflater
 from fastload.formats.offset_table import OffsetSplitter
@@ -158,7 +158,7 @@ def read_json(
 
 
 def list_shards(
-    root: str, names: list[str], directory: Path | None, *, refresh: bool, storage_options: dict[str, Any]
+    root: str, names: list[str], listings: Listings, *, storage_options: dict[str, Any]
 ) -> ShardList:
     """The shards that an index.json lists, in its order."""
     if not names:
@@ -169,8 +169,7 @@ def list_shards(
         [f"{root}/{name}" for name in names],
         _ANY_NAME,
         compression="",  # the index of each says whether it is
-        directory=directory,
-        refresh=refresh,
+        listings=listings,
         storage_options=storage_options,
         in_order=True,
     )

@@ -168,7 +168,8 @@ class ParquetDataset(ShardDataset):
             of all that `decode` holds.
         cache: a `Cache`, or a directory for one in mode "auto"; filled during the first epoch.
         storage_options: for `open_store`.
-        refresh: list the URL again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
 
     Raises:
         ArgumentError: a column is missing, or of a type that no sample can have; files differ; or pyarrow is
@@ -193,7 +194,7 @@ class ParquetDataset(ShardDataset):
         fingerprint: str | None = None,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
@@ -219,7 +220,7 @@ class ParquetDataset(ShardDataset):
             cache=cache,
             compression="",
             storage_options=storage_options,
-            refresh=refresh,
+            listing_max_age=listing_max_age,
             shape=shape,
         )
         directory = None if self.cache is None else self.cache.manifests

@@ -107,7 +107,8 @@ class TarDataset(ShardDataset):
         compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.
         unsafe: unpickle pickles. A pickle can run any code of the author of the files.
         storage_options: for `open_store`.
-        refresh: list the URL again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
@@ -130,7 +131,7 @@ class TarDataset(ShardDataset):
         compression: str | None = None,
         unsafe: bool = False,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         decoders = decode if isinstance(decode, Mapping) else {}
         members = MemberFields(decoders, unsafe=unsafe)
@@ -157,5 +158,5 @@ class TarDataset(ShardDataset):
             index=index,
             compression=compression,
             storage_options=storage_options,
-            refresh=refresh,
+            listing_max_age=listing_max_age,
         )

@@ -102,7 +102,8 @@ class TFRecordDataset(ShardDataset):
             use none.
         compression: of all files: "gzip", "zlib" or "" (none); None: by the first bytes of each file.
         storage_options: for `open_store`.
-        refresh: list the URL again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
 
     Raises:
         ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
@@ -125,7 +126,7 @@ class TFRecordDataset(ShardDataset):
         index: str | os.PathLike[str] | bool | None = None,
         compression: str | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         known = _fields(features, fields, decode, transform)
         super().__init__(
@@ -145,7 +146,7 @@ class TFRecordDataset(ShardDataset):
             index=index,
             compression=compression,
             storage_options=storage_options,
-            refresh=refresh,
+            listing_max_age=listing_max_age,
         )
 
 

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.base import StoreDataset
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
@@ -78,7 +79,8 @@ class TokenDataset(StoreDataset):
             With 1, all tokens but the first are a target once.
         cache: a `Cache` in mode "auto" or "raw", or a directory for one; filled during the first epoch.
         storage_options: for `open_store`.
-        refresh: list the URL again although the cache has an earlier listing.
+        listing_max_age: how old a listing that the cache keeps may be, to be used in place of a new one: text
+            such as "12h" or "7d", or seconds. 0: every job lists again; its ranks share that listing.
 
     Attributes:
         tokens: the number of tokens in all objects.
@@ -103,7 +105,7 @@ class TokenDataset(StoreDataset):
         overlap: int = 0,
         cache: Cache | str | os.PathLike[str] | None = None,
         storage_options: dict[str, Any] | None = None,
-        refresh: bool = False,
+        listing_max_age: float | str = 0,
     ) -> None:
         super().__init__(url, None)
         self.dtype = _checked_dtype(dtype)
@@ -118,8 +120,7 @@ class TokenDataset(StoreDataset):
             url,
             _NAMES,
             compression="",
-            directory=None if kept_in is None else kept_in.manifests,
-            refresh=refresh,
+            listings=Listings.of(kept_in, listing_max_age),
             storage_options=storage_options or {},
         )
         self.cache = kept_in if shards.cacheable else None  # a warning has said why

@@ -66,6 +66,14 @@ def _open_folder(folder: Path) -> int:
     return fd
 
 
+def _make_folder(folder: Path) -> int:
+    """A descriptor of a folder of kept files, made with the cache's directory around it."""
+    make_root(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    return _open_folder(folder)
+
+
 def may_keep(folder: Path) -> bool:
     """Whether the files in a folder can be trusted, and more kept there; a RuntimeWarning tells why not."""
     try:
@@ -114,6 +122,21 @@ def open_kept(path: Path) -> int:
     return fd
 
 
+def open_lock(path: Path) -> int:
+    """A descriptor of an empty file beside kept ones, to lock; it is made where it is not there.
+
+    Raises:
+        CacheError: other users can write there.
+        OSError: it cannot be made or opened.
+    """
+    folder = _make_folder(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path.name, flags, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
 def save_kept(path: Path, content: bytes | mmap.mmap) -> None:
     """Write a kept file, whole or not at all. Makes its folder and the cache's directory around it.
 
@@ -121,10 +144,7 @@ def save_kept(path: Path, content: bytes | mmap.mmap) -> None:
         CacheError: other users can write there.
         OSError: the disk is full, or cannot be written.
     """
-    make_root(path.parent.parent)
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(0o700)
-    folder = _open_folder(path.parent)
+    folder = _make_folder(path.parent)
     try:
         with whole_file(path.name, folder=folder) as file:
             file.write(content)

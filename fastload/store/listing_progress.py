@@ -27,10 +27,16 @@ class ListingProgress:
         return self
 
     def __call__(self, listed: int) -> None:
+        self._show(f"listing {self._url}: {listed:,} objects")
+
+    def wait(self) -> None:
+        """Called from time to time while another process lists the same."""
+        self._show(f"listing {self._url}: waiting for another process, which lists it for this one too")
+
+    def _show(self, text: str) -> None:
         now = time.monotonic()
         if now < self._show_at:
             return
-        text = f"listing {self._url}: {listed:,} objects"
         is_terminal = getattr(sys.stderr, "isatty", None)  # what scripts put in its place may lack it
         if is_terminal is None or not is_terminal():
             _log.info(text)

@@ -10,10 +10,8 @@ import json
 import logging
 import mmap
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fastload.errors import CacheError, FastloadError, address
+from fastload.errors import CacheError
 from fastload.store.base import Store
 from fastload.store.child import run_in_child
 from fastload.store.classes import check_classes
@@ -30,7 +28,6 @@ from fastload.store.client_process import clients_live_here
 from fastload.store.folder import open_kept, save_kept
 from fastload.store.keyed_listing import Keys, write_keys
 from fastload.store.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
-from fastload.store.listing_progress import ListingProgress
 from fastload.store.shared_file import SharedFile
 
 __all__ = ["Manifest"]
@@ -41,7 +38,7 @@ _log = logging.getLogger("fastload")
 class Manifest:
     """The objects below a URL: key, size and version of each, and labels if asked for. Immutable.
 
-    Made by `Manifest.open`. Forked processes share it; pickling it for a process that is being spawned
+    Made by `Manifest.build`. Forked processes share it; pickling it for a process that is being spawned
     passes a file descriptor, any other pickle has the bytes.
 
     Attributes:
@@ -150,73 +147,6 @@ class Manifest:
         return int(digest.intdigest())
 
     @classmethod
-    def open(
-        cls,
-        store: Store,
-        *,
-        directory: str | os.PathLike[str] | None = None,
-        refresh: bool = False,
-        images_only: bool = False,
-        labels: bool = False,
-        classes: Sequence[str] | None = None,
-        allow_empty: bool = False,
-        selection: Selection | None = None,
-        keys: Keys | None = None,
-    ) -> Manifest:
-        """The manifest of a store: the one saved in `directory`, or a new one, then saved there.
-
-        A listing that cannot tell an old object from a new one, or its place from another, is not saved, and
-        a warning says so.
-
-        A listing that would start a native client runs in a short-lived child, so that this process can
-        still fork its workers. After 2 s it shows its progress on stderr, or logs it.
-
-        Args:
-            store: what to list.
-            directory: where manifests are kept. None: nowhere.
-            refresh: list even where a saved manifest exists, and replace it.
-            images_only, labels, selection: what to take; see `write_listing`.
-            keys: take these objects, in this order; `images_only` and `selection` are not for them.
-            classes, allow_empty: with labels, see `check_classes`.
-
-        Raises:
-            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
-                answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
-        """
-        name = _file_name(store.identity, images_only, labels, selection, keys)
-        path = None if directory is None else Path(directory) / name
-        if path is not None and not refresh and not store.unidentified:
-            saved = cls._load(path, store.identity)
-            if saved is not None and labels:
-                try:
-                    saved.check_classes(store.url, classes, allow_empty)
-                except FastloadError:  # of an older listing; the store of today decides
-                    saved = None
-            if saved is not None:
-                _log.info("%s: manifest of %s reused; refresh=True lists again", store.url, saved.listed_at)
-                return saved
-        with ListingProgress(store.url) as progress:
-            manifest = cls.build(
-                store,
-                images_only=images_only,
-                labels=labels,
-                classes=classes,
-                allow_empty=allow_empty,
-                selection=selection,
-                keys=keys,
-                progress=progress,
-            )
-        why = manifest.why_not_cached(store)
-        if why:
-            warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=2)
-        elif path is not None:
-            try:
-                manifest.save(path)
-            except OSError as error:
-                warnings.warn(f"the manifest cannot be kept in {str(path.parent)!r}: {error}", stacklevel=2)
-        return manifest
-
-    @classmethod
     def build(
         cls,
         store: Store,
@@ -229,7 +159,22 @@ class Manifest:
         keys: Keys | None = None,
         progress: Callable[[int], None] = lambda listed: None,
     ) -> Manifest:
-        """List a store into memory; arguments and errors as for `open`."""
+        """List a store into memory.
+
+        A listing that would start a native client runs in a short-lived child, so that this process can
+        still fork its workers.
+
+        Args:
+            store: what to list.
+            images_only, labels, selection: what to take; see `write_listing`.
+            keys: take these objects, in this order; `images_only` and `selection` are not for them.
+            classes, allow_empty: with labels, see `check_classes`.
+            progress: called with the number of objects listed so far.
+
+        Raises:
+            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
+                answer, refuses access, there is nothing to read, or its folders are not the classes wanted.
+        """
 
         def write(descriptor: int) -> None:
             def work(report: Callable[[int], None]) -> None:
@@ -281,6 +226,20 @@ class Manifest:
         versions.update(self._version_offsets.data)
         return keys.hexdigest()[:16], versions.hexdigest()[:16]
 
+    def changes_since(self, before: Manifest) -> str:
+        """What is unlike an earlier listing, in words: how many objects, and the first of each kind."""
+        old, new = before._by_key(), self._by_key()
+        changes = {
+            "added": [key for key in new if key not in old],
+            "removed": [key for key in old if key not in new],
+            "changed": [key for key, version in new.items() if old.get(key, version) != version],
+        }
+        told = [f"{len(keys):,} {what} (first {keys[0]!r})" for what, keys in changes.items() if keys]
+        return f"objects were {', '.join(told)}" if told else ""
+
+    def _by_key(self) -> dict[str, str]:
+        return dict(zip(self.keys(0, len(self)), map(self.version, range(len(self))), strict=True))
+
     def save(self, path: Path) -> None:
         """Write the manifest to `path`, whole or not at all.
 
@@ -290,14 +249,12 @@ class Manifest:
         save_kept(path, self._file.map)
 
     @classmethod
-    def kept_in(cls, directory: Path) -> list[Manifest]:
-        """Those that `open` has saved in `directory`, of any store."""
-        found = [cls._load(path, None) for path in sorted(directory.glob("*.manifest"))]
-        return [manifest for manifest in found if manifest is not None]
+    def load(cls, path: Path, identity: str | None = None) -> Manifest | None:
+        """The manifest saved at `path`; None if there is none, or it is damaged, old or another's.
 
-    @classmethod
-    def _load(cls, path: Path, identity: str | None) -> Manifest | None:
-        """The manifest saved at `path`; None if there is none, or it is damaged, old or another's."""
+        Args:
+            identity: of the store that it must be of; None: of any.
+        """
         try:
             descriptor = open_kept(path)
         except CacheError as error:
@@ -322,17 +279,6 @@ class Manifest:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Manifest, (self._file,)
-
-
-def _file_name(
-    identity: str, images_only: bool, labels: bool, selection: Selection | None, keys: Keys | None
-) -> str:
-    taken = "labels" if labels else "images" if images_only else "all"
-    if selection is not None:
-        taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    if keys is not None:
-        taken = f"{'labels-' if labels else ''}{keys.digest()}"
-    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}.manifest"
 
 
 def _marks(names: bytes | memoryview, offsets: npt.ArrayLike) -> npt.NDArray[np.uint64]:

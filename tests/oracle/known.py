@@ -18,9 +18,7 @@ MEANT: dict[str, tuple[str, Rule]] = {
     ),
 }
 # Faults that are not mended yet.
-KNOWN: dict[str, Rule] = {
-    "a kept listing is used for ever": lambda job, found: found.what == "change" and job["cache"] != "none",
-}
+KNOWN: dict[str, Rule] = {}
 
 
 def name_of(job: Job, difference: Difference) -> str:

@@ -539,7 +539,7 @@ def test_what_a_dataset_of_fastload_learns_as_it_is_read_changes_no_fingerprint(
         again = kind(str(url), cache=folder / "kept")
         assert of(again) == before
         assert len(list(fastload.DataLoader(again, None))) > 0
-        assert of(again) == before == of(kind(str(url), cache=folder / "kept", refresh=True))
+        assert of(again) == before == of(kind(str(url), cache=folder / "kept", listing_max_age="1d"))
         again.close()
 
 

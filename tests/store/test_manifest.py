@@ -21,6 +21,7 @@ import psutil
 import pytest
 from faultserver import LIST, Fault, FaultServer
 
+from fastload.cache.listings import Listings
 from fastload.demo.s3_server import serve_s3
 from fastload.errors import NotFoundError, StoreError
 from fastload.store import child, listing, open_store
@@ -41,6 +42,12 @@ FILES = {
     "readme.md": b"",
     "top.jpg": b"no class",
 }
+
+
+def opened(
+    store: Store, *, directory: Path | None = None, max_age: float | str = "1d", **asked: Any
+) -> Manifest:
+    return Listings(directory, max_age).open(store, **asked)
 
 
 class Listed(Store):
@@ -169,24 +176,24 @@ def test_an_empty_directory_is_said_in_the_words_of_directories(tmp_path: Path) 
 def test_a_saved_manifest_is_used_until_refreshed(tmp_path: Path) -> None:
     store = Listed(["a.jpg", "b.txt"])
     for _ in range(3):
-        assert _keys(Manifest.open(store, directory=tmp_path / "kept")) == ["a.jpg", "b.txt"]
+        assert _keys(opened(store, directory=tmp_path / "kept")) == ["a.jpg", "b.txt"]
     assert store.listings == 1
-    assert _keys(Manifest.open(store, directory=tmp_path / "kept", images_only=True)) == ["a.jpg"]
+    assert _keys(opened(store, directory=tmp_path / "kept", images_only=True)) == ["a.jpg"]
     assert store.listings == 2, "another selection is another manifest"
     store.keys.append("c.jpg")
-    assert len(Manifest.open(store, directory=tmp_path / "kept")) == 2
-    assert len(Manifest.open(store, directory=tmp_path / "kept", refresh=True)) == 3
-    assert len(Manifest.open(store, directory=tmp_path / "kept")) == 3
-    assert len(Manifest.open(Listed(["z"], identity="other"), directory=tmp_path / "kept")) == 1
+    assert len(opened(store, directory=tmp_path / "kept")) == 2
+    assert len(opened(store, directory=tmp_path / "kept", max_age=0)) == 3
+    assert len(opened(store, directory=tmp_path / "kept")) == 3
+    assert len(opened(Listed(["z"], identity="other"), directory=tmp_path / "kept")) == 1
     assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
-    assert sorted(path.suffix for path in (tmp_path / "kept").iterdir()) == [".manifest"] * 3
+    assert len([*(tmp_path / "kept").glob("*.manifest")]) == 4, "an older listing is kept for states of it"
 
 
 @pytest.mark.parametrize("where", ["magic", "format", "count", "keys", "end", "cut", "empty", "link"])
 def test_a_damaged_manifest_is_listed_again(where: str, tmp_path: Path) -> None:
     store = Listed([f"{i:03d}.jpg" for i in range(100)])
-    Manifest.open(store, directory=tmp_path)
-    (path,) = tmp_path.iterdir()
+    opened(store, directory=tmp_path)
+    (path,) = tmp_path.glob("*.manifest")
     content = bytearray(path.read_bytes())
     offset = {"magic": 0, "format": 8, "count": 24, "keys": 3000, "end": len(content) - 1}.get(where)
     if offset is not None:
@@ -197,7 +204,7 @@ def test_a_damaged_manifest_is_listed_again(where: str, tmp_path: Path) -> None:
         path.symlink_to(tmp_path / "elsewhere")
     else:
         path.write_bytes({"cut": content[:-9], "empty": b""}.get(where, content))
-    assert _keys(Manifest.open(store, directory=tmp_path)) == store.keys
+    assert _keys(opened(store, directory=tmp_path)) == store.keys
     assert store.listings == 2
 
 
@@ -205,17 +212,17 @@ def test_a_damaged_manifest_is_listed_again(where: str, tmp_path: Path) -> None:
 def test_guard_removed_damage_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would fail without the checksum."""
     store = Listed(["a.jpg", "b.jpg"])
-    Manifest.open(store, directory=tmp_path)
-    (path,) = tmp_path.iterdir()
+    opened(store, directory=tmp_path)
+    (path,) = tmp_path.glob("*.manifest")
     path.write_bytes(path.read_bytes().replace(b"a.jpgb.jpg", b"a.jpgX.jpg"))
     monkeypatch.setattr("fastload.store.manifest._is_whole", lambda descriptor: True)
-    assert _keys(Manifest.open(store, directory=tmp_path)) == ["a.jpg", "X.jpg"]
+    assert _keys(opened(store, directory=tmp_path)) == ["a.jpg", "X.jpg"]
 
 
 def test_a_directory_that_cannot_be_used_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match="cannot be kept"):
-        assert len(Manifest.open(Listed(["a"]), directory=tmp_path / "file")) == 1
+        assert len(opened(Listed(["a"]), directory=tmp_path / "file")) == 1
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,8 +231,8 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.warns(UserWarning, match="No space left"):
-        Manifest.open(Listed(["a"]), directory=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        opened(Listed(["a"]), directory=tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.suffix != ".lock"] == []
 
 
 def _check_in_child(manifest: Manifest, expected: list[str]) -> None:
@@ -238,9 +245,9 @@ def _check_in_child(manifest: Manifest, expected: list[str]) -> None:
 def test_processes_share_it(method: str, saved: bool, tmp_path: Path) -> None:
     store = Listed([f"{i:03d}.jpg" for i in range(100)])
     directory = tmp_path if saved else None
-    manifest = Manifest.open(store, directory=directory)
+    manifest = opened(store, directory=directory)
     if saved:
-        manifest = Manifest.open(store, directory=directory)
+        manifest = opened(store, directory=directory)
         for path in tmp_path.iterdir():
             path.unlink()  # a refresh by another run replaces the file; what is open stays as it was
     process = multiprocessing.get_context(method).Process(target=_check_in_child, args=(manifest, store.keys))
@@ -258,7 +265,7 @@ def test_copies_and_pickles() -> None:
 
 def test_nothing_stays_open(no_leaks: None, tmp_path: Path) -> None:
     for _ in range(3):
-        pickle.loads(pickle.dumps(Manifest.open(Listed(["a", "b"]), directory=tmp_path)))
+        pickle.loads(pickle.dumps(opened(Listed(["a", "b"]), directory=tmp_path)))
 
 
 class Million(Listed):
@@ -292,7 +299,7 @@ def test_a_million_keys(tmp_path: Path) -> None:
         "import os, sys, time, psutil; from pathlib import Path\n"
         "from fastload.store.manifest import Manifest\n"
         "me = psutil.Process(); before = me.memory_info(); start = time.monotonic()\n"
-        "manifest = Manifest._load(Path(sys.argv[1]), 'million 1000000')\n"
+        "manifest = Manifest.load(Path(sys.argv[1]), 'million 1000000')\n"
         "spent = time.monotonic() - start; after = me.memory_info()\n"
         "private = (after.rss - after.shared) - (before.rss - before.shared)\n"
         "print(len(manifest), manifest.key(999_999), spent, private)"
@@ -315,14 +322,14 @@ def test_a_million_keys(tmp_path: Path) -> None:
 SCRIPT = """
 import os, signal, sys, threading, time
 from fastload.errors import FastloadError
-from fastload.store.manifest import Manifest
+from fastload.cache.listings import Listings
 from fastload.store import child, open_store
 options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
 if sys.argv[4]:
     options["client"] = sys.argv[4]
 def run(url="s3://bucket", **arguments):
     try:
-        manifest = Manifest.open(open_store(url, **options), **arguments)
+        manifest = Listings(None).open(open_store(url, **options), **arguments)
         print("listed", len(manifest), manifest.key(len(manifest) - 1))
     except FastloadError as error:
         print(type(error).__name__, str(error).replace(chr(10), " | "))
@@ -474,8 +481,8 @@ def test_progress_where_stderr_is_something_else(monkeypatch: pytest.MonkeyPatch
 
 def planted(store: Listed, folder: Path) -> Path:
     """A listing as somebody else would write it: sound, and wrong."""
-    Manifest.open(Listed(["dog/a.jpg", "wolf/b.jpg"], identity=store.identity), directory=folder, labels=True)
-    (path,) = folder.iterdir()
+    opened(Listed(["dog/a.jpg", "wolf/b.jpg"], identity=store.identity), directory=folder, labels=True)
+    (path,) = folder.glob("*.manifest")
     return path
 
 
@@ -495,10 +502,10 @@ def test_a_listing_that_others_can_have_written_is_not_read(
         target.chmod(target.stat().st_mode | {"for the group": 0o020, "for everybody": 0o002}[how])
     if what == "folder":
         with pytest.warns(UserWarning, match="cannot be kept"):
-            manifest = Manifest.open(store, directory=path.parent, labels=True)
+            manifest = opened(store, directory=path.parent, labels=True)
     else:
-        manifest = Manifest.open(store, directory=path.parent, labels=True)
-        assert Manifest.open(store, directory=path.parent, labels=True).classes == ["cat", "dog"]
+        manifest = opened(store, directory=path.parent, labels=True)
+        assert opened(store, directory=path.parent, labels=True).classes == ["cat", "dog"]
         assert store.listings == 1, "it was replaced by one of ours"
     assert manifest.classes == ["cat", "dog"] and store.listings == 1
     assert "is not used" in caplog.text and str(target) in caplog.text
@@ -511,7 +518,7 @@ def test_a_listing_of_roots_is_read_by_others() -> None:
     store = Listed(["cat/a.jpg", "dog/b.jpg"])
     with tempfile.TemporaryDirectory() as name:
         kept = Path(name) / "kept"
-        Manifest.open(store, directory=kept, labels=True)
+        opened(store, directory=kept, labels=True)
         for path in (kept.parent, kept, *kept.iterdir()):
             path.chmod(0o755)
         store.listings = 0
@@ -524,9 +531,7 @@ def test_a_listing_of_roots_is_read_by_others() -> None:
 def _read_as_another(store: Listed, folder: Path) -> None:
     os.setgid(2000)
     os.setuid(2000)
-    assert (
-        Manifest.open(store, directory=folder, labels=True).classes == ["cat", "dog"] and store.listings == 0
-    )
+    assert opened(store, directory=folder, labels=True).classes == ["cat", "dog"] and store.listings == 0
 
 
 @pytest.mark.parametrize("plant", ["link", "fifo"])
@@ -535,4 +540,4 @@ def test_a_listing_that_is_no_file_is_not_read(plant: str, tmp_path: Path) -> No
     path = planted(store, tmp_path / "kept")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere") if plant == "link" else os.mkfifo(path)
-    assert Manifest.open(store, directory=tmp_path / "kept", labels=True).classes == ["cat", "dog"]
+    assert opened(store, directory=tmp_path / "kept", labels=True).classes == ["cat", "dog"]

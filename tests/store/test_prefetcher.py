@@ -61,7 +61,7 @@ class RangedFiles(LocalStore):
 
 def files_of(folder: Path, kind: type[LocalStore] = LocalStore, **options: Any) -> ObjectSource:
     store = kind(folder.as_uri(), str(folder))
-    manifest = Manifest.open(store, directory=None, refresh=False, images_only=False, labels=False)
+    manifest = Manifest.build(store)
     return ObjectSource(store, manifest, key=key, **options)
 
 

@@ -147,7 +147,7 @@ def test_shard_that_was_replaced_is_sound(kind: str, tmp_path: Path, opened: Any
         damaged = opened(kind, server, tmp_path)
         assert len(epoch(damaged)[1]) == 1
         server.objects[key] = objects[key]
-        data = opened(kind, server, tmp_path, refresh=True)
+        data = opened(kind, server, tmp_path)
         assert sorted(labels(read(data), LABEL[kind])) == list(range(TOTAL))
         data.flush_cache()
         assert len(data) == sum(COUNTS)

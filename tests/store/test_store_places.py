@@ -369,18 +369,18 @@ def test_a_cached_dataset_over_a_listing_without_etags_takes_up_changes(
         server.lists_etags = False
         options = {**server.options, **client}
 
-        def epoch(refresh: bool) -> list[bytes]:
+        def epoch() -> list[bytes]:
             dataset = fastload.ObjectDataset(
-                "s3://bucket", cache=tmp_path, storage_options=options, refresh=refresh, on_change="refresh"
+                "s3://bucket", cache=tmp_path, storage_options=options, on_change="refresh"
             )
             batches = fastload.DataLoader(dataset, batch_size=None, num_workers=1)
             return [bytes(sample) for sample in batches]
 
-        assert epoch(False) == epoch(False) == [b"one"]
+        assert epoch() == epoch() == [b"one"]
         gets = server.count("a.jpg")
         assert gets == 1, "the second epoch came from the cache"
         server.objects["a.jpg"], server.modified["a.jpg"] = b"two", 1735689700.0
-        assert epoch(True) == [b"two"]
+        assert epoch() == [b"two"]
 
 
 @clients

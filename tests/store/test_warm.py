@@ -87,12 +87,14 @@ def test_training_after_warm_makes_no_get(bucket: Bucket, tmp_path: Path, mode: 
 
     before = bucket.proxy.counts()
     cache = Cache(tmp_path / "cache", mode, short_side=128, quality=80)  # type: ignore[arg-type]
-    assert (
-        epoch(ImageFolder("s3://photos", RandomResizedCrop(64), cache=cache, storage_options=bucket.options))
-        == IMAGES
-    )
+    asked = {"cache": cache, "storage_options": bucket.options}
+    trained = ImageFolder("s3://photos", RandomResizedCrop(64), listing_max_age="1h", **asked)  # type: ignore[arg-type]
+    assert epoch(trained) == IMAGES
     now = bucket.proxy.counts()
     assert (now.object_gets, now.listings) == (before.object_gets, before.listings), "not even a listing"
+    assert epoch(ImageFolder("s3://photos", RandomResizedCrop(64), **asked)) == IMAGES  # type: ignore[arg-type]
+    now = bucket.proxy.counts()
+    assert now.object_gets == before.object_gets and now.listings > before.listings
 
     # Another quality or side is another result, which the cache does not have.
     if mode in ("shrunk", "decoded"):
@@ -236,6 +238,26 @@ def folder(tmp_path: Path) -> Path:
     for i in range(40):
         (tmp_path / "data" / f"{i:02}").write_bytes(bytes([i]) * 50_000)
     return tmp_path / "data"
+
+
+def test_warm_sees_what_has_changed_unless_told_of_an_age(folder: Path, tmp_path: Path) -> None:
+    def warm(*more: str) -> list[int]:
+        arguments = ["warm", str(folder), "--cache", str(tmp_path / "c"), "--objects", "--json", *more]
+        done = CliRunner().invoke(app, [*arguments, "--num-workers", "0"])
+        assert done.exit_code == 0, done.output
+        document = json.loads(done.stdout.splitlines()[-1])
+        return [document[name] for name in ("objects", "stored", "skipped")]
+
+    assert warm() == [40, 40, 0]
+    (folder / "00").write_bytes(b"other bytes")
+    (folder / "01").unlink()
+    (folder / "more").write_bytes(b"a new object")
+    assert warm("--listing-max-age", "12h") == [40, 0, 40]
+    assert warm() == [40, 2, 38]
+    wrong = CliRunner().invoke(
+        app, ["warm", str(folder), "--cache", str(tmp_path), "--listing-max-age", "1w"]
+    )
+    assert wrong.exit_code == 2 and "listing_max_age='1w'" in wrong.stderr
 
 
 def test_warming_waits_for_a_full_queue(

@@ -114,7 +114,7 @@ def test_objects_that_change_between_slices_are_named(
             for outcome in super().run(lanes):
                 yield outcome
                 (tmp_path / "in" / "0.bin").unlink(missing_ok=True)
-                fastload.ObjectDataset(tmp_path / "in", cache=cache, refresh=True).close()
+                fastload.ObjectDataset(tmp_path / "in", cache=cache).close()
 
     monkeypatch.setattr(warm_nodes, "Cluster", Changing)
     words = ["warm", tmp_path / "in", "--cache", cache, "--ray", "--objects", "--num-workers", "0"]

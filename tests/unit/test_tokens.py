@@ -192,9 +192,7 @@ def test_another_block_or_version_has_other_cache_keys(tmp_path: Path) -> None:
     folder = write(tmp_path / "c")
 
     def keys(block: int, overlap: int = 0) -> set[bytes]:
-        dataset = TokenDataset(
-            folder, "uint16", block, overlap=overlap, cache=tmp_path / "cache", refresh=True
-        )
+        dataset = TokenDataset(folder, "uint16", block, overlap=overlap, cache=tmp_path / "cache")
         found = {dataset.cache_key(index) for index in range(len(dataset))}
         assert len(found) == len(dataset)
         dataset.close()

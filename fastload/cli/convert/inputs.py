@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from xxhash import xxh3_64
 
+from fastload.cache.listings import Listings
 from fastload.cli.convert.records import SPLITTERS, sound_payload
 from fastload.cli.convert.sample_forms import Sample, split_name
 from fastload.cli.kinds import guess_kind
@@ -121,7 +122,7 @@ class ObjectsInput:
     ) -> None:
         folder = kind == "folder"
         if manifest is None:
-            manifest = Manifest.open(store, images_only=folder, labels=folder)
+            manifest = Listings(None).open(store, images_only=folder, labels=folder)
         self.manifest = manifest
         self.opened = {"kind": kind, "url": url, "store": store, "shard_size": shard_size, "seed": seed}
         self.kind, self.url, self.identity = kind, url, manifest.identity

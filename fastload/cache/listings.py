@@ -1,0 +1,327 @@
+"""The listings that a cache keeps: made once for each job, and again by the next one.
+
+    Listings.open ─▶ this job's listing ─▶ or a kept one that is young enough ─▶ or a new one, then kept
+
+A record beside the listings, `<name>.listings`, says when each was made and which jobs use it. Of each name
+a few are kept, each under a digest of what it holds, so that a state of an older one can be compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from fastload.cache.cache import Cache
+from fastload.distributed.job import Job, find_job, is_alive
+from fastload.errors import CacheError, FastloadError, StoreError, address
+from fastload.metrics.units import parse_duration
+from fastload.store.base import Store
+from fastload.store.folder import open_kept, open_lock, save_kept
+from fastload.store.keyed_listing import Keys
+from fastload.store.listing import Selection
+from fastload.store.listing_progress import ListingProgress
+from fastload.store.manifest import Manifest
+
+__all__ = ["Listings", "latest"]
+
+_log = logging.getLogger("fastload")
+
+_KEPT = 4  # listings of one name
+_JOBS = 16  # whose listing is remembered
+_POLL_SECONDS = 0.05
+
+
+class Listings:
+    """What a dataset lists, and where that is kept.
+
+    Args:
+        directory: where listings are kept; None: nowhere.
+        max_age: how old a kept listing may be that is used in place of a new one: seconds, or text such as
+            "12h". 0: every job lists again.
+
+    Raises:
+        ArgumentError: `max_age` is neither.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, max_age: float | str = 0) -> None:
+        self._max_age = parse_duration(max_age, "listing_max_age")
+        self._directory = None if directory is None else Path(directory)
+
+    @classmethod
+    def of(cls, cache: Cache | None, max_age: float | str) -> Listings:
+        """Those of a dataset with this cache."""
+        parse_duration(max_age, "listing_max_age")  # before a warning about the folder
+        return cls(None if cache is None else cache.manifests, max_age)
+
+    def __fingerprint__(self) -> tuple[()]:
+        """No sample depends on where a listing comes from: see `datasets.fingerprint`."""
+        return ()
+
+    def open(
+        self,
+        store: Store,
+        *,
+        images_only: bool = False,
+        labels: bool = False,
+        classes: Sequence[str] | None = None,
+        allow_empty: bool = False,
+        selection: Selection | None = None,
+        keys: Keys | None = None,
+    ) -> Manifest:
+        """The objects of a store: those that this job has listed, a kept listing, or a new one.
+
+        A listing that cannot tell an old object from a new one, or its place from another, is not kept, and
+        a warning says so. After 2 s a listing shows its progress on stderr, or logs it.
+
+        Args:
+            store: what to list.
+            images_only, labels, selection, keys, classes, allow_empty: see `Manifest.build`.
+
+        Raises:
+            ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
+                answer, refuses access, there is nothing to read, or its folders are not the classes wanted;
+                or if another node of the job has listed other objects.
+        """
+
+        def build(progress: ListingProgress) -> Manifest:
+            return Manifest.build(
+                store,
+                images_only=images_only,
+                labels=labels,
+                classes=classes,
+                allow_empty=allow_empty,
+                selection=selection,
+                keys=keys,
+                progress=progress,
+            )
+
+        def usable(manifest: Manifest) -> bool:
+            if labels:
+                try:
+                    manifest.check_classes(store.url, classes, allow_empty)
+                except FastloadError:  # of an older listing; the store of today decides
+                    return False
+            return True
+
+        with ListingProgress(store.url) as progress:
+            if self._directory is None or store.unidentified:
+                manifest = build(progress)
+                _may_keep(manifest, store)
+                return manifest
+            name = _name(store.identity, images_only, labels, selection, keys)
+            shelf = _Shelf(self._directory, name, store)
+            job = find_job()
+            if job is None and not self._max_age:
+                return shelf.keep(build(progress), None)
+            with shelf.listing_alone(progress):
+                found = shelf.find(job, self._max_age, usable)
+                manifest = shelf.keep(build(progress), job) if found is None else found
+        if job is not None:
+            digest = _digest(manifest)
+            if job.first(f"listing/{name}", digest) != digest:
+                raise StoreError(
+                    f"{store.url!r}: another node of this job has listed other objects than this one: they "
+                    "changed meanwhile, or only one of the nodes uses a kept listing (listing_max_age=); "
+                    "start the job again",
+                    stage="list",
+                )
+        return manifest
+
+    def holding(self, keys: str, versions: str) -> Manifest | None:
+        """The kept listing with these `Manifest.digests`, of any age."""
+        if self._directory is None:
+            return None
+        found = next(self._directory.glob(f"*.{keys}{versions}.manifest"), None)
+        return None if found is None else Manifest.load(found)
+
+
+def latest(directory: Path) -> list[Manifest]:
+    """The newest kept listing of each name."""
+    found = []
+    for record in sorted(directory.glob("*.listings")):
+        kept = _read(record)["listings"]
+        path = directory / f"{record.stem}.{kept[-1]['digest']}.manifest" if kept else None
+        manifest = None if path is None else Manifest.load(path)
+        found += [] if manifest is None else [manifest]
+    return found
+
+
+class _Shelf:
+    """The kept listings of one name, which stands for a store and what was taken of it.
+
+    Args:
+        directory: the folder of all names.
+    """
+
+    def __init__(self, directory: Path, name: str, store: Store) -> None:
+        self._directory, self._name, self._store = directory, name, store
+        self._record = directory / f"{name}.listings"
+
+    def find(self, job: Job | None, max_age: float, usable: Callable[[Manifest], bool]) -> Manifest | None:
+        """The listing of this job, or else the newest one if it is young enough; noted as the job's."""
+        with self._changing() as record:
+            now = time.time()
+            of_job = next((one for one in reversed(record["jobs"]) if job and _is_of(job, one)), None)
+            newest = record["listings"][-1] if record["listings"] else None
+            if of_job is not None:
+                digest, why = of_job["listing"], "this job has made it"
+            elif newest is not None and 0 <= now - newest["at"] <= max_age:
+                digest, why = newest["digest"], f"listing_max_age={max_age:g} s"
+            else:
+                return None
+            manifest = Manifest.load(self._path(digest), self._store.identity)
+            if manifest is None or not usable(manifest):
+                return None
+            if job is not None:
+                _note(record, job, digest)
+            _log.info("%s: the listing of %s is used: %s", self._store.url, manifest.listed_at, why)
+            return manifest
+
+    def keep(self, manifest: Manifest, job: Job | None) -> Manifest:
+        """Keep a new listing as that of a job, and remove the oldest; the listing itself."""
+        if not _may_keep(manifest, self._store):
+            return manifest
+        try:
+            digest = _digest(manifest)
+            with self._changing() as record:
+                manifest.save(self._path(digest))
+                others = [one for one in record["listings"] if one["digest"] != digest]
+                record["listings"] = [*others, {"digest": digest, "at": time.time()}][-_KEPT:]
+                if job is not None:
+                    _note(record, job, digest)
+                kept = {self._path(one["digest"]) for one in record["listings"]}
+                for path in self._directory.glob(f"{self._name}.*.manifest"):
+                    if path not in kept:
+                        path.unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"the listing cannot be kept in {str(self._directory)!r}: {error}", stacklevel=4)
+        return manifest
+
+    @contextlib.contextmanager
+    def listing_alone(self, progress: ListingProgress) -> Iterator[None]:
+        """Wait while another process lists this; then no other one does. Ctrl-C ends the wait.
+
+        Where the file system has no locks, or the folder is another's, nobody waits.
+        """
+        lock = self._lock(f"{self._name}.lock")
+        try:
+            while lock is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    progress.wait()
+                    time.sleep(_POLL_SECONDS)
+                except OSError:
+                    break
+            yield
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[dict[str, Any]]:
+        """The record; written if the block has changed it."""
+        lock = self._lock("listings.lock")
+        try:
+            if lock is not None:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # for as long as a small file is written
+            record = _read(self._record)
+            before = json.dumps(record)
+            yield record
+            after = json.dumps(record)
+            if after != before:
+                save_kept(self._record, after.encode())
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _lock(self, name: str) -> int | None:
+        try:
+            return open_lock(self._directory / name)
+        except OSError:
+            return None
+
+    def _path(self, digest: str) -> Path:
+        return self._directory / f"{self._name}.{digest}.manifest"
+
+
+def _is_of(job: Job, entry: dict[str, Any]) -> bool:
+    """Whether this entry of a record is of this rank's job, and not of an earlier one of the same word.
+
+    Each rank of a job is one process, and the ranks live at the same time, unless all were started again.
+    """
+    if entry["word"] != job.word:
+        return False
+    if job.restarts > entry["restarts"]:
+        return True
+    return entry["ranks"].get(str(job.rank), job.process) == job.process and any(
+        map(is_alive, entry["ranks"].values())
+    )
+
+
+def _note(record: dict[str, Any], job: Job, digest: str) -> None:
+    """Note that this rank uses a listing."""
+    entries = record["jobs"]
+    entry = next((one for one in entries if one["listing"] == digest and _is_of(job, one)), None)
+    if entry is None:
+        entry = {"word": job.word, "restarts": job.restarts, "listing": digest, "ranks": {}}
+        record["jobs"] = [*entries, entry][-_JOBS:]
+    if job.restarts > entry["restarts"]:
+        entry |= {"restarts": job.restarts, "ranks": {}}
+    entry["ranks"][str(job.rank)] = job.process
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A record; an empty one if there is none, or if it is damaged or another's."""
+    empty: dict[str, Any] = {"listings": [], "jobs": []}
+    try:
+        with os.fdopen(open_kept(path), "rb") as file:
+            record = json.loads(file.read())
+        shape = all(type(one["digest"]) is str and one["at"] >= 0 for one in record["listings"])
+        shape &= all({"word", "restarts", "listing", "ranks"} <= one.keys() for one in record["jobs"])
+        return record if shape else empty
+    except CacheError as error:
+        _log.warning(
+            "the record of kept listings is not used, and the url is listed again: %s", error.message
+        )
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        _log.warning(
+            "the record of kept listings %s is damaged, and the url is listed again: %s", path, error
+        )
+    return empty
+
+
+def _may_keep(manifest: Manifest, store: Store) -> bool:
+    """Whether changes of its objects can be told; a warning says why not."""
+    why = manifest.why_not_cached(store)
+    if why:
+        warnings.warn(f"{store.url!r}: {why}. See {address('nothing-is-cached')}", stacklevel=4)
+    return not why
+
+
+def _digest(manifest: Manifest) -> str:
+    return "".join(manifest.digests)
+
+
+def _name(
+    identity: str, images_only: bool, labels: bool, selection: Selection | None, keys: Keys | None
+) -> str:
+    taken = "labels" if labels else "images" if images_only else "all"
+    if selection is not None:
+        taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    if keys is not None:
+        taken = f"{'labels-' if labels else ''}{keys.digest()}"
+    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}"
