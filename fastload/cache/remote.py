@@ -24,6 +24,10 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing import util as mp_util
 from typing import IO, NamedTuple
 
@@ -41,20 +45,37 @@ __all__ = ["Remote", "close_all", "remote_of"]
 
 _END_SECONDS = 1.0  # for a process to end by itself: a request that stalls does not
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
+_SLICE = 256  # keys that are made at once
+_REST_SECONDS = 0.006
 # `-c` puts the working directory first, and lacks what the script has added.
 _WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
 
+Keys = Callable[[], Iterable[bytes]]
+
+
+class _Wanted:
+    """The records that one loader wants.
+
+    Attributes:
+        keys: theirs, one behind the other.
+        settled: packs that have nothing more of them.
+    """
+
+    def __init__(self) -> None:
+        self.keys = b""
+        self.settled: list[str] = []
+
 
 class _Running(NamedTuple):
-    """A process, the file that it writes its result to, and the keys that it pulls."""
+    """A process, the file that it writes its result to, and what it pulls."""
 
     process: subprocess.Popen[bytes]
     result: IO[bytes]
-    only: bytes
+    wanted: _Wanted
 
 
 class Remote:
-    """The processes of this trainer that pull and push for one cache. Threads do not share it.
+    """The processes of this trainer that pull and push for one cache.
 
     A failure of theirs is counted, and the first one of a pull and of a push is warned of.
 
@@ -69,7 +90,11 @@ class Remote:
     def __init__(self, cache: Cache, store: Store) -> None:
         self._cache = copy.copy(cache)  # not opened, nor kept open
         self._store = store
-        self._settled: dict[bytes, list[str]] = {}  # wanted keys -> packs that have no more of them
+        self._lock = threading.RLock()  # for the threads that make keys
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._readers = weakref.WeakKeyDictionary[object, _Wanted]()
+        self._waiting: list[_Wanted] = []  # to be pulled
         self._pushed = -1  # records that the cache had at the last push
         self._running: dict[str, _Running] = {}
         self._warned: set[str] = set()
@@ -77,31 +102,66 @@ class Remote:
         self.pushes = cache.push
         self._counts = Counters()
 
-    def pull(self, only: bytes) -> None:
+    def pull(self, reader: object, keys: Keys) -> None:
         """Pull what was published since the last pull, in the background.
 
         Args:
-            only: the keys of the records that are wanted, one behind the other.
+            reader: the loader, or what stands for it.
+            keys: makes the keys of its records; called in a thread. Where there are none, it is called again.
         """
-        self._collect("pull")
-        self._leads = True
-        if "pull" not in self._running:
-            self._start("pull", only)
+        with self._lock:
+            self._leads = True
+            self._collect("pull")
+            wanted = self._readers.get(reader)
+            if wanted is None:
+                wanted = self._readers[reader] = _Wanted()
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                work = partial(self._make_keys, reader, wanted, keys)
+                self._threads.append(threading.Thread(target=work, name="fastload-keys", daemon=True))
+                self._threads[-1].start()
+            elif wanted.keys and wanted not in self._waiting:
+                self._waiting.append(wanted)
+                self._start_pull()
+
+    def _make_keys(self, reader: object, wanted: _Wanted, keys: Keys) -> None:
+        """Make the keys of a reader, 7 us each, in slices between which the training gets the GIL."""
+        found = bytearray()
+        for number, some in enumerate(keys()):
+            found += some
+            if number % _SLICE == _SLICE - 1 and self._closing.wait(_REST_SECONDS):
+                return
+        with self._lock:
+            wanted.keys = bytes(found)
+            if found:
+                self._waiting.append(wanted)
+                self._start_pull()
+            else:  # as of shards that are not indexed yet
+                self._readers.pop(reader, None)
+
+    def _start_pull(self) -> None:
+        """Begin the next pull that waits, where none runs."""
+        if self._waiting and "pull" not in self._running and not self._closing.is_set():
+            self._start("pull", self._waiting.pop(0))
 
     def push(self) -> None:
         """Publish what is not published yet, in the background. A push that runs still is not begun again."""
-        self._collect("push")
-        if "push" not in self._running:
-            self._start("push")
+        with self._lock:
+            self._collect("push")
+            if "push" not in self._running:
+                self._start("push", _Wanted())
 
     def add_counts(self, counters: Counters) -> None:
         """Add what ended processes have done."""
-        self._collect("pull")
-        self._collect("push")
-        counters.merge(self._counts.drain())
+        with self._lock:
+            self._collect("pull")
+            self._collect("push")
+            counters.merge(self._counts.drain())
 
     def close(self) -> None:
         """Stop pulling. Publish what is left, with a line in the log where that takes a while."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
         try:
             self._end("pull")
             if self.pushes and self._leads:
@@ -138,15 +198,16 @@ class Remote:
             running.process.wait()
         running.result.close()
 
-    def _start(self, kind: str, only: bytes = b"") -> None:
+    def _start(self, kind: str, wanted: _Wanted) -> None:
         if is_readonly(self._cache.path):
             self._warn(kind, "it is read-only")
             return
         with contextlib.ExitStack() as undone:
             try:
                 result = undone.enter_context(_open_memory("fastload-result"))
-                settled = self._settled.get(only, [])
-                job = pickle.dumps(Job(kind, self._cache, only, settled, self._pushed, os.getpid()))
+                job = pickle.dumps(
+                    Job(kind, self._cache, wanted.keys, wanted.settled, self._pushed, os.getpid())
+                )
                 with _open_memory("fastload-job") as given:
                     given.write(job)
                     given.seek(0)
@@ -160,7 +221,7 @@ class Remote:
                 self._warn(kind, f"no process could be started: {error}")
             else:
                 undone.pop_all()
-                self._running[kind] = _Running(process, result, only)
+                self._running[kind] = _Running(process, result, wanted)
 
     def _collect(self, kind: str) -> None:
         """Take the result of a process that has ended."""
@@ -179,8 +240,9 @@ class Remote:
         if result["error"]:
             self._warn(kind, result["error"])
         if kind == "pull":
-            self._settled[running.only] = result["settled"]
+            running.wanted.settled = result["settled"]
             self._counts.add("cache.pulled", result["records"])
+            self._start_pull()
         elif not result["error"]:
             self._pushed = result["entries"]
             self._counts.add("cache.pushed", result["records"])

@@ -7,7 +7,9 @@ Other loaders may fill the same directory, on other nodes too: their records are
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.utils.data import BatchSampler, SubsetRandomSampler
 from fastload.cache import Cache
 from fastload.cache.remote import Remote, remote_of
 from fastload.datasets.inner import fastload_datasets
+from fastload.datasets.seen_rows import Reach
 from fastload.datasets.wrappers import see
 from fastload.distributed import find_launched
 from fastload.distributed.partition import node_shares
@@ -33,7 +36,6 @@ class RemoteCaches:
     """Of one loader. A copy of it, in another process, has its own processes."""
 
     def __init__(self) -> None:
-        self._wanted: dict[Remote, bytes] = {}  # the cache keys of what this loader reads
         self._pushing: list[Remote] = []  # in this epoch
         self._all: list[Remote] = []
 
@@ -50,10 +52,7 @@ class RemoteCaches:
         if found and _leads(loader):
             self._pushing = [remote for remote in found if remote.pushes]
             for remote, datasets in found.items():
-                if remote not in self._wanted and (keys := _keys(loader, datasets)):
-                    self._wanted[remote] = keys
-                if remote in self._wanted:
-                    remote.pull(self._wanted[remote])
+                remote.pull(self, partial(_keys, loader, datasets))
 
     def end_epoch(self, counters: Counters) -> None:
         """Push what is new, and count what has been done."""
@@ -81,31 +80,25 @@ def _leads(loader: Any) -> bool:
     return not local or local[0] == 0
 
 
-def _keys(loader: Any, datasets: list[Any]) -> bytes:
-    """The cache keys of what a loader may read of some of its datasets, one behind the other."""
-    reached: dict[int, list[NDArray[np.int64] | None]] = {}
-    for dataset, indices in see(loader.dataset).reached(_dealt(loader)):
-        reached.setdefault(id(dataset), []).append(indices)
-    found: list[bytes] = []
-    for dataset in datasets:
-        found += _keys_of(dataset, reached.get(id(dataset), [None]))
-    return b"".join(found)
+def _keys(loader: Any, datasets: list[Any]) -> Iterator[bytes]:
+    """The cache keys of what a loader may read of some of its datasets; none of shards not indexed yet."""
+    with contextlib.suppress(FastloadError, TypeError, AttributeError, IndexError):
+        reached: dict[int, list[Reach]] = {}
+        for dataset, indices in see(loader.dataset).reached(_dealt(loader)):
+            reached.setdefault(id(dataset), []).append(indices)
+        for dataset in datasets:
+            yield from _keys_of(dataset, reached.get(id(dataset), [None]))
 
 
-def _keys_of(dataset: Any, parts: list[NDArray[np.int64] | None]) -> Iterator[bytes]:
-    """The cache keys of some parts of a dataset (None: all of it); none of shards that are not indexed."""
-    try:
-        chosen = [part for part in parts if part is not None]
-        every = len(chosen) < len(parts)
-        indices: Iterable[int] = (
-            range(indexed_length(dataset)) if every else np.unique(np.concatenate(chosen)).tolist()
-        )
-        return chain.from_iterable(map(dataset.cache_keys, indices))
-    except (FastloadError, TypeError, AttributeError, IndexError):
-        return iter(())
+def _keys_of(dataset: Any, parts: list[Reach]) -> Iterator[bytes]:
+    """The cache keys of some parts of a dataset; None: all of it."""
+    chosen = [part for part in parts if part is not None]
+    every = len(chosen) < len(parts)
+    indices: Iterable[int] = range(indexed_length(dataset)) if every else np.unique(np.concatenate(chosen))
+    return chain.from_iterable(dataset.cache_keys(int(index)) for index in indices)
 
 
-def _dealt(loader: Any) -> NDArray[np.int64] | None:
+def _dealt(loader: Any) -> Reach:
     """The samples that the sampler deals to this node, in any epoch; None where that may be all of them.
 
     With `partition="node"` a disk may hold no more than a share, and nothing that a cache has makes room.

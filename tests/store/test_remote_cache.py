@@ -63,6 +63,7 @@ def pull_for(loader: DataLoader) -> None:
     """Let the pull of a loader's next epoch come to its end first."""
     loader.loader_context.remote_caches.start_epoch(loader)
     for remote in remote_module._remotes.get().values():
+        wait_until(lambda: not any(one.is_alive() for one in remote._threads), "the keys are made")  # noqa: B023
         if (pulling := remote._running.get("pull")) is not None:
             wait_until(lambda: pulling.process.poll() is not None, "the pull has ended")
 
@@ -237,6 +238,7 @@ def test_epoch_does_not_wait_for_a_pull(server: FaultServer, tmp_path: Path) -> 
     assert counters["get.requests"] == 20
     remote = remote_of(node.cache)
     assert remote is not None
+    wait_until(lambda: "pull" in remote._running, "the pull has begun")
     os.kill(remote._running["pull"].process.pid, signal.SIGKILL)
     wait_until(lambda: remote._running["pull"].process.poll() is not None, "the pull has ended")
     with pytest.warns(RuntimeWarning, match="its process ended with status -9"):
