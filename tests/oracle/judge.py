@@ -154,6 +154,13 @@ class Own:
         return iter(self.order)
 
 
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:  # of streams
+        return None
+
+
 def sampler_of(job: Job, dataset: Any, *, fast: bool, again: bool = False) -> dict[str, Any]:
     """The arguments of a loader that choose its order. `again`: made in the process that resumes."""
     kind, size, drop = job["sampler"], job["batch_size"], job["drop_last"]
@@ -162,7 +169,7 @@ def sampler_of(job: Job, dataset: Any, *, fast: bool, again: bool = False) -> di
     if kind == "sequential":
         return given
     if kind == "shuffle":
-        return given | {"shuffle": True}
+        return given | {"shuffle": _length(dataset) != 0}  # torch has no shuffled order of nothing
     if not len(dataset):
         return given
     n, rng = len(dataset), random.Random(f"{job['salt']} {other}")
@@ -268,8 +275,8 @@ class Slow:
 
     def again(self, event: Event) -> Any:
         """What of an event does not depend on random numbers: its samples, if none is a substitute."""
-        if self.job["exclude"] and self.errors():
-            return None  # one that stands in for an excluded sample may be bad
+        if self.errors() and (self.job["exclude"] or self.job["on_error"] == "replace"):
+            return None  # one that stands in for another sample may be bad, or may not fit to the others
         found = None if event.error else numbers_in(self.job, event)
         if event.error or self.job["exclude"] or self.errors():
             return event.error or (len(found) if isinstance(found, list) else 1)
@@ -345,10 +352,11 @@ class Slow:
             )
         if open_rows:  # the substitutes may not fit, which nobody can know here
             everything = [made for made in self.all() if not isinstance(made, Exception)]
-            try:
-                default_collate(everything)
-            except Exception:
-                return None
+            for some in (everything, everything[::-1]):  # torch asks the first one for its members
+                try:
+                    default_collate(some)
+                except Exception:
+                    return None
         return Difference("error", f"{event.error} where torch has a batch: {event.text[:300]}")
 
 
@@ -614,6 +622,8 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
             )
             if text := unlike(*given):
                 yield Difference("resume", f"the epoch after the resumed one: {text[:300]}")
+    if job["sampler"] == "node" and job["restart"] == "other" and job["skip"]:
+        return  # a skipped step of two ranks is two steps of one
     for when, said_epoch, said_step, said in resumed.said:
         events = resumed.epochs[said_epoch - first]
         begin = step if said_epoch == epoch and not ended else 0
