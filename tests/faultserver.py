@@ -174,7 +174,7 @@ class FaultServer:
                 if not await self._answer(request, writer):
                     break
         except (ConnectionError, asyncio.CancelledError):
-            pass
+            writer.transport.abort()  # a body may be half sent, to a client that has left
         finally:
             self._tasks.discard(task)
             writer.close()

@@ -18,6 +18,9 @@ import fastload
 from fastload import Cache, DataLoader, open_store
 from fastload.cache.pull import pull
 from fastload.cache.push import push
+from fastload.cache.remote import close_all
+from fastload.demo.photos import make_dataset
+from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import NotFoundError
 from fastload.store import Store
 from fastload.store.one_pass import Answer, OnePass
@@ -121,6 +124,32 @@ def test_pull_reads_a_pack_once_for_its_index_and_once_for_its_records(
     assert server.bytes_sent < 2.6 * size
     first.close()
     other.close()
+
+
+def test_pull_beside_a_training_from_a_real_server_without_ranges(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "s3" / "photos", 60, 2)
+    (tmp_path / "s3" / "packs").mkdir()
+    size = sum(file.stat().st_size for file in (tmp_path / "s3").rglob("*.jpg"))
+    with (
+        serve_s3(tmp_path / "s3", read_only=False) as server,
+        delay_proxy(server.endpoint_url, 0.001, corrects_ranges=False) as proxy,
+    ):
+        place = {"endpoint_url": proxy.url, "key": server.key, "secret": server.secret}
+        for name in ("first", "second"):
+            remote = open_store("s3://packs", **place)
+            cache = Cache(tmp_path / name, "raw", remote=remote, push=name == "first")
+            data = fastload.ObjectDataset("s3://photos", cache=cache, storage_options=place)
+            before = proxy.counts()
+            loader = DataLoader(data, 8, collate_fn=list, num_workers=2)
+            assert sum(map(len, loader)) == 60
+            counters = loader.stats()["counters"]
+            assert counters.get("cache.hits", 0) + counters["cache.misses"] == 60
+            data.close()
+            close_all()
+        after = proxy.counts()
+    # Each photo once, and the pack at most twice from its beginning.
+    assert after.bytes_down - before.bytes_down < 3.5 * size
+    assert after.object_gets - before.object_gets < 60 + 15
 
 
 def test_store_learns_it_from_one_range_and_says_it_once(
