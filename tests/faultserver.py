@@ -31,6 +31,7 @@ __all__ = ["LIST", "Fault", "FaultServer", "Request"]
 
 LIST = "\0list"  # stands for listing requests where a key is asked for
 BUCKET = "bucket"
+_CHUNK = 1 << 18  # bytes of a body that are written at once
 _NO_BUCKET = "\0no bucket"
 _REASONS = {200: "OK", 206: "Partial Content", 400: "Bad Request", 403: "Forbidden", 404: "Not Found"}
 _REASONS |= {412: "Precondition Failed", 416: "Range Not Satisfiable", 500: "Internal Server Error"}
@@ -85,7 +86,8 @@ class FaultServer:
         requests: every request in order.
         most_at_once: how many requests for objects were in the making at the same time, at most.
         page_size: keys per listing page.
-        honours_if_match: a server that does not is allowed to exist.
+        honours_if_match, honours_ranges: a server that does not is allowed to exist.
+        bytes_sent: of the bodies of all answers, as far as clients took them.
         lists_etags, answers_etags: so are those that name ETags in listings only, or in answers only.
         modified: key -> when it was written, in seconds since 1970. Listings tell it to the millisecond.
         checksums: send x-amz-checksum-crc32 to clients that ask for it.
@@ -96,7 +98,8 @@ class FaultServer:
         self.objects = dict(objects)
         self.parts: dict[str, dict[int, bytes]] = {}
         self.page_size = page_size
-        self.honours_if_match = True
+        self.honours_if_match = self.honours_ranges = True
+        self.bytes_sent = 0
         self.lists_etags = self.answers_etags = True
         self.modified: dict[str, float] = {}
         self.checksums = False
@@ -171,7 +174,7 @@ class FaultServer:
                 if not await self._answer(request, writer):
                     break
         except (ConnectionError, asyncio.CancelledError):
-            pass
+            writer.transport.abort()  # a body may be half sent, to a client that has left
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -208,7 +211,22 @@ class FaultServer:
         writer.write(f"HTTP/1.1 {status} {reason}\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode())
         if request.method == "HEAD":
             body = b""
-        return await _send_body(writer, body, fault)
+        return await self._send_body(writer, body, fault)
+
+    async def _send_body(self, writer: asyncio.StreamWriter, body: bytes, fault: Fault) -> bool:
+        limits = [n for n in (fault.stall_after, fault.cut_after, fault.reset_after) if n is not None]
+        sent = memoryview(body)[: limits[0]] if limits else memoryview(body)
+        for start in range(0, len(sent) or 1, _CHUNK):
+            writer.write(sent[start : start + _CHUNK])
+            await writer.drain()
+            self.bytes_sent += len(sent[start : start + _CHUNK])
+        if fault.stall_after is not None:
+            await asyncio.Event().wait()
+        if fault.reset_after is not None:
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+        return not limits
 
     def _next_fault(self, key: str) -> Fault | None:
         faults, repeat = self._scripts.get(key, ([], False))
@@ -232,7 +250,7 @@ class FaultServer:
         span = request.headers.get("range")
         if self.checksums and span is None and "x-amz-checksum-mode" in request.headers:
             headers["x-amz-checksum-crc32"] = base64.b64encode(zlib.crc32(body).to_bytes(4, "big")).decode()
-        if span is None:
+        if span is None or not self.honours_ranges:
             return 200, headers, body
         first, _, last = span.removeprefix("bytes=").partition("-")
         start, stop = int(first), min(int(last) + 1 if last else len(body), len(body))
@@ -329,19 +347,6 @@ async def _read_request(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
         return Request(method, _NO_BUCKET, headers, query)
     key = LIST if "list-type" in query else urllib.parse.unquote(key)
     return Request(method, key, headers, query, sent)
-
-
-async def _send_body(writer: asyncio.StreamWriter, body: bytes, fault: Fault) -> bool:
-    limits = [n for n in (fault.stall_after, fault.cut_after, fault.reset_after) if n is not None]
-    writer.write(body[: limits[0]] if limits else body)
-    await writer.drain()
-    if fault.stall_after is not None:
-        await asyncio.Event().wait()
-    if fault.reset_after is not None:
-        raw = writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
-    return not limits
 
 
 def _error(status: int, code: str, more: str = "") -> tuple[int, dict[str, str], bytes]:

@@ -209,10 +209,13 @@ class Cache:
 
     def lookup(self, key: bytes) -> Entry | None:
         """The index entry of `key`, or None (a miss, counted). Reads no payload."""
-        return self.lookup_all([key])[0]
+        (entry,) = self.find_all([key])
+        if entry is None:
+            self.counters.add("cache.misses")
+        return entry
 
-    def lookup_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """`lookup` of each key, at the price of few."""
+    def find_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """Return the index entry of each key, or None, at the price of few. No miss is counted."""
         access = self._access.get()
         directory = access.open()
         packed: list[bytes | None] = [None] * len(keys)
@@ -228,16 +231,11 @@ class Cache:
             except CorruptRecordError:
                 access.counters.add("cache.corrupt")
                 entries.append(None)
-        if misses := entries.count(None):
-            access.counters.add("cache.misses", misses)
         return entries
 
     def has(self, key: bytes) -> bool:
         """Whether the index has `key`. No miss is counted, because nobody wanted the payload."""
-        if self.lookup(key) is not None:
-            return True
-        self.counters.add("cache.misses", -1)
-        return False
+        return self.find_all([key])[0] is not None
 
     def will_need(self, entry: Entry) -> None:
         """Ask the kernel to read the record ahead."""

@@ -139,7 +139,7 @@ def pull(
         raise CacheError(f"cache {cache.path}: {directory.writer.error}")
     left = [each & _lacked(directory, pack) for pack, each in zip(packs, wanted, strict=True)]
     done.left = _count(left)
-    done.records = _count(missing) - done.left
+    done.records = min(done.records, _count(missing) - done.left)  # the writer may have dropped the last ones
     full = cache.fits(average) != "yes"
     done.settled = [pack.name for pack, lacked in zip(packs, left, strict=True) if full or not lacked.any()]
     return done
@@ -213,7 +213,7 @@ class _Pulling:
     def run(self, spans: Iterator[_Span], after_each: Callable[[], None]) -> None:
         """Read all spans, until the cache takes no more."""
         requests, range_bytes = self._pace
-        flying = dict[Future[int], int]()  # -> bytes, at least those of a range
+        flying = dict[Future[list[int]], int]()  # -> bytes, at least those of a range
         with ThreadPoolExecutor(requests, "fastload-pull") as pool:
             try:
                 while True:
@@ -226,7 +226,8 @@ class _Pulling:
                         return
                     for future in wait(flying, return_when=FIRST_COMPLETED).done:
                         del flying[future]
-                        self._done.bytes += future.result()
+                        self._done.records += len(future.result())
+                        self._done.bytes += sum(future.result())
                     after_each()
             finally:  # after an error or Ctrl-C, no request is tried again
                 self._ended.set()
@@ -235,14 +236,14 @@ class _Pulling:
         if self._ended.wait(seconds):
             raise error
 
-    def _read(self, span: _Span) -> int:
-        """Read one span into the cache: the bytes of the records that it took."""
-        pack, written = span.pack, 0
+    def _read(self, span: _Span) -> list[int]:
+        """Read one span into the cache: the lengths of the records that it took."""
+        pack, written = span.pack, list[int]()
         try:
             found = self._store.read_range(pack.name, span.start, span.stop, pack.version, wait=self._pause)
         except (NotFoundError, ObjectChangedError) as error:
             self._done.damaged[pack.name] = error.message
-            return 0
+            return written
         body = memoryview(found)
         for record in span.records:
             begin = record.offset - span.start
@@ -251,7 +252,7 @@ class _Pulling:
                 self._done.damaged[pack.name] = "is damaged: a record differs from its checksum"
                 continue
             if self._cache.write(record.key, payload, _WRITE_SECONDS):
-                written += record.length
+                written.append(record.length)
             elif self._cache.fits(record.length) != "too large":
                 self._full = True
                 break

@@ -113,8 +113,7 @@ class CachedDataset(Dataset[Any]):
         inner = as_rows(self.dataset)
         if inner is None:
             return
-        absent = [at for at in map(self._checked, indices) if self.cache.lookup(self._key(at)) is None]
-        self.cache.counters.add("cache.misses", -len(absent))  # `[]` counts them
+        absent = [at for at in map(self._checked, indices) if not self.cache.has(self._key(at))]
         if absent:
             inner.prefetch(absent)
 

@@ -8,11 +8,12 @@ connection costs one round trip before its first byte, as a TCP handshake does. 
 chunks of all connections leave in the order of their arrival: one queue and one timer are enough. The proxy
 takes CPU from the measured programs, so it does nothing else per chunk.
 
-It makes one correction: rclone answers a ranged request with status 200 instead of 206, and clients that
-check the status refuse that.
+It makes one correction, unless it is told not to: rclone answers a ranged request with status 200 instead of
+206, and clients that check the status refuse that.
 
-Run as a process of its own: `python -m fastload.demo.delay_proxy HOST PORT BOARD_FD`. The board is memory
-with the parent: the counts, and the round trip in microseconds, which may change while nothing is in transit.
+Run as a process of its own: `python -m fastload.demo.delay_proxy HOST PORT BOARD_FD [as-it-is]`. The board is
+memory with the parent: the counts, and the round trip in microseconds, which may change while nothing is in
+transit.
 """
 
 from __future__ import annotations
@@ -187,10 +188,11 @@ class ServerSide(Side):
 class ClientSide(Side):
     """A connection that a client opened."""
 
-    def __init__(self, line: DelayLine, tally: Tally, upstream: Upstream) -> None:
+    def __init__(self, line: DelayLine, tally: Tally, upstream: Upstream, corrects: bool) -> None:
         super().__init__(line, tally)
         self._requests = RequestReader(tally)
         self._upstream = upstream
+        self._corrects = corrects
         self.other: ServerSide = ServerSide(line, tally)
         self.other.other = self
 
@@ -213,7 +215,7 @@ class ClientSide(Side):
     def data_received(self, data: bytes) -> None:
         self._requests.feed(data)
         # No client here sends a request before it has the answer to its last one.
-        self.other.range_due = self._requests.wants_range
+        self.other.range_due = self._requests.wants_range and self._corrects
         self._line.send(self.other, data)
 
 
@@ -232,11 +234,13 @@ class Upstream(NamedTuple):
     port: int
 
 
-async def serve(upstream: Upstream, tally: Tally) -> None:
+async def serve(upstream: Upstream, tally: Tally, corrects: bool) -> None:
     """Accept connections on a free port, which is printed, until the process ends."""
     loop = asyncio.get_running_loop()
     line = DelayLine(loop, tally)
-    server = await loop.create_server(lambda: ClientSide(line, tally, upstream), "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(
+        lambda: ClientSide(line, tally, upstream, corrects), "127.0.0.1", 0, backlog=1024
+    )
     print(server.sockets[0].getsockname()[1], flush=True)  # noqa: T201
     await server.serve_forever()
 
@@ -244,8 +248,8 @@ async def serve(upstream: Upstream, tally: Tally) -> None:
 def main() -> None:
     import uvloop
 
-    host, port, board = sys.argv[1:]
-    uvloop.run(serve(Upstream(host, int(port)), Tally(int(board))))
+    host, port, board, *how = sys.argv[1:]
+    uvloop.run(serve(Upstream(host, int(port)), Tally(int(board)), how != ["as-it-is"]))
 
 
 if __name__ == "__main__":

@@ -110,10 +110,13 @@ def serve_s3(directory: Path, *, read_only: bool = True) -> Iterator[S3Server]:
 
 
 @contextmanager
-def delay_proxy(endpoint_url: str, round_trip_seconds: float) -> Iterator[Proxy]:
+def delay_proxy(
+    endpoint_url: str, round_trip_seconds: float, *, corrects_ranges: bool = True
+) -> Iterator[Proxy]:
     """Put `round_trip_seconds` between clients of `Proxy.url` and the server at `endpoint_url`.
 
-    With 0 the traffic goes through the proxy too, so that only the delay differs.
+    With 0 the traffic goes through the proxy too, so that only the delay differs. Without `corrects_ranges`
+    clients meet a server that has none: the status of rclone's answers to ranges stays 200.
 
     Raises:
         StoreError: the proxy did not start; the message has its output.
@@ -123,6 +126,7 @@ def delay_proxy(endpoint_url: str, round_trip_seconds: float) -> Iterator[Proxy]
     os.ftruncate(board, BOARD.size)
     _write_round_trip(board, round_trip_seconds)
     command = [sys.executable, proxy_program.__file__, str(address.hostname), str(address.port), str(board)]
+    command += [] if corrects_ranges else ["as-it-is"]
     try:
         with tethered(command, pass_fds=[board]) as child:
             port = _started(child, LISTENING, "the delay proxy").group(1)

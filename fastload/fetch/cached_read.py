@@ -3,12 +3,13 @@
 look_up ─▶ in the cache? ── yes ─▶ read_now
                 └── no ─▶ reserve ── yes ─▶ read ─▶ store ─▶ prepare ─▶ cache
                               └── no: another run is reading it ─▶ found_meanwhile, later
+
+A sample is a hit or a miss once, by where it came from in the end: looks that come before are not counted.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,10 @@ class CachedRead(RangedRead):
 
     key: bytes | None = None
     entry: Any = None  # where the cache has it
+    missed: bool = False  # it was counted as a miss
     locked: bool = False  # we hold its in-flight lock
     deferred: float = 0.0  # since when another run is reading it
+    overdue: bool = False  # that run had its time: it is read without the lock
 
 
 class CachedReads:
@@ -42,7 +45,6 @@ class CachedReads:
         prepare: (bytes from the store, index of the sample) -> what is cached and handed out (None: the
             bytes themselves).
         counters: get.* and cache.* are added here.
-        patience: seconds that another run gets for a sample whose in-flight lock it holds.
     """
 
     def __init__(
@@ -53,14 +55,12 @@ class CachedReads:
         *,
         prepare: Callable[[Any, int], Any] | None,
         counters: Counters,
-        patience: float,
     ) -> None:
         self._store = store
         self._source = source
         self._cache = cache
         self._prepare = prepare
         self._counters = counters
-        self._patience = patience
         self._reserving = threading.Lock()
 
     def look_up(self, reads: Sequence[CachedRead]) -> None:
@@ -68,7 +68,7 @@ class CachedReads:
         if self._cache is None or not reads:
             return
         keys = [self._source.cache_key(read.index) for read in reads]
-        for read, key, entry in zip(reads, keys, self._cache.lookup_all(keys), strict=True):
+        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
             read.key, read.entry = key, entry
             if entry is not None:
                 self._cache.will_need(entry)
@@ -84,11 +84,13 @@ class CachedReads:
                 payload = self._cache.read(read.key, read.entry)
             if payload is not None:
                 return payload
+            read.missed = True  # the cache has counted it
         with self._counters.timed("get"):
             return self.read(read, 0, read.size)
 
     def read(self, read: CachedRead, start: int, stop: int) -> Any:
         """One request to the store; the sample once all of it was read, None while ranges are missing."""
+        self._count_miss(read)
         try:
             body = self._store.read(read, start, stop)
         except ObjectChangedError as error:
@@ -96,14 +98,9 @@ class CachedReads:
         return None if body is None else self._keep(read, body)
 
     def reserve(self, read: CachedRead) -> bool:
-        """Take the in-flight lock of a sample. False: another run is reading it into the same cache.
-
-        That run may hang, so its lock counts only for a while.
-        """
-        if self._cache is None or read.key is None or read.locked:
+        """Take the in-flight lock of a sample. False: another run is reading it into the same cache."""
+        if self._cache is None or read.key is None or read.locked or read.overdue:
             return True
-        if read.deferred and time.monotonic() - read.deferred > self._patience:
-            return self._cache.lookup(read.key) is None
         with self._reserving:  # the threads that read its ranges take it once
             read.locked = read.locked or self._cache.lock_inflight(read.key)
         return read.locked
@@ -114,11 +111,15 @@ class CachedReads:
             read.locked = False
             self._cache.unlock_inflight(read.key)
 
-    def found_meanwhile(self, read: CachedRead) -> Any:
-        """The sample as another run has written it, or None if it has not yet."""
-        assert self._cache is not None and read.key is not None
-        entry = self._cache.lookup(read.key)
-        return None if entry is None else self._cache.read(read.key, entry)
+    def found_meanwhile(self, reads: Sequence[CachedRead]) -> list[Any]:
+        """The samples as another run has written them, None for each that it has not yet."""
+        assert self._cache is not None
+        keys = [read.key or b"" for read in reads]
+        payloads = []
+        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+            payloads.append(None if entry is None else self._cache.read(key, entry))
+            read.missed = read.missed or (entry is not None and payloads[-1] is None)  # it was counted
+        return payloads
 
     def drain_counters(self) -> None:
         """Add the cache's counters to these."""
@@ -137,7 +138,7 @@ class CachedReads:
             if self._cache is not None:
                 self.release(read)
                 read.key = self._source.cache_key(read.index)
-                payload = self._cache.read(read.key)
+                (payload,) = self.found_meanwhile([read])
                 if payload is not None:
                     return payload
             try:
@@ -147,6 +148,11 @@ class CachedReads:
                 error = another
             else:
                 return self._keep(read, body)
+
+    def _count_miss(self, read: CachedRead) -> None:
+        if self._cache is not None and read.key is not None and not read.missed:
+            read.missed = True
+            self._counters.add("cache.misses")
 
     def _keep(self, read: CachedRead, body: Any) -> Any:
         """The bytes of a sample -> the result of `get`, which is also the payload in the cache."""

@@ -83,7 +83,7 @@ class ObjectSource:
 
     def ranges(self, index: int) -> list[tuple[int, int]]:
         size = self.size(index)
-        if size < self._settings.large_object or not self.store.native:
+        if size < self._settings.large_object or not (self.store.native and self.store.has_ranges):
             return []
         return plan_ranges(size, self._settings.range_size)
 

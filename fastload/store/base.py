@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from fastload.errors import (
     ObjectChangedError,
     ShortReadError,
     StoreError,
+    address,
 )
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.store import retry
@@ -32,6 +34,7 @@ T = TypeVar("T")
 # What a read returns: `bytes`, or a client's own read-only buffer (no copy is made of it). Both have
 # `len()` and the buffer protocol, for which Python has a name from 3.12 on.
 Buffer: TypeAlias = bytes | memoryview | Any
+_said: set[str] = set()  # servers of which this process has said that they have no ranges
 _TIME_VERSION = re.compile(r"\d+-\d{15,}")
 
 
@@ -91,6 +94,8 @@ class Store(ABC):
         self.reading = Reading()
         self.allowance: Allowance | None = None
         self.reached = self._written = False
+        self._has_ranges: bool | None = None  # not known
+        self._server = identity  # that has ranges or not
         self._process = ClientProcess()
 
     def __repr__(self) -> str:
@@ -115,6 +120,14 @@ class Store(ABC):
     def _state(self) -> dict[str, Any]:
         """The state that a copy in another process takes over."""
         return {"reading": self.reading, "reached": self.reached, "allowance": self.allowance}
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether it answers a range with that range, as far as this process knows: a first one tells.
+
+        Otherwise an object is best read by one request, or in ranges from its start to its end.
+        """
+        return self._has_ranges is not False
 
     @property
     @abstractmethod
@@ -175,7 +188,20 @@ class Store(ABC):
         check_range(key, start, stop)
         if start == stop:
             return b""
-        return self._retried(lambda: self._attempt("_read_range", key, start, stop, version), wait)
+        body = self._retried(lambda: self._attempt("_read_range", key, start, stop, version), wait)
+        if self._has_ranges is None:
+            self._note_ranges(self._attempt("_answers_ranges"))
+        return body
+
+    def _note_ranges(self, kept: bool) -> None:
+        self._has_ranges = kept
+        if not kept and self._server not in _said:
+            _said.add(self._server)
+            logging.getLogger("fastload").warning(
+                f"{self.url}: the server answers a range with the whole object, so objects are read from the "
+                "beginning: what is read in part, or at random, costs many more bytes. Use a server with "
+                f"ranges, or read whole objects. See {address('no-ranges')}"
+            )
 
     def open(self, key: str, *, buffer_size: int = 1 << 20) -> io.BufferedReader:
         """Open one object as a binary file, for libraries that read from one, such as PyAV or soundfile.
@@ -248,6 +274,10 @@ class Store(ABC):
             self.allowance.count(lists=pages)
 
     # One attempt each.
+
+    def _answers_ranges(self) -> bool:
+        """Whether the server kept the last range that was asked for here. No request."""
+        return True
 
     def _folders(self) -> set[str]:
         return set()

@@ -5,6 +5,7 @@ obstore's fsspec adapter is not used: it costs three times the CPU per object.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
+from fastload.store.one_pass import Answer, OnePass
 from fastload.store.process import ProcessLocal
 from fastload.store.slash_keys import SlashKeys
 from fastload.store.translate import StoreLocation, as_bucket, public_url
@@ -119,6 +121,9 @@ class NativeStore(Store):
         self._lister = ProcessLocal(lambda: self._client(_LISTER))
         self._writer = ProcessLocal(lambda: self._client(_WRITER))
         self._first_writer = ProcessLocal(lambda: self._client(_first(_WRITER)))
+        self._passes = ProcessLocal(lambda: OnePass(self._whole_answer))
+        self._server = self._location.endpoint or "{0.scheme}://{0.netloc}".format(urlsplit(url))
+        self._first_range = threading.Lock()  # whether ranges are kept is learned by one request
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -189,21 +194,41 @@ class NativeStore(Store):
         import obstore
 
         with self._errors(key):
-            client = self._reader.get()
-            try:
-                result = obstore.get(client, key, options=_conditions(version, (start, stop)))
-            except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
-                if not _range_ignored(error):
-                    raise
-                if self.allowance is not None and any(self.allowance.limits):
-                    raise StoreError(
-                        "the server sends whole objects where ranges are asked for, so max_gets and "
-                        "max_egress cannot be kept: remove them from the storage options",
-                        key=key,
-                    ) from error
-                result = obstore.get(client, key, options=_conditions(version))
-                return _cut(_up_to(iter(result), stop), key, start, stop, result, version)
-            return _cut(result.bytes(), key, start, stop, result, version)
+            with self._first_range if self._server not in _keeps_ranges else contextlib.nullcontext():
+                if _keeps_ranges.get(self._server, True):
+                    try:
+                        result = obstore.get(
+                            self._reader.get(), key, options=_conditions(version, (start, stop))
+                        )
+                        body = result.bytes()
+                    except (obstore.exceptions.GenericError, obstore.exceptions.NotSupportedError) as error:
+                        if not _range_ignored(error):
+                            raise
+                        _keeps_ranges[self._server] = False
+                    else:
+                        _keeps_ranges[self._server] = True
+                        return _cut(body, key, start, stop, result, version)
+            if self.allowance is not None and any(self.allowance.limits):
+                raise StoreError(
+                    "the server sends whole objects where ranges are asked for, so max_gets and "
+                    "max_egress cannot be kept: remove them from the storage options",
+                    key=key,
+                )
+            found, size = self._passes.get().read(key, version, start, stop)
+            if len(found) < stop - start:
+                check_end(key, stop, size)
+            check_length(key, found, stop - start)
+            return found
+
+    def _whole_answer(self, key: str, version: str | None) -> Answer:
+        import obstore
+
+        result = obstore.get(self._reader.get(), key, options=_conditions(version))
+        _check(key, result.meta, version)
+        return Answer(result.meta["size"], map(bytes, result))
+
+    def _answers_ranges(self) -> bool:
+        return _keeps_ranges.get(self._server, True)
 
     def _renew(self, since: float) -> bool:
         with self._renewing:
@@ -260,6 +285,7 @@ class NativeStore(Store):
 
 
 obstore_in_use = ProcessLocal(lambda: True)
+_keeps_ranges: dict[str, bool] = {}  # server -> whether it answers a range with that range
 
 
 def _refuse_forked() -> None:
@@ -395,17 +421,6 @@ def _range_ignored(error: Exception) -> bool:
     """Whether the server answered 200 to a range, which obstore refuses (`rclone serve s3` does)."""
     said = str(error)
     return "non-partial response" in said or "Range request not supported" in said
-
-
-def _up_to(chunks: Iterator[bytes], stop: int) -> bytes:
-    """The first `stop` bytes of a body, without reading on."""
-    parts, length = [], 0
-    for chunk in chunks:
-        parts.append(chunk)
-        length += len(chunk)
-        if length >= stop:
-            break
-    return b"".join(parts)[:stop]
 
 
 def _cut(body: Buffer, key: str, start: int, stop: int, result: GetResult, version: str | None) -> Buffer:

@@ -204,6 +204,9 @@ def test_two_runs_read_each_object_once(bucket: Bucket, tmp_path: Path, shuffle:
     loaders = [bucket.run(Cache(tmp_path), shuffle=shuffle) for _ in range(2)]
     for seen in both(*loaders):
         assert sorted(seen) == bucket.digests
+    for loader in loaders:
+        counters = loader.stats()["counters"]
+        assert counters["cache.hits"] + counters["cache.misses"] == IMAGES, "to look again is no miss"
     gets = bucket.proxy.counts().object_gets - before
     assert IMAGES <= gets <= 1.25 * IMAGES
 

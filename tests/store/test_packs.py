@@ -360,8 +360,9 @@ def test_pull_leaves_out_what_training_has_brought_since_it_began(
 
     store.read_range = read_range  # type: ignore[method-assign]
     done = pull(other, store, beside_training=True)
-    assert holds(other, content) and done.records == 32
+    assert holds(other, content)
     # Half of them, and half of what was on its way already.
+    assert 16 <= done.records <= 16 + 3
     assert sum(stop - start for start, stop in pack_ranges(server)) <= (16 + 3) * size
 
 

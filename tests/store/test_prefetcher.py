@@ -325,7 +325,17 @@ def test_first_batch_that_another_run_reads_does_not_hold_up_the_next_one(tmp_pa
     opened.request(range(20, 30))
     wait_until(lambda: opened._counters["get.requests"] == 15, "all others were read")
     assert [bytes(opened.get(i)) for i in range(15, 30)] == [bytes([i]) * 1000 for i in range(15, 30)]
+    seen = set()
+    for _ in range(20):
+        seen.add(opened.outstanding().requests)
+        time.sleep(0.005)
+    assert seen == {0}, "who looks for a sample has no request in flight"
+    start = time.monotonic()
+    assert [bytes(opened.get(i)) for i in range(15)] == [bytes([i]) * 1000 for i in range(15)]
+    assert time.monotonic() - start < PATIENCE / 2, "a consumer waits for a few round trips"
     opened.close()
+    counters = opened._counters
+    assert counters["cache.misses"] == 30 and not counters["cache.hits"], "each sample counts once"
 
 
 # --- Beside other runs and other threads

@@ -449,7 +449,6 @@ def train_and_stop(options: dict[str, str], path: str) -> None:
 
 
 def train_and_wait(options: dict[str, str], path: str, say: Connection) -> None:
-    remote_module.PATIENCE = 0.2
     say.send(sum(map(len, loader_of(options, path))))
     time.sleep(PATIENCE)
 

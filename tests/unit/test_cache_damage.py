@@ -240,10 +240,10 @@ def test_lookup_of_several_keys_misses_those_whose_entries_are_damaged(
     index = cache.open_or_raise().index
     with index._write() as txn:
         txn.put(damaged, b"short", db=index._entries)
-    entries = cache.lookup_all([damaged, *sound, b"x" * 16])
+    entries = cache.find_all([damaged, *sound, b"x" * 16])
     assert [entry is None for entry in entries] == [True, *[False] * 4, True]
     assert entries[1:5] == [cache.lookup(key) for key in sound]
-    assert cache.counters["cache.corrupt"] == 1 and cache.counters["cache.misses"] == 2
+    assert cache.counters["cache.corrupt"] == 1 and not cache.counters["cache.misses"]
 
 
 def test_lookup_in_a_corrupt_index(open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch) -> None:
