@@ -56,6 +56,10 @@ class Listings:
         self._max_age = parse_duration(max_age, "listing_max_age")
         self._directory = None if directory is None else Path(directory)
 
+    @property
+    def directory(self) -> Path | None:
+        return self._directory
+
     @classmethod
     def of(cls, cache: Cache | None, max_age: float | str) -> Listings:
         """Those of a dataset with this cache."""

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,11 @@ class ShardList:
         self.counts = {
             shard: by_key[keys[row]] for shard, row in enumerate(self._rows) if keys[row] in by_key
         }
+
+    @property
+    def kept_in(self) -> Path | None:
+        """The folder in which what is known of them is kept, if it is."""
+        return self._listings.directory if self.cacheable else None
 
     def __fingerprint__(self) -> dict[str, Any]:
         """The shards, whether they were listed again or not: see `datasets.fingerprint`."""

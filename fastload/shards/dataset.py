@@ -110,7 +110,6 @@ class ShardDataset(FieldsDataset):
         kept_in = as_cache(cache)
         self._form = form
         self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
-        directory = None if kept_in is None else kept_in.manifests
         if shards is None:
             assert names is not None
             shards = ShardList(
@@ -122,9 +121,9 @@ class ShardDataset(FieldsDataset):
             )
         self._shards = shards
         if not self._shards.cacheable:  # a warning has said why
-            kept_in = directory = None
+            kept_in = None
         self.cache = kept_in
-        self._index = ShardIndex(len(self._shards), self._identity, directory)
+        self._index = ShardIndex(len(self._shards), self._identity, self._shards.kept_in)
         for shard, table in self._shards.indexes(index, form.parse_index).items():
             self._index.add(shard, table)
         if form.own_index is not None:

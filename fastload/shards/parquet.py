@@ -223,8 +223,7 @@ class ParquetDataset(ShardDataset):
             listing_max_age=listing_max_age,
             shape=shape,
         )
-        directory = None if self.cache is None else self.cache.manifests
-        self._files = ParquetFiles(self._shards, columns.wanted, row_filter, directory)
+        self._files = ParquetFiles(self._shards, columns.wanted, row_filter, self._shards.kept_in)
         columns.learn(self._files.schema)
         _check_transform(transform, columns.names, columns.may_be_images)
         read = hashlib.blake2b(

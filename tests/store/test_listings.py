@@ -326,6 +326,8 @@ def test_waiting_for_another_rank_is_shown_and_can_be_interrupted(tmp_path: Path
         server.script(LIST, Fault(delay=60.0), repeat=True)
         first = Started(server, tmp_path / "cache", 0, 2)
         wait_until(lambda: server.count(LIST) == 1, "the first rank lists")
+        # It would give up before the second one begins, on a busy machine.
+        first.process.send_signal(signal.SIGSTOP)
         script = (
             "import logging, signal; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
             "from fastload.store import listing_progress; listing_progress._QUIET_SECONDS = 0.0\n"
