@@ -36,7 +36,7 @@ def test_reader_refuses_hostile_bytes_within_its_limits(reader: str, faults: dic
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[oracle.Server]:
-    with closing(oracle.Server(faulty.__name__, patience=4.0)) as server:
+    with closing(oracle.Server(faulty.__name__, patience=20.0)) as server:
         yield server
 
 

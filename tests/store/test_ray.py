@@ -314,6 +314,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "epochs.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.stress
 def test_trainer_goes_on_exactly_after_a_killed_worker(
     nodes: Simulation, photos: Path, tmp_path: Path
 ) -> None:
