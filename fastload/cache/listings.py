@@ -18,10 +18,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.cache.cache import Cache
-from fastload.distributed.job import Job, find_job, is_alive
 from fastload.errors import CacheError, FastloadError, StoreError, address
 from fastload.metrics.units import parse_duration
 from fastload.store.base import Store
@@ -30,6 +29,9 @@ from fastload.store.keyed_listing import Keys
 from fastload.store.listing import Selection
 from fastload.store.listing_progress import ListingProgress
 from fastload.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from fastload.distributed.job import Job
 
 __all__ = ["Listings", "latest"]
 
@@ -95,6 +97,8 @@ class Listings:
                 answer, refuses access, there is nothing to read, or its folders are not the classes wanted;
                 or if another node of the job has listed other objects.
         """
+
+        from fastload.distributed.job import find_job  # imports torch, which a pull does without
 
         def build(progress: ListingProgress) -> Manifest:
             return Manifest.build(
@@ -265,6 +269,8 @@ def _is_of(job: Job, entry: dict[str, Any]) -> bool:
 
     Each rank of a job is one process, and the ranks live at the same time, unless all were started again.
     """
+    from fastload.distributed.job import is_alive
+
     if entry["word"] != job.word:
         return False
     if job.restarts > entry["restarts"]:

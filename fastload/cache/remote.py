@@ -48,7 +48,10 @@ _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line say
 _SLICE = 256  # keys that are made at once
 _REST_SECONDS = 0.006
 # `-c` puts the working directory first, and lacks what the script has added.
-_WORK = "import sys; sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
+# The cores are the training's from the first import on: where all are busy, no epoch waits for the network.
+_WORK = (
+    "import os, sys; os.nice(19); sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
+)
 
 Keys = Callable[[], Iterable[bytes]]
 
@@ -215,7 +218,9 @@ class Remote:
                         [sys.executable, "-c", _WORK.format(path=sys.path)],
                         stdin=given,
                         stdout=result,
-                        start_new_session=True,  # Ctrl-C is for the trainer, which ends it
+                        # Ctrl-C is for the trainer, which ends it. In a session of its own the kernel would
+                        # give it as much of the cores as the trainer, whatever its priority: sched(7).
+                        process_group=0,
                     )
             except (OSError, pickle.PicklingError, AttributeError, TypeError) as error:
                 self._warn(kind, f"no process could be started: {error}")

@@ -1,6 +1,6 @@
 """The process that `remote` starts: one pull or push, tied to its trainer.
 
-It needs a process group of its own, no torch, and about 40 MB.
+It needs a process group of its own, no torch, and about 40 MB. It has the lowest priority.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def _pull(job: Job) -> _Result:
 def _push(job: Job) -> _Result:
     store = job.cache.remote
     assert store is not None
-    os.nice(10)  # nobody waits for it
     with _alone(job.cache, PUSHING):
         entries = job.cache.open_or_raise().index.count()
         done = push(job.cache, store) if entries != job.entries else Pushed()
