@@ -96,8 +96,8 @@ def check_jpegs() -> Check:
         return Check("JPEG", "fail", str(error), "pip install --force-reinstall torch-fastload")
     found = backend()
     if found["jpeg"] == "kernel":
-        library = f"libjpeg-turbo {found['libjpeg_turbo']}"
-        return Check("JPEG", "ok", f"compiled kernel ({found['simd']}, {library}); cache mode 'dct' works")
+        parts = f"{found['simd']}, {found['huffman']} Huffman decoder, libjpeg-turbo {found['libjpeg_turbo']}"
+        return Check("JPEG", "ok", f"compiled kernel ({parts}); cache mode 'dct' works")
     return Check(
         "JPEG",
         "warn",

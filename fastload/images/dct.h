@@ -2,10 +2,8 @@
  *
  * Three quarters of the time of a JPEG decode go into Huffman codes, which must be read one after the other, from the
  * first row on. A record keeps the same quantised coefficients in a form that SIMD instructions read (blocks.h), with
- * the offset of each row of MCUs. All else remains libjpeg's: record_attach puts read_mcu in the place of its Huffman
- * decoder. Inverse DCT, upsampling and colours are the same code as for the JPEG, so the pixels are the same to the bit
- * at each scale, in each crop, with each version of the library. (An own inverse DCT and upsampling were rejected: they
- * would have to follow every version, for perhaps a fifth of the time.)
+ * the offset of each row of MCUs. All else remains libjpeg's: see scan.h. (An own inverse DCT and upsampling were rejected:
+ * they would have to follow every version, for perhaps a fifth of the time.)
  *
  * A record, little-endian:
  *      0   RECORD_MAGIC, version, EXIF orientation, colour space (J_COLOR_SPACE of jpeglib.h), number of components
@@ -20,20 +18,11 @@
 #ifndef FASTLOAD_DCT_H
 #define FASTLOAD_DCT_H
 
-#include "blocks.h"
-#include "decoder.h"
+#include "scan.h"
 
 #define RECORD_MAGIC "\x89" "DCT"
 #define RECORD_VERSION 1
 #define RECORD_TABLES 20 /* offset of the quantisation tables */
-#define MOST_COMPONENTS 4
-
-/* The first fields of libjpeg's private struct, the same from version 6b to libjpeg-turbo 3.1. kernel.c compares a decode
- * through them with a plain one when the module is imported, and does without records if they differ. */
-struct jpeg_entropy_decoder {
-    void (*start_pass)(j_decompress_ptr);
-    boolean (*decode_mcu)(j_decompress_ptr, JBLOCKROW *);
-};
 
 static bool is_record(const uint8_t *data, size_t size) {
     return size >= sizeof RECORD_MAGIC && !memcmp(data, RECORD_MAGIC, sizeof RECORD_MAGIC - 1);
@@ -87,14 +76,16 @@ static const uint8_t *record_header(Decoder *d, const uint8_t *data, size_t *siz
 /* ---------------------------------------------------------------- coefficients */
 
 /* Finds the first wanted MCU of the row, and checks that the row's MCUs end where the next row begins. */
-static bool start_row(Reader *reader, JDIMENSION columns) {
-    const uint8_t *offset = reader->offsets + 4 * (size_t)reader->row;
+static bool start_row(Decoder *d) {
+    Reader *reader = &d->reader;
+    const JDIMENSION columns = d->jpeg.MCUs_per_row;
+    const uint8_t *offset = reader->offsets + 4 * (size_t)d->row;
     const size_t from = get32(offset), to = get32(offset + 4);
     if (from > to || to > reader->size || to - from < 2 * (size_t)columns) return false;
     reader->sizes = reader->data + from;
     size_t size = 2 * (size_t)columns;
     for (JDIMENSION i = 0; i < columns; i++) {
-        if (i == reader->first_column) reader->next = reader->sizes + size;
+        if (i == d->first_column) reader->next = reader->sizes + size;
         size += get16(reader->sizes + 2 * (size_t)i);
     }
     return size == to - from;
@@ -104,18 +95,14 @@ static bool start_row(Reader *reader, JDIMENSION columns) {
 static boolean read_mcu(j_decompress_ptr jpeg, JBLOCKROW *blocks) {
     Decoder *d = jpeg->client_data;
     Reader *reader = &d->reader;
-    const JDIMENSION column = reader->column;
-    if (blocks && column >= reader->first_column && column <= reader->last_column) {
-        if (column == reader->first_column && !start_row(reader, jpeg->MCUs_per_row)) record_damaged(d);
-        const uint8_t *next = reader->next, *end = next + get16(reader->sizes + 2 * (size_t)column);
+    if (blocks && wants_column(d)) {
+        if (d->column == d->first_column && !start_row(d)) record_damaged(d);
+        const uint8_t *next = reader->next, *end = next + get16(reader->sizes + 2 * (size_t)d->column);
         for (int i = 0; i < jpeg->blocks_in_MCU && next; i++) next = unpack_block(next, end, blocks[i][0]);
         if (next != end) record_damaged(d);
         reader->next = end;
     }
-    if (++reader->column == jpeg->MCUs_per_row) {
-        reader->column = 0;
-        reader->row++;
-    }
+    next_mcu(d);
     return TRUE;
 }
 
@@ -125,17 +112,7 @@ static void record_attach(Decoder *d) {
     const size_t rows = d->jpeg.MCU_rows_in_scan, head = (size_t)(reader->offsets - reader->data) + 4 * (rows + 1);
     if (head > reader->size || get32(reader->offsets) != head || get32(reader->offsets + 4 * rows) != reader->size)
         record_damaged(d);
-    reader->row = reader->column = reader->first_column = 0;
-    reader->last_column = d->jpeg.MCUs_per_row - 1;
-    d->jpeg.entropy->decode_mcu = read_mcu;
-}
-
-/* After jpeg_crop_scanline, which chose these columns of pixels: MCUs beside them are not unpacked. */
-static void record_crop(Decoder *d, int denominator, JDIMENSION left, JDIMENSION width) {
-    const int blocks = d->jpeg.num_components == 1 ? 1 : d->jpeg.max_h_samp_factor; /* side by side in an MCU */
-    const JDIMENSION pixels = (JDIMENSION)(DCTSIZE / denominator * blocks);
-    d->reader.first_column = left / pixels;
-    d->reader.last_column = (left + width - 1) / pixels;
+    read_mcus_by(d, read_mcu);
 }
 
 #endif

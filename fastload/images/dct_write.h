@@ -4,8 +4,6 @@
 
 #include "jpeg.h"
 
-#define MOST_BLOCKS 10 /* of an MCU in one scan: ITU-T T.81, B.2.3 */
-
 typedef struct {
     uint8_t *data;
     size_t size, room;
@@ -145,7 +143,9 @@ static bool jpeg_to_record(const uint8_t *data, size_t size, uint64_t max_pixels
     const Limits limits = {max_pixels, true};
     Decoder d;
     decoder_init(&d, message);
-    if (setjmp(d.escape)) return decoder_close(&d), false;
+    if (setjmp(d.escape))
+        if (!decoder_again(&d)) return false;
+    record->size = 0;
     if (is_record(data, size)) decoder_fail(&d, "this is a record already");
     decoder_open(&d, data, size, &limits);
     if (!has_coefficients(data, size) || d.jpeg.data_precision != 8) decoder_fail(&d, "not a DCT of 8 bits");
@@ -155,8 +155,10 @@ static bool jpeg_to_record(const uint8_t *data, size_t size, uint64_t max_pixels
     const bool one_scan = !jpeg_has_multiple_scans(&d.jpeg);
     if (one_scan) {
         jpeg_start_decompress(&d.jpeg);
+        huffman_attach(&d);
     } else {
         source = jpeg_read_coefficients(&d.jpeg);
+        by_libjpeg++;
         check_scans(&d);
     }
     const Layout layout = find_layout(&d);
@@ -196,20 +198,40 @@ static const uint8_t SAMPLE[] = {
     0xda, 0x00, 0x0c, 0x03, 0x01, 0x00, 0x02, 0x11, 0x03, 0x11, 0x00, 0x3f, 0x00, 0x66, 0xa1, 0x5a, 0x8a, 0x75, 0x09, 0xd4,
     0x1e, 0x33, 0x92, 0x4c, 0xc9, 0xb5, 0x03, 0x7a, 0x80, 0xaa, 0x73, 0x7b, 0x5b, 0xe4, 0xff, 0xd9,};
 
+enum { SAMPLE_WIDTH = 24, SAMPLE_HEIGHT = 16 };
+
+static bool sample_decodes(const uint8_t *data, size_t size, uint8_t *pixels) {
+    const Limits limits = {SAMPLE_WIDTH * SAMPLE_HEIGHT, true};
+    char message[MESSAGE_SIZE];
+    Buffer cmyk = {NULL, 0};
+    return jpeg_decode(data, size, &limits, 1, pixels, SAMPLE_WIDTH, SAMPLE_HEIGHT, &cmyk, message);
+}
+
 /* Whether this libjpeg decodes by a record as it decodes the JPEG: libjpeg's private struct may have another form. */
 static bool records_work(void) {
-    enum { WIDTH = 24, HEIGHT = 16 };
-    const Limits limits = {WIDTH * HEIGHT, true};
-    uint8_t pixels[2][WIDTH * HEIGHT * 3];
+    uint8_t pixels[2][SAMPLE_WIDTH * SAMPLE_HEIGHT * 3];
     char message[MESSAGE_SIZE];
     Record record = {NULL, 0, 0};
-    Buffer cmyk = {NULL, 0};
-    const bool same =
-        jpeg_decode(SAMPLE, sizeof SAMPLE, &limits, 1, pixels[0], WIDTH, HEIGHT, &cmyk, message) &&
-        jpeg_to_record(SAMPLE, sizeof SAMPLE, limits.max_pixels, 1, &record, message) &&
-        jpeg_decode(record.data, record.size, &limits, 1, pixels[1], WIDTH, HEIGHT, &cmyk, message) &&
-        !memcmp(pixels[0], pixels[1], sizeof pixels[0]);
+    const bool same = sample_decodes(SAMPLE, sizeof SAMPLE, pixels[0]) &&
+                      jpeg_to_record(SAMPLE, sizeof SAMPLE, SAMPLE_WIDTH * SAMPLE_HEIGHT, 1, &record, message) &&
+                      sample_decodes(record.data, record.size, pixels[1]) && !memcmp(pixels[0], pixels[1], sizeof pixels[0]);
     free(record.data);
+    return same;
+}
+
+/* Whether our Huffman decoder decodes the sample, and as libjpeg's does; then it is used. */
+static bool huffman_works(void) {
+    uint8_t pixels[2][SAMPLE_WIDTH * SAMPLE_HEIGHT * 3];
+    const size_t small = small_scan;
+    use_huffman = false;
+    bool same = sample_decodes(SAMPLE, sizeof SAMPLE, pixels[0]);
+    use_huffman = true;
+    small_scan = 0;
+    const unsigned long before = by_libjpeg;
+    same = sample_decodes(SAMPLE, sizeof SAMPLE, pixels[1]) && same && by_libjpeg == before &&
+           !memcmp(pixels[0], pixels[1], sizeof pixels[0]);
+    small_scan = small;
+    by_libjpeg = 0;
     return same;
 }
 

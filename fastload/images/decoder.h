@@ -10,7 +10,7 @@
 
 #include <jerror.h>
 
-#include "blocks.h"
+#include "huffman.h"
 
 #if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 1005000
 #error "libjpeg-turbo 1.5 or newer is needed: jpeg_crop_scanline, jpeg_skip_scanlines"
@@ -26,8 +26,6 @@ typedef struct {
     size_t size;         /* without the slack behind it */
     const uint8_t *offsets;               /* of the rows of MCUs */
     const uint8_t *sizes, *next;          /* of the row's MCUs; the next of them */
-    JDIMENSION row, column;               /* of the next MCU */
-    JDIMENSION first_column, last_column; /* MCUs outside are not wanted */
     uint8_t header[HEADER_SIZE]; /* of the JPEG that libjpeg is told of */
 } Reader;
 
@@ -39,6 +37,10 @@ typedef struct {
     bool warnings_are_errors;
     char *message; /* MESSAGE_SIZE bytes of the caller's */
     Reader reader;
+    Scan scan;
+    bool odd, libjpeg_only;               /* its Huffman codes are libjpeg's to decode; so they are now */
+    JDIMENSION row, column;               /* of the next MCU, where libjpeg does not read them */
+    JDIMENSION first_column, last_column; /* MCUs outside are not wanted */
 } Decoder;
 
 /* What the caller allows. */
@@ -79,7 +81,9 @@ static void on_progress(j_common_ptr jpeg) {
 
 /* ---------------------------------------------------------------- life */
 
-/* A decoder whose calls into libjpeg may jump: if (setjmp(d.escape)) return decoder_close(&d), false; */
+/* A decoder whose calls into libjpeg may jump: 
+ * if (setjmp(d.escape))
+ *     if (!decoder_again(&d)) return false; */
 static void decoder_init(Decoder *d, char *message) {
     memset(d, 0, sizeof *d);
     d->message = message;
@@ -92,5 +96,14 @@ static void decoder_init(Decoder *d, char *message) {
 }
 
 static void decoder_close(Decoder *d) { jpeg_destroy_decompress(&d->jpeg); }
+
+/* After a jump. False: it was an error. True: the file is odd, and now decoded again from its first byte. */
+static bool decoder_again(Decoder *d) {
+    decoder_close(d);
+    if (!d->odd || d->libjpeg_only) return false;
+    d->libjpeg_only = true;
+    d->warnings_are_errors = false; /* of a header they are none: see decoder_open */
+    return true;
+}
 
 #endif

@@ -62,7 +62,8 @@ static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Lim
 static bool jpeg_header(const uint8_t *data, size_t size, const Limits *limits, int *width, int *height, char *message) {
     Decoder d;
     decoder_init(&d, message);
-    if (setjmp(d.escape)) return decoder_close(&d), false;
+    if (setjmp(d.escape))
+        if (!decoder_again(&d)) return false;
     decoder_open(&d, data, size, limits);
     *width = (int)d.jpeg.image_width;
     *height = (int)d.jpeg.image_height;
@@ -107,7 +108,10 @@ static void decoder_start(Decoder *d, int denominator) {
     d->jpeg.scale_denom = (unsigned)denominator;
     d->jpeg.progress = &d->progress;
     jpeg_start_decompress(&d->jpeg);
-    if (d->reader.data) record_attach(d);
+    if (d->reader.data)
+        record_attach(d);
+    else
+        huffman_attach(d);
 }
 
 /* Decodes a whole image at 1/denominator of its size to out, which is width x height pixels. */
@@ -115,7 +119,8 @@ static bool jpeg_decode(const uint8_t *data, size_t size, const Limits *limits, 
                         int height, Buffer *cmyk, char *message) {
     Decoder d;
     decoder_init(&d, message);
-    if (setjmp(d.escape)) return decoder_close(&d), false;
+    if (setjmp(d.escape))
+        if (!decoder_again(&d)) return false;
     decoder_open(&d, data, size, limits);
     decoder_start(&d, denominator);
     if ((int)d.jpeg.output_width != width || (int)d.jpeg.output_height != height)
@@ -169,7 +174,7 @@ static void resize_rows(Decoder *d, int denominator, Scratch *s) {
     JDIMENSION width = (JDIMENSION)columns->high + 1 - left;
     if (width > d->jpeg.output_width - left) width = d->jpeg.output_width - left;
     jpeg_crop_scanline(&d->jpeg, &left, &width);
-    if (d->reader.data) record_crop(d, denominator, left, width);
+    crop_mcus(d, denominator, left, width);
 
     const int ring_rows = r->rows.taps + ROWS_PER_READ, offset = (columns->low - (int)left) * 3;
     const size_t stride = ((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64;
@@ -198,7 +203,8 @@ static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *lim
                              bool clamp, bool flip, Target target, Scratch *s, char *message) {
     Decoder d;
     decoder_init(&d, message);
-    if (setjmp(d.escape)) return decoder_close(&d), false;
+    if (setjmp(d.escape))
+        if (!decoder_again(&d)) return false;
     decoder_open(&d, data, size, limits);
     check_box(&d, box);
     /* Scaled regions of rare kinds (chroma 8 times smaller) have wrong pixels in libjpeg-turbo 2.1.5: full size then. */

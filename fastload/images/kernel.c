@@ -1,7 +1,7 @@
 /* fastload.images.compiled: decoding and resizing without the GIL.
  *
- * resize.h resizes, jpeg.h decodes, dct_write.h makes records of JPEGs; this file is their Python form. There is no
- * state between calls, so the module needs no lock and is safe without a GIL. See kernel.py for the meaning of the
+ * resize.h resizes, jpeg.h decodes, dct_write.h makes records of JPEGs; this file is their Python form. Between calls
+ * each thread keeps its Huffman tables, and nothing else, so the module needs no lock and is safe without a GIL. See kernel.py for the meaning of the
  * functions and fallback.py for the same in Python.
  * Only names of the limited API of Python 3.11 are used, so one build serves every later Python: see setup.py.
  */
@@ -240,13 +240,30 @@ static PyObject *set_simd(PyObject *self, PyObject *on) {
     return PyBool_FromLong(use_simd);
 }
 
+static PyObject *take_by_libjpeg(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyLong_FromUnsignedLong(atomic_exchange(&by_libjpeg, 0));
+}
+
+static PyObject *set_huffman(PyObject *self, PyObject *on) {
+    (void)self;
+    const int wanted = PyObject_IsTrue(on);
+    if (wanted < 0) return NULL;
+    use_huffman = wanted;
+    small_scan = 0;
+    return PyBool_FromLong(use_huffman);
+}
+
 static PyMethodDef methods[] = {
     {"jpeg_size", jpeg_size, METH_VARARGS, "jpeg_size(data, max_pixels, strict) -> (width, height)"},
     {"decode", decode, METH_VARARGS, "decode(data, out, denominator, max_pixels, strict)"},
     {"crop_resize", crop_resize, METH_VARARGS,
      "crop_resize(out, items, channels_last, clamp, max_pixels, strict) -> [(row, reason)]"},
     {"dct_record", dct_record, METH_VARARGS, "dct_record(jpeg, orientation, max_pixels) -> bytes"},
+    {"take_by_libjpeg", take_by_libjpeg, METH_NOARGS,
+     "take_by_libjpeg() -> images since the last call whose Huffman codes libjpeg decoded"},
     {"_set_simd", set_simd, METH_O, "_set_simd(on) -> whether SIMD is now in use; for tests"},
+    {"_set_huffman", set_huffman, METH_O, "_set_huffman(on) -> whether JPEGs, small ones too, are now decoded by huffman.h; for tests"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -262,6 +279,8 @@ static int execute(PyObject *module) {
 #endif
     if (PyModule_AddStringConstant(module, "SIMD", simd) < 0) return -1;
     if (PyModule_AddIntConstant(module, "RECORDS", records_work()) < 0) return -1;
+    use_huffman = huffman_works();
+    if (PyModule_AddIntConstant(module, "HUFFMAN", use_huffman) < 0) return -1;
     return PyModule_AddStringConstant(module, "LIBJPEG_TURBO", STRING(LIBJPEG_TURBO_VERSION));
 }
 

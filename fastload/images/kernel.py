@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import fastload.images.fallback as fallback
 from fastload.errors import address
 
-__all__ = ["Item", "Kernel", "Pixels", "Source", "active", "backend", "record_writer"]
+__all__ = ["Item", "Kernel", "Pixels", "Source", "active", "backend", "record_writer", "take_by_libjpeg"]
 
 Pixels: TypeAlias = NDArray[np.uint8]
 # A JPEG file or a record of one, in anything with the buffer protocol, or decoded HWC uint8 pixels.
@@ -85,6 +85,16 @@ def record_writer() -> Callable[[Source, int, int], bytes] | None:
     return records.dct_record if getattr(records, "RECORDS", False) else None
 
 
+def take_by_libjpeg() -> int:
+    """Images since the last call, in this process, whose Huffman codes libjpeg decoded instead of the kernel.
+
+    They are progressive, arithmetic, damaged, or so small that tables of their own would not pay.
+    """
+    counts: Any = kernel
+    taken: int = 0 if kernel is None else counts.take_by_libjpeg()
+    return taken
+
+
 def _warn(warned: mmap.mmap) -> None:
     warned[0] = 1
     warnings.warn(
@@ -100,10 +110,12 @@ def backend() -> dict[str, str | None]:
 
     Returns:
         "jpeg": "kernel" or "fallback". "simd": "avx2", "neon" or "scalar", the kernel's resize.
-        "libjpeg_turbo": the version the kernel was built with. The last two are None for the fallback.
+        "huffman": "own" or "libjpeg", who decodes Huffman codes. "libjpeg_turbo": the version the kernel was
+        built with. The last three are None for the fallback.
     """
     return {
         "jpeg": "fallback" if kernel is None else "kernel",
         "simd": getattr(kernel, "SIMD", None),
+        "huffman": None if kernel is None else "own" if getattr(kernel, "HUFFMAN", 0) else "libjpeg",
         "libjpeg_turbo": getattr(kernel, "LIBJPEG_TURBO", None),
     }

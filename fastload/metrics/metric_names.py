@@ -44,6 +44,7 @@ COUNTERS = {
     "cache.chose_raw": ("{process}", "Processes in which a cache in mode auto chose raw"),
     "cache.chose_dct": ("{process}", "Processes in which a cache in mode auto chose dct"),
     "decode.samples": ("{sample}", "Samples decoded and transformed"),
+    "decode.by_libjpeg": ("{image}", "JPEGs whose Huffman codes libjpeg decoded, and not the faster kernel"),
     "decode.seconds": (
         "s",
         "Workers decoded and transformed, without the reading inside, summed over workers",

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import IterableDataset, graph_settings
 
 from fastload.datasets.protocols import Allocate
+from fastload.images.kernel import take_by_libjpeg
 from fastload.metrics.torch_private import IterableFetcher
 from fastload.workers.batch import BatchCounters, BatchMaker
 from fastload.workers.dataset_state import dataset_state, resume_fetcher
@@ -129,6 +130,8 @@ class IndexedSource(BatchSource):
 
     def drain(self) -> tuple[dict[str, float], list[tuple[str, str]]]:
         bad, self._maker.bad = self._maker.bad, []
+        if images := take_by_libjpeg():
+            self._maker.counters.add("decode.by_libjpeg", images)
         return self._maker.counters.drain(), bad
 
     def flush_cache(self) -> None:

@@ -1,5 +1,6 @@
 /* Mutates real JPEGs, and records of them, and decodes both with the kernel's own code, under AddressSanitizer and UBSan.
- * The record of a mutated JPEG must give the pixels of that JPEG.
+ * The record of a mutated JPEG must give the pixels of that JPEG, and our Huffman decoder must give those of libjpeg's, and
+ * its errors.
  *
  *     kernel_fuzz SECONDS SEED MAX_PIXELS FILE...
  *
@@ -109,21 +110,23 @@ static void compare(uint64_t max_pixels) {
     free(record.data);
 }
 
-static bool attempt(uint64_t max_pixels) {
-    char message[MESSAGE_SIZE];
+static size_t attempted; /* bytes of pixels */
+
+/* One decode or crop of the mutant, drawn from `state`: its pixels to `out`. */
+static bool attempt(uint64_t max_pixels, char *message, uint8_t *out) {
     const Limits limits = {max_pixels, draw(2)};
     int width, height;
     use_simd = draw(2) && cpu_has_simd();
-    if (draw(4) == 0) compare(max_pixels);
     if (!jpeg_header(data, size, &limits, &width, &height, message)) return false;
     if (draw(8) == 0) {
         const int denominator = 1 << draw(4);
         const int w = (width + denominator - 1) / denominator, h = (height + denominator - 1) / denominator;
-        uint8_t *out = malloc((size_t)w * h * 3);
+        uint8_t *exact = malloc((size_t)w * h * 3); /* a write behind it is seen */
         Buffer cmyk = {NULL, 0};
-        const bool done = jpeg_decode(data, size, &limits, denominator, out, w, h, &cmyk, message);
+        const bool done = jpeg_decode(data, size, &limits, denominator, exact, w, h, &cmyk, message);
         buffer_free(&cmyk);
-        free(out);
+        memcpy(out, exact, attempted = (size_t)w * h * 3);
+        free(exact);
         return done;
     }
     const int out_width = (int)draw(70) + 1, out_height = (int)draw(70) + 1;
@@ -131,16 +134,40 @@ static bool attempt(uint64_t max_pixels) {
     box.x1 = box.x0 + 1 + draw((uint32_t)(width - box.x0));
     box.y1 = box.y0 + 1 + draw((uint32_t)(height - box.y0));
     if (draw(4) == 0) box.x1 += 0.5, box.y0 -= 0.25; /* at times a little, or entirely, outside */
-    uint8_t *out = malloc((size_t)out_width * out_height * 3);
+    uint8_t *exact = malloc((size_t)out_width * out_height * 3);
     const bool last = draw(2);
-    const Target target = {out, last ? 3 * out_width : out_width, last ? 1 : (ptrdiff_t)out_width * out_height};
+    const Target target = {exact, last ? 3 * out_width : out_width, last ? 1 : (ptrdiff_t)out_width * out_height};
     Scratch scratch;
     memset(&scratch, 0, sizeof scratch);
     const bool done = jpeg_crop_resize(data, size, &limits, box, out_width, out_height, draw(2), draw(2), target,
                                        &scratch, message);
     scratch_free(&scratch);
-    free(out);
+    memcpy(out, exact, attempted = (size_t)out_width * out_height * 3);
+    free(exact);
     return done;
+}
+
+/* Dies where our Huffman decoder gives other pixels than libjpeg's, or another error. */
+static bool attempts(uint64_t max_pixels) {
+    static uint8_t *pixels[2];
+    char messages[2][MESSAGE_SIZE] = {"", ""};
+    bool done[2];
+    if (draw(4) == 0) compare(max_pixels);
+    small_scan = draw(8) ? 0 : 4096;
+    const uint64_t before = state;
+    for (int own = 0; own < 2; own++) {
+        if (!pixels[own]) pixels[own] = malloc(max_pixels * 3);
+        state = before;
+        use_huffman = own;
+        done[own] = attempt(max_pixels, messages[own], pixels[own]);
+    }
+    if (done[0] != done[1] || (done[0] ? memcmp(pixels[0], pixels[1], attempted) : strcmp(messages[0], messages[1]))) {
+        printf("libjpeg: %d %s; huffman.h: %d %s\n", done[0], messages[0], done[1], messages[1]);
+        fflush(stdout);
+        keep();
+        abort();
+    }
+    return done[0];
 }
 
 int main(int argc, char **argv) {
@@ -167,7 +194,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < 20; i++, runs++) {
             const uint32_t one = draw((uint32_t)files), other = draw((uint32_t)files);
             mutate(seeds[one], sizes[one], seeds[other], sizes[other]);
-            decoded += attempt(max_pixels);
+            decoded += attempts(max_pixels);
         }
     printf("runs %ld decoded %ld refused %ld\n", runs, decoded, runs - decoded);
     for (int i = 0; i < files; i++) free(seeds[i]);

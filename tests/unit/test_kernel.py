@@ -463,19 +463,31 @@ def test_a_short_fuzz_run_finds_nothing(fuzz: Any) -> None:
     assert report.runs > 100 and report.decoded > 10
 
 
-def test_fuzzing_finds_a_planted_bug(fuzz: Any, tmp_path: Path) -> None:
-    """With rows of the ring one byte too short."""
+@pytest.mark.parametrize(
+    ("name", "sound", "planted", "told"),
+    [
+        (  # rows of the ring that are one byte too short
+            "jpeg.h",
+            "((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64",
+            "((size_t)d->jpeg.output_width * 3 - 1)",
+            "AddressSanitizer",
+        ),
+        ("huffman.h", "return b.made_up <= (b.count & 63);", "return true;", "huffman.h: 1"),
+    ],
+)
+def test_fuzzing_finds_a_planted_bug(
+    name: str, sound: str, planted: str, told: str, fuzz: Any, tmp_path: Path
+) -> None:
     sources = [*fuzz.ROOT.glob("fastload/images/*.h"), fuzz.ROOT / "tests/fuzz/kernel.c"]
     for source in sources:
         part = tmp_path / source.relative_to(fuzz.ROOT)
         part.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, part)
-    header = tmp_path / "fastload/images/jpeg.h"
-    sound = "((size_t)d->jpeg.output_width * 3 + 63) / 64 * 64"
+    header = tmp_path / "fastload/images" / name
     assert sound in header.read_text()
-    header.write_text(header.read_text().replace(sound, "((size_t)d->jpeg.output_width * 3 - 1)"))
+    header.write_text(header.read_text().replace(sound, planted))
     report = fuzz.run(seconds=20, seed=1, root=tmp_path)
-    assert len(report.crashes) == 1 and "AddressSanitizer" in report.crashes[0]
+    assert len(report.crashes) == 1 and told in report.crashes[0]
     kept = Path(re.findall("input kept in (.*)", report.crashes[0])[0])
     assert kept.read_bytes()[:2] in (b"\xff\xd8", b"\x89D")  # a JPEG, or a record
     shutil.rmtree(kept.parent)
