@@ -256,7 +256,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
           order again; otherwise the resumed iteration raises ArgumentError.
         * Between two epochs, and before the first batch: the seeds that the coming epoch draws from torch's
           generator, settled by asking. What the script draws until it begins does not change it any more.
-        * Digests of the samples' keys, and of the indices and weights that samplers and `Subset`s hold.
+        * Digests of the samples' keys, and of the indices and weights that samplers and subsets hold.
         * A batch whose error was raised to the user counts as returned.
         * For `fastload replay` the state says how the dataset, its transform and the sampler were made, if
           fastload or torch made them: the url and public options of the store, no credentials.
