@@ -43,7 +43,7 @@ SHORT = {
     "later": ["--images", "256", "--rounds", "1", "--passes", "1"],
     "moxing": ["--quick", "--images", "64", "--results", "RESULTS"],
     "node": [str(RESULT)],
-    "plan": ["--images", "2000", "--repeats", "1"],
+    "plan": ["--images", "6000", "--repeats", "1"],
     "published": ["--photos", "200", "--repeats", "1"],
     "ranks": ["--ranks", "2", "--workers", "1", "--steps", "20", "--epochs", "1", "--repeats", "1"],
     "report": [],
