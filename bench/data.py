@@ -6,10 +6,12 @@ Photos and shards are made once, and stay in `.bench/` beside the sources (git i
 # Only light imports here: processes whose start is measured import this module for its numbers.
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ __all__ = [
     "BATCH",
     "KEPT_QUALITY",
     "KEPT_SIDE",
+    "PHOTOS",
     "QUALITY",
     "RESULTS",
     "ROOT",
@@ -24,6 +27,8 @@ __all__ = [
     "SIZE",
     "WORKERS",
     "WORKPLACE",
+    "add_photos",
+    "bits_a_pixel",
     "make_shards",
     "photo_folder",
     "write_result",
@@ -36,20 +41,48 @@ SIZE, BATCH = 224, 64  # pixels of a crop's side, crops of a batch
 WORKERS = 2
 ROUND_TRIP = 0.02  # seconds
 QUALITY = 97  # of the photos: 138 KB each
+PHOTOS = ("dense", "photographs")
 KEPT_SIDE, KEPT_QUALITY = 300, 90  # shrunk and decoded images in a cache: 400 x 300
 PHOTOS_A_SHARD = 250
 
 
-def photo_folder(count: int, quality: int = QUALITY) -> Path:
-    """A folder of `count` JPEGs of 500 x 375 pixels in 20 class folders; at quality 97 of 138 KB each."""
-    folder = WORKPLACE / f"photos-{count}-q{quality}"
-    if not folder.exists():
-        from fastload.demo.photos import make_dataset
+def photo_folder(count: int, quality: int = QUALITY, photos: str = "dense") -> Path:
+    """A folder of `count` JPEGs in 20 class folders.
 
+    Args:
+        photos: "dense": noise of 500 x 375 pixels, at quality 97 of 138 KB each; "photographs": see
+            `bench.photographs`, of their own qualities.
+    """
+    real = photos == "photographs"
+    folder = WORKPLACE / (f"photographs-{count}" if real else f"photos-{count}-q{quality}")
+    if not folder.exists():
         unfinished = folder.with_suffix(".part")
-        make_dataset(unfinished, count, quality=quality, shapes=((500, 375),))
+        if real:
+            from bench.photographs import write_photographs
+
+            write_photographs(unfinished, count, WORKPLACE / "wheels")
+        else:
+            from fastload.cli.demo.photos import make_dataset
+
+            make_dataset(unfinished, count, quality=quality, shapes=((500, 375),))
         unfinished.rename(folder)
     return folder
+
+
+def add_photos(parser: argparse.ArgumentParser) -> None:
+    """Give a command the option that chooses its photos."""
+    parser.add_argument("--photos", default="dense", choices=PHOTOS, help="see bench/photographs.py")
+
+
+def bits_a_pixel(photos: Iterable[bytes]) -> float:
+    """Of encoded photos, on average."""
+    from fastload.images import kernel
+
+    total = pixels = 0
+    for photo in photos:
+        width, height = kernel.active().jpeg_size(photo, 1 << 40, True)
+        total, pixels = total + 8 * len(photo), pixels + width * height
+    return total / pixels
 
 
 def make_shards(photos: Path, count: int, form: str) -> Path:

@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     from fastload.datasets.objects import ObjectDataset
     from fastload.datasets.table import TableDataset
     from fastload.datasets.table_fields import File
-    from fastload.distributed.mixture_sampler import MixtureSampler
-    from fastload.distributed.sampler import DistributedSampler, ShardSampler
     from fastload.gpu.dali import Dali
     from fastload.gpu.normalize import Normalize
     from fastload.images.by_epoch import ByEpoch
     from fastload.images.fuse import fuse
     from fastload.images.transforms import CenterCrop, RandomResizedCrop
     from fastload.loader.dataloader import DataLoader
-    from fastload.loader.prove import prove
-    from fastload.loader.watch import watch
+    from fastload.metrics.watch import watch
+    from fastload.order.mixture_sampler import MixtureSampler
+    from fastload.order.sampler import DistributedSampler, ShardSampler
     from fastload.shards.beton import BetonDataset
     from fastload.shards.litdata import LitDataset
     from fastload.shards.mds import MDSDataset
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from fastload.shards.tfrecord import TFRecordDataset
     from fastload.shards.tokens import TokenDataset
     from fastload.store import open_store
+    from fastload.trace.prove import prove
 
 # name -> module. Loaded on first use: torch takes 2 s to import, and `fastload cache info` or a listing
 # child needs none of it.
@@ -47,18 +47,18 @@ _HOME = {
     "CenterCrop": "fastload.images.transforms",
     "Dali": "fastload.gpu.dali",
     "DataLoader": "fastload.loader.dataloader",
-    "DistributedSampler": "fastload.distributed.sampler",
+    "DistributedSampler": "fastload.order.sampler",
     "File": "fastload.datasets.table_fields",
     "ImageFolder": "fastload.datasets.image_folder",
     "LitDataset": "fastload.shards.litdata",
     "MDSDataset": "fastload.shards.mds",
     "Mixture": "fastload.datasets.mixture",
-    "MixtureSampler": "fastload.distributed.mixture_sampler",
+    "MixtureSampler": "fastload.order.mixture_sampler",
     "Normalize": "fastload.gpu.normalize",
     "ObjectDataset": "fastload.datasets.objects",
     "ParquetDataset": "fastload.shards.parquet",
     "RandomResizedCrop": "fastload.images.transforms",
-    "ShardSampler": "fastload.distributed.sampler",
+    "ShardSampler": "fastload.order.sampler",
     "TFRecordDataset": "fastload.shards.tfrecord",
     "TableDataset": "fastload.datasets.table",
     "TarDataset": "fastload.shards.tar",
@@ -67,8 +67,8 @@ _HOME = {
     "fuse": "fastload.images.fuse",
     "map": "fastload.datasets.map",
     "open_store": "fastload.store",
-    "prove": "fastload.loader.prove",
-    "watch": "fastload.loader.watch",
+    "prove": "fastload.trace.prove",
+    "watch": "fastload.metrics.watch",
 }
 
 _MODULES = ("errors", "testing")  # as attributes, without an import of their own
@@ -113,7 +113,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"fastload.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'fastload' has no attribute {name!r}")
-    from fastload.metrics.platform import importable, need_linux
+    from fastload.metrics.machine import importable, need_linux
 
     if not importable(name):
         need_linux()

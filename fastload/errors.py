@@ -134,6 +134,12 @@ def refuse_class(argument: str, value: Any) -> None:
         raise ArgumentError(f"{argument} is a class: write {_call_of(value)}")
 
 
+def check_whole_number(argument: str, value: Any, least: int = 1) -> None:
+    """Raise `ArgumentError` unless the value is a whole number from `least` on."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentError(f"{argument} must be a whole number >= {least}, found {value!r}")
+
+
 def _call_of(kind: type) -> str:
     """The call that makes an instance, as far as the signature tells."""
     empty = inspect.Parameter.empty

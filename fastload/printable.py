@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import warnings
 
-__all__ = ["printable", "warn"]
-
 
 def printable(text: str, keep: str = "") -> str:
     r"""Return `text` with escapes, those of `repr`, in place of its characters that are not printable.

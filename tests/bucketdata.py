@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 
 
 class Bucket:

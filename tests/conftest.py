@@ -3,8 +3,9 @@
 unit: pure parts, without another process or a server. process: loaders with their workers. store: object
 stores, the cache and shards, with an S3 server on this machine. crash: writers of the cache that are killed.
 trainer: the reference trainer. hostile: what attackers write, for all that reads. oracle: random jobs beside
-a slow loader. Beside these, stress holds the long, random forms, gpu what needs a GPU, and fuzz hostile bytes
-for the kernel. Modules without test_ in their names are support for these.
+a slow loader. pins: values that no change may change unsaid. Beside these, stress holds the long, random
+forms, gpu what needs a GPU, and fuzz hostile bytes for the kernel. Modules without test_ in their names are
+support for these.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import pytest
 
 from fastload.fetch import threads
 from fastload.store import client_process
-from fastload.testing import leaks
+from fastload.testing import read_tests
 from fastload.workers.executor import PRELOADED
 from tests.bucketdata import bucket  # noqa: F401 - a fixture
 from tests.cachedata import open_cache  # noqa: F401 - a fixture
@@ -64,11 +65,11 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     A test that failed is not looked at: its traceback keeps all that its frames hold.
     """
-    before = leaks.held()
+    before = read_tests.held()
     yield
     if request.node.stash.get(_FAILED, False):
         return
-    left = leaks.left_behind(before, PATIENCE)
+    left = read_tests.left_behind(before, PATIENCE)
     if left:
         pytest.fail(f"left behind after {PATIENCE:.0f} s: {left}")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fastload.formats.dct_record import is_record
+from fastload.formats.jpeg_records import is_dct
 from fastload.images.encoded import EncodedBatch, EncodedImages
 from fastload.images.transforms import Crop
 
@@ -17,7 +17,7 @@ def ordinary(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def encode(crop: Crop, files: dict[str, bytes], seed: int = 0) -> EncodedImages:
     """A batch of these files, by key; image k has the randomness of `seed + k`."""
-    batch = EncodedBatch(crop, len(files), ordinary, records=any(map(is_record, files.values())))
+    batch = EncodedBatch(crop, len(files), ordinary, records=any(map(is_dct, files.values())))
     seeds = [seed + k for k in range(len(files))]
     assert batch.fill(range(len(files)), list(files.values()), seeds, list(files)) == []
     return batch.finish()

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import fastload
-from fastload.fetch import settings
-from fastload.fetch.settings import ReadSettings
+from fastload.fetch import limits
+from fastload.fetch.limits import ReadSettings
 from fastload.store import object_store as native
 from fastload.store import retry, s3fs
-from fastload.testing.leaks import held
+from fastload.testing.read_tests import held
 from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 
@@ -257,19 +257,19 @@ def _secret_in(content: bytes) -> bool:
 
 @case("large objects")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((settings, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
+    with changed((limits, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
         return load(server, client)
 
 
 @case("large object changed between its ranges")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((settings, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
+    with changed((limits, "SETTINGS", ReadSettings(large_object=2000, range_size=700))):
         return load(server, client, before_read=lambda _: server.script(BAD, None, Fault(etag="0" * 32)))
 
 
 @case("hedged")
 def _(server: FaultServer, client: dict[str, Any]) -> dict[str, Any]:
-    with changed((settings, "SETTINGS", ReadSettings(hedge_after=2, hedge_share=0.5))):
+    with changed((limits, "SETTINGS", ReadSettings(hedge_after=2, hedge_share=0.5))):
         return load(
             server,
             client,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from sharddata import jpeg
+
+from tests.sharddata import jpeg
 
 COUNTS = [40, 0, 57, 31, 1, 44]  # rows of each file
 TOTAL = sum(COUNTS)

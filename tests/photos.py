@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
+
+from fastload.images import kernel as native
 
 Pixels = NDArray[np.uint8]
 
@@ -42,6 +45,27 @@ def png(image: Image.Image, **options: Any) -> bytes:
     file = BytesIO()
     image.save(file, "PNG", **options)
     return file.getvalue()
+
+
+LIMIT = 10**9  # pixels
+
+
+def kernel_decode(data: bytes, denominator: int = 1, strict: bool = True) -> Pixels:
+    """Decoded by the compiled kernel, whole, at 1/`denominator` of its size."""
+    kernel: Any = native.kernel
+    width, height = kernel.jpeg_size(data, LIMIT, strict)
+    out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
+    kernel.decode(data, out, denominator, LIMIT, strict)
+    return out
+
+
+def rare_files() -> dict[str, bytes]:
+    """Made by libjpeg-turbo's jpegtran of a photo of 45 x 33 pixels.
+
+    -arithmetic, -arithmetic -progressive, a scan for each component, and a progressive script that leaves the
+    last bits out ("unfinished").
+    """
+    return {path.stem: path.read_bytes() for path in (Path(__file__).parent / "data/jpeg").glob("*.jpg")}
 
 
 def variants(width: int = 161, height: int = 119) -> dict[str, bytes]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from photos import pillow_jpeg, scene
 
 import fastload
 from fastload import RandomResizedCrop
-from fastload.formats.example import encode_example
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.formats.tar import TarWriter
+from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards import reader
+from tests.photos import pillow_jpeg, scene
 
 KINDS = ["tar", "tfrecord"]
 CROP = RandomResizedCrop(24, flip=0.5)

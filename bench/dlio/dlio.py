@@ -108,7 +108,7 @@ def contenders(mode: str) -> list[Contender]:
 
 def photos(files: int) -> Path:
     """`.bench/dlio-FILES`, a bucket with `files` JPEGs; made once."""
-    from fastload.demo.photos import make_photo
+    from fastload.cli.demo.photos import make_photo
 
     folder = WORKPLACE / f"dlio-{files}"
     if not folder.exists():
@@ -128,7 +128,7 @@ def photos(files: int) -> Path:
 
 @contextmanager
 def places(files: int) -> Iterator[Place]:
-    from fastload.demo.s3_server import delay_proxy, serve_s3
+    from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 
     folder = photos(files)
     with serve_s3(folder.parent) as server, delay_proxy(server.endpoint_url, ROUND_TRIP) as proxy:

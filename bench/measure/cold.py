@@ -1,6 +1,7 @@
 """The first epoch, from an S3 server behind a round trip, beside obstore alone.
 
-`python -m bench cold [--images 2000] [--repeats 5] [--quick]` prints a table; the last line is JSON.
+`python -m bench cold [--images 2000] [--repeats 5] [--photos photographs] [--quick]` prints a table; the last
+line is JSON.
 
 Server, round trip and loaders share the machine, so the rates show its limit and not a network's. All
 contenders take turns; ratios are taken within one turn, and medians are shown. `cpu_ms` is the CPU time per
@@ -23,12 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.data import BATCH, ROOT, SIZE, WORKERS, photo_folder
+from bench.data import BATCH, ROOT, SIZE, WORKERS, add_photos, photo_folder
 from bench.measure.bare import decode_objects, read_objects
 from bench.measure.epochs import count, cpu_seconds, epoch, filling_and_cached, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import Cache, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
+from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
 
 LATENCIES = (0, 20, 50, 100)  # ms
 
@@ -90,9 +91,9 @@ def first_batch_after_a_sample(place: Place) -> float:
 
 
 @contextmanager
-def places(images: int) -> Iterator[dict[int, Place]]:
+def places(images: int, photos: str = "dense") -> Iterator[dict[int, Place]]:
     """The bucket over every latency."""
-    folder = photo_folder(images)
+    folder = photo_folder(images, photos=photos)
     keys = [f"{path.parent.name}/{path.name}" for path in sorted(folder.glob("*/*.jpg"))]
     with ExitStack() as stack:
         server: S3Server = stack.enter_context(serve_s3(folder.parent))
@@ -131,11 +132,12 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two turns")
+    add_photos(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
     runs: dict[str, list[Run]] = {}
     after_a_sample: list[float] = []
-    with places(given.images) as at:
+    with places(given.images, given.photos) as at:
         turns = contenders(at)
         for _ in range(2 if given.quick else given.repeats):
             for name, run in turns.items():
@@ -156,6 +158,7 @@ def main() -> None:
     document = {
         "benchmark": "cold",
         "images": given.images,
+        "photos": given.photos,
         "rates": {name: round(statistics.median(made), 1) for name, made in rates.items()},
         "all_rates": {name: [round(rate, 1) for rate in made] for name, made in rates.items()},
         "ratios": found,

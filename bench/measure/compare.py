@@ -45,8 +45,8 @@ from bench.peers.contenders import (
 from bench.peers.environment import Unavailable, build_pillow, is_installed, python_of
 from bench.peers.peer import make_own_files
 from bench.show import node, report, report_page
+from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.cli.measurement import describe_machine
-from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
 
 SAY_EVERY = 60.0  # seconds
 ALL = [

@@ -1,9 +1,11 @@
-"""The cost of decoding on one core, by the kernel, its fallback and Pillow: `python -m bench decode`.
+"""The cost of decoding on one core, by the kernel, its fallback and others: `python -m bench decode`.
 
-RandomResizedCrop(224) with flips to uint8, on photos of 500 x 375 pixels and 138 KB that the demo's generator
-makes. Contenders take turns in each round, so that other work of the machine slows all of them; figures are
-medians, and shares are medians of the shares of each round. The limit is a bare C loop of libjpeg-turbo that
-decodes the same crops and does not resize (roi_decode.c). Whole loaders: `python -m bench compare`.
+RandomResizedCrop(224) with flips to uint8, on two sets of photos: "dense" ones of 500 x 375 pixels and 138
+KB that the demo's generator makes, and "photographs" (bench/photographs.py). Contenders take turns in each
+round, so that other work of the machine slows all of them; figures are medians, and shares are medians of
+the shares of each round. The limit is a bare C loop of libjpeg-turbo that decodes the same crops and does
+not resize (roi_decode.c). "libjpeg's Huffman decoder" is the kernel with that in the place of its own. Whole
+loaders: `python -m bench compare`.
 """
 
 from __future__ import annotations
@@ -13,19 +15,28 @@ import json
 import os
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.data import KEPT_QUALITY, KEPT_SIDE, QUALITY, SIZE, photo_folder, write_result
-from bench.measure.kernels import Contender, Fill, Pillow, Records, RoiDecode, kernel_quality
+from bench.data import (
+    KEPT_QUALITY,
+    KEPT_SIDE,
+    PHOTOS,
+    QUALITY,
+    SIZE,
+    bits_a_pixel,
+    photo_folder,
+    write_result,
+)
+from bench.measure.kernels import Contender, Fill, Making, RoiDecode, installed_peers, kernel_quality
 from fastload import RandomResizedCrop
 from fastload.cli.measurement import describe_machine
 from fastload.images import backend, decode_resized, shrink
 from fastload.images import kernel as native
-from fastload.images.dct import to_dct
+from fastload.images.dct import to_dct, with_rows
 
 RAW, SHRUNK = "raw: bare ROI decode in C", "shrunk: bare ROI decode in C"
 Rates = dict[str, list[float]]
@@ -51,25 +62,45 @@ def rate_of(contender: Contender, count: int) -> Callable[[], float]:
 def per_core(photos: list[bytes], rounds: int) -> tuple[Rates, dict[str, float]]:
     """One thread, images in memory. Also the mean bytes per image."""
     records = [to_dct(photo) for photo in photos]
+    indexed = [with_rows(photo) for photo in photos]
     small = [shrink(photo, KEPT_SIDE, KEPT_QUALITY) for photo in photos]
     pixels = [decode_resized(photo, KEPT_SIDE) for photo in photos]
     crop, kernel = RandomResizedCrop(SIZE, flip=0.5), native.kernel
     contenders: dict[str, Contender] = {
         RAW: RoiDecode(photos, crop),
         "raw: kernel": Fill(photos, crop, kernel),
+        "raw: kernel, libjpeg's Huffman decoder": by_libjpeg(Fill(photos, crop, kernel)),
+        "raw: kernel, with an index of rows": Fill(indexed, crop, kernel),
         "raw: fallback (simplejpeg, Pillow)": Fill(photos, crop, None),
-        "raw: Pillow": Pillow(photos, crop),
+        **{f"raw: {name}": peer for name, peer in installed_peers(photos, crop).items()},
         "dct: kernel": Fill(records, crop, kernel),
         SHRUNK: RoiDecode(small, crop),
         "shrunk: kernel": Fill(small, crop, kernel),
         "shrunk: fallback": Fill(small, crop, None),
         "decoded: kernel": Fill(pixels, crop, kernel),
         "decoded: fallback": Fill(pixels, crop, None),
-        "to a dct record": Records(photos),
+        "to a dct record": Making(photos, to_dct),
+        "to a dct record, libjpeg's Huffman decoder": by_libjpeg(Making(photos, to_dct)),
+        "to an index of rows": Making(photos, with_rows),
     }
-    sizes = {"raw": photos, "dct": records, "shrunk": small, "decoded": [image.data for image in pixels]}
+    sizes = {"raw": photos, "indexed": indexed, "dct": records, "shrunk": small}
+    sizes["decoded"] = [image.data for image in pixels]
     rates = take_turns({name: rate_of(c, len(photos)) for name, c in contenders.items()}, rounds)
     return rates, {name: statistics.mean(memoryview(i).nbytes for i in kind) for name, kind in sizes.items()}
+
+
+def by_libjpeg(contender: Contender) -> Contender:
+    """The same, where libjpeg decodes Huffman codes."""
+    kernel: Any = native.kernel
+
+    def run(seeds: Sequence[int]) -> float:
+        kernel._set_huffman(False)
+        try:
+            return contender(seeds)
+        finally:
+            kernel._set_huffman(True)
+
+    return run
 
 
 def share(rates: Rates, name: str, limit: str) -> float:
@@ -81,8 +112,8 @@ def limit_of(rates: Rates, name: str) -> str | None:
     return next((limit for limit in (RAW, SHRUNK) if limit.startswith(mode)), RAW if mode == "dct" else None)
 
 
-def show(console: Console, rates: Rates) -> None:
-    table = Table(title=f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8")
+def show(console: Console, rates: Rates, title: str) -> None:
+    table = Table(title=f"one thread, in memory: RandomResizedCrop({SIZE}) + flip to uint8; {title}")
     for column in ("", "img/s", "of the limit"):
         table.add_column(column, justify="right" if column else "left")
     for name, values in rates.items():
@@ -103,6 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=256, help="photos in memory (default 256)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds to take the median of (default 5)")
     parser.add_argument("--quality", type=int, default=QUALITY, help="of the photos (97: about 138 KB each)")
+    parser.add_argument("--photos", nargs="+", default=PHOTOS, choices=PHOTOS, help="default: both sets")
     parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
     parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     return parser.parse_args()
@@ -114,14 +146,18 @@ def main() -> None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
     console = Console(stderr=options.json, width=110)
     result: dict[str, Any] = {"bench": "decode", **describe_machine(), "load_before": os.getloadavg()}
-    folder = photo_folder(2000, options.quality)
-    photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[: options.images]]
-    core, sizes = per_core(photos, options.rounds)
-    show(console, core)
+    result["photos"] = {}
+    for kind in options.photos:
+        folder = photo_folder(2000, options.quality, kind)
+        photos = [path.read_bytes() for path in sorted(folder.rglob("*.jpg"))[: options.images]]
+        core, sizes = per_core(photos, options.rounds)
+        bits = bits_a_pixel(photos)
+        show(console, core, f"{kind}, {bits:.1f} bits a pixel")
+        console.print("bytes per image: " + ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items()))
+        result["photos"][kind] = {"per_core": medians(core), "bytes": sizes, "bits_a_pixel": bits}
     psnr = {f"1/{denominator}": kernel_quality(denominator) for denominator in (1, 2, 4, 8)}
-    console.print("bytes per image: " + ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items()))
     console.print("PSNR by DCT scale: " + ", ".join(f"{k} {v:.1f} dB" for k, v in psnr.items()))
-    result |= {"per_core": medians(core), "bytes": sizes, "psnr_db": psnr, "backend": backend()}
+    result |= {"psnr_db": psnr, "backend": backend()}
     result["load_after"] = os.getloadavg()
     console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
     if options.save:

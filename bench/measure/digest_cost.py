@@ -28,8 +28,8 @@ from rich.table import Table
 
 from bench.data import ROOT, photo_folder
 from fastload import ImageFolder, RandomResizedCrop
-from fastload.datasets.wrappers import see
-from fastload.loader.digest import Digest
+from fastload.datasets.wrappers import view_of
+from fastload.trace.digest import Digest
 from fastload.workers.witness import Witnesses
 
 IMAGES, BATCH = 256, 64
@@ -70,7 +70,7 @@ def cpu_per_sample(checkout: Path, case: str, photos: Path, scratch: Path, log: 
 
 def alone(dataset: Any, size: int, *, logged: bool) -> float:
     """Microseconds a sample: the witness of a batch, pickled and unpickled, and added to the digest."""
-    makes, digest = Witnesses(see(dataset), seeded=False, logged=logged), Digest()
+    makes, digest = Witnesses(view_of(dataset), seeded=False, logged=logged), Digest()
     indices = [random.Random(0).randrange(len(dataset)) for _ in range(size)]
     times = []
     for _ in range(9):

@@ -1,12 +1,13 @@
 """What a first epoch pays for the cache that it fills, by mode, beside the same work without a loader.
 
-`python -m bench filling [--images 2000] [--repeats 5]` prints a table; the last line is JSON.
+`python -m bench filling [--images 2000] [--repeats 5] [--photos photographs]` prints a table; the last line
+is JSON.
 
-Every epoch is a whole one, from an S3 server 20 ms away, with two workers and an empty cache. Its CPU time is
-that of the loader's processes, in milliseconds an image, as user and system time. "Bare" is the user time of
-one core over photos in memory: to make the payload, and to cut the sample from it. "Added" is what an epoch
-takes beyond one without a cache; of its user time, the difference of the bare loops is taken off. System time
-is mostly the copy of the payload to the page cache, and the pages for that.
+Every epoch is a whole one, from an S3 server 20 ms away, with two workers and an empty cache. Its CPU time
+is that of the loader's processes, in milliseconds an image, as user and system time. "Bare" is the user time
+of one core over photos in memory: to make the payload, and to cut the sample from it. "Added" is what an
+epoch takes beyond one without a cache; of its user time, the difference of the bare loops is taken off.
+System time is mostly the copy of the payload to the page cache, and the pages for that.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bench.data import KEPT_QUALITY, KEPT_SIDE, SIZE, WORKPLACE, photo_folder
+from bench.data import KEPT_QUALITY, KEPT_SIDE, SIZE, WORKPLACE, add_photos, photo_folder
 from bench.measure.cold import Place, places
 from bench.measure.epochs import epoch, shuffled
 from bench.peers.peer import Run
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.prepare import PrepareStep
+from fastload.images.dct import with_rows
 
-MODES = ("none", "raw", "dct", "shrunk", "decoded")
+MODES = ("none", "auto", "raw", "dct", "shrunk", "decoded")
 MOST = 256  # photos of a bare loop
 ROWS = 8  # crops of one call of the kernel, as in a loader
 
@@ -60,12 +62,13 @@ def take(place: Place, photos: list[bytes], mode: str) -> Turn:
         before = _cpu()
         run = epoch(shuffled(place.crops(cache)))
         user, system = (1e3 * (b - a) / run.images for a, b in zip(before, _cpu(), strict=True))
-        return Turn(run, user, system, *bare(photos, PrepareStep(cache, None)))
+        return Turn(run, user, system, *bare(photos, PrepareStep(cache, None, images=("dct", "auto"))))
 
 
 def bare(photos: list[bytes], step: PrepareStep) -> tuple[float, float]:
     """(to make the payloads, to cut a sample from each): user milliseconds an image, on one core."""
-    prepare, crop = step.prepare or (lambda photo: photo), RandomResizedCrop(SIZE, flip=0.5)
+    prepare = with_rows if step.mode == "auto" else step.prepare or (lambda photo: photo)
+    crop = RandomResizedCrop(SIZE, flip=0.5)
     out = np.empty((ROWS, *crop.sample_shape), np.uint8)
     payloads: list[Any] = []
 
@@ -113,12 +116,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
+    add_photos(parser)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    paths = sorted(photo_folder(given.images).glob("*/*.jpg"))[:MOST]
+    paths = sorted(photo_folder(given.images, photos=given.photos).glob("*/*.jpg"))[:MOST]
     photos = [path.read_bytes() for path in paths]
     turns: dict[str, list[Turn]] = {mode: [] for mode in MODES}
-    with places(given.images) as at:
+    with places(given.images, given.photos) as at:
         for number in range(given.repeats):
             for mode in MODES[:: -1 if number % 2 else 1]:
                 turns[mode].append(take(at[20], photos, mode))
@@ -128,7 +132,17 @@ def main() -> None:
         print(f"{mode:8}" + "".join(f"{value:15.3g}" for value in values.values()))
     rounded = {mode: {name: round(value, 3) for name, value in one.items()} for mode, one in rows.items()}
     load = round(os.getloadavg()[0], 1)
-    print(json.dumps({"benchmark": "filling", "images": given.images, "rows": rounded, "load": load}))
+    print(
+        json.dumps(
+            {
+                "benchmark": "filling",
+                "images": given.images,
+                "photos": given.photos,
+                "rows": rounded,
+                "load": load,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

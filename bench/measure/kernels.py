@@ -5,6 +5,7 @@ A contender takes one seed per image and returns its seconds. All draw the same 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import time
@@ -15,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from bench.data import BATCH, SIZE, WORKPLACE
 from fastload import RandomResizedCrop
-from fastload.demo.photos import make_photo
+from fastload.cli.demo.photos import make_photo
 from fastload.images import SampleRng, decode_image
 from fastload.images import kernel as native
-from fastload.images.dct import to_dct
 
-__all__ = ["Contender", "Fill", "Pillow", "Records", "RoiDecode", "kernel_quality"]
+__all__ = ["Contender", "Fill", "Making", "RoiDecode", "installed_peers", "kernel_quality"]
 
 Contender = Callable[[Sequence[int]], float]
 
@@ -69,16 +70,20 @@ def _compiled() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-class Records:
-    """Makes the record of cache mode "dct" of each photo: what the first epoch costs more."""
+class Making:
+    """Makes what a cache keeps of each photo: what the first epoch costs more.
 
-    def __init__(self, images: list[bytes]) -> None:
-        self.images = images
+    Args:
+        make: `to_dct` or `with_rows`.
+    """
+
+    def __init__(self, images: list[bytes], make: Callable[[bytes], Any]) -> None:
+        self.images, self.make = images, make
 
     def __call__(self, seeds: Sequence[int]) -> float:
         start = time.perf_counter()
         for image in self.images:
-            to_dct(image)
+            self.make(image)
         return time.perf_counter() - start
 
 
@@ -133,6 +138,101 @@ def pillow_sample(image: Any, transform: RandomResizedCrop, rng: Any) -> np.ndar
     if flip:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+
+class Torchvision:
+    """torchvision's CPU decoder and its functional transforms, on tensors."""
+
+    def __init__(self, images: list[bytes], transform: RandomResizedCrop) -> None:
+        from torchvision.io import decode_jpeg  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+        self.images = [torch.frombuffer(bytearray(image), dtype=torch.uint8) for image in images]
+        self.transform, self._decode = transform, decode_jpeg
+
+    def __call__(self, seeds: Sequence[int]) -> float:
+        from torchvision.transforms.v2 import functional as F
+
+        start = time.perf_counter()
+        for data, seed in zip(self.images, seeds, strict=True):
+            image = self._decode(data, mode="RGB")
+            box, flip = self.transform.box_for(image.shape[2], image.shape[1], SampleRng(seed))[:2]
+            x0, y0, x1, y1 = map(int, box)
+            cut = F.resized_crop(image, y0, x0, y1 - y0, x1 - x0, [SIZE, SIZE], antialias=True)
+            if flip:
+                F.horizontal_flip(cut)
+        return time.perf_counter() - start
+
+
+class OpenCV:
+    """OpenCV's decoder, its resize over areas, and a copy with channels first."""
+
+    def __init__(self, images: list[bytes], transform: RandomResizedCrop) -> None:
+        import cv2  # type: ignore[import-not-found,unused-ignore]
+
+        cv2.setNumThreads(1)
+        self._cv2: Any = cv2
+        self.images = [np.frombuffer(image, np.uint8) for image in images]
+        self.transform = transform
+
+    def __call__(self, seeds: Sequence[int]) -> float:
+        cv2, start = self._cv2, time.perf_counter()
+        for data, seed in zip(self.images, seeds, strict=True):
+            image = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+            box, flip = self.transform.box_for(image.shape[1], image.shape[0], SampleRng(seed))[:2]
+            x0, y0, x1, y1 = map(int, box)
+            cut = cv2.resize(image[y0:y1, x0:x1], (SIZE, SIZE), interpolation=cv2.INTER_AREA)
+            np.ascontiguousarray((cut[:, ::-1] if flip else cut).transpose(2, 0, 1))
+        return time.perf_counter() - start
+
+
+class Dali:
+    """DALI's CPU operators with one thread. Its crops are of its own random numbers, and of the same law."""
+
+    def __init__(self, images: list[bytes], transform: RandomResizedCrop) -> None:
+        from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found,unused-ignore]
+
+        photos = [np.frombuffer(image, np.uint8) for image in images]
+        self._batches = len(photos) // BATCH
+
+        @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None)  # type: ignore[untyped-decorator,unused-ignore]
+        def pipeline() -> Any:
+            files = fn.external_source(
+                lambda one: photos[one.iteration * BATCH % len(photos) + one.idx_in_batch],
+                batch=False,
+                dtype=types.UINT8,
+            )
+            area, ratio = (0.08, 1.0), (3 / 4, 4 / 3)
+            cut = fn.decoders.image_random_crop(
+                files, device="cpu", random_area=area, random_aspect_ratio=ratio
+            )
+            small = fn.resize(cut, size=(SIZE, SIZE), interp_type=types.INTERP_LINEAR, antialias=True)
+            return fn.transpose(fn.flip(small, horizontal=fn.random.coin_flip()), perm=(2, 0, 1))
+
+        self._pipeline: Any = pipeline()
+        self._pipeline.build()
+
+    def __call__(self, seeds: Sequence[int]) -> float:
+        start = time.perf_counter()
+        for _ in range(self._batches):
+            self._pipeline.run()
+        return (time.perf_counter() - start) * len(seeds) / (self._batches * BATCH)
+
+
+PEERS: dict[str, Callable[[list[bytes], RandomResizedCrop], Contender]] = {
+    "Pillow-SIMD": Pillow,
+    "torchvision, decode_jpeg": Torchvision,
+    "OpenCV": OpenCV,
+    "DALI, CPU operators": Dali,
+}
+
+
+def installed_peers(images: list[bytes], transform: RandomResizedCrop) -> dict[str, Contender]:
+    """The other decoders that work here."""
+    found: dict[str, Contender] = {}
+    for name, peer in PEERS.items():
+        with contextlib.suppress(ImportError, OSError, RuntimeError):
+            found[name] = peer(images, transform)
+    return found
 
 
 def kernel_quality(denominator: int) -> float:

@@ -1,10 +1,10 @@
 """A loader in later epochs against its kernel: `python -m bench later`.
 
 The loader reads a full cache on the local disk. The other side is as many processes that run the transform's
-kernel on the same records, held in memory. RandomResizedCrop(224) with flips, batches of 64, photos of 500 x
-375 pixels and 138 KB. Both sides take turns in each round, so that other work of the machine slows both.
-Figures are medians; a ratio is the median of the ratios of each round. CPU time is that of all processes of a
-side, the trainer's too: the work itself, whoever else uses the cores.
+kernel on the same records, held in memory. RandomResizedCrop(224) with flips, batches of 64, by default
+photos of 500 x 375 pixels and 138 KB. Both sides take turns in each round, so that other work of the machine
+slows both. Figures are medians; a ratio is the median of the ratios of each round. CPU time is that of all
+processes of a side, the trainer's too: the work itself, whoever else uses the cores.
 """
 
 from __future__ import annotations
@@ -25,14 +25,29 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import RandomSampler
 
-from bench.data import BATCH, KEPT_QUALITY, KEPT_SIDE, SIZE, WORKERS, WORKPLACE, photo_folder, write_result
+from bench.data import (
+    BATCH,
+    KEPT_QUALITY,
+    KEPT_SIDE,
+    SIZE,
+    WORKERS,
+    WORKPLACE,
+    add_photos,
+    photo_folder,
+    write_result,
+)
 from bench.measure.kernels import Fill
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop
 from fastload.cli.measurement import describe_machine
 from fastload.images import kernel as native
 
-MODES = ["raw", "dct", "shrunk", "decoded"]
-PASSES = {"decoded": 10, "dct": 4, "shrunk": 3}  # over the photos, in a turn: turns of about the same length
+MODES = ["auto", "raw", "dct", "shrunk", "decoded"]
+PASSES = {
+    "decoded": 10,
+    "dct": 4,
+    "shrunk": 3,
+    "auto": 2,
+}  # over the photos, in a turn: turns of about the same length
 
 
 class Turn(NamedTuple):
@@ -168,6 +183,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, help="passes over the photos in a turn")
     parser.add_argument("--workers", type=int, default=WORKERS, help="and kernel processes (default 2)")
     parser.add_argument("--rounds", type=int, default=5)
+    add_photos(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on the last line")
     parser.add_argument("--save", action="store_true", help="write it to bench/results/ too")
     options = parser.parse_args()
@@ -175,12 +191,17 @@ def main() -> None:
         raise SystemExit("the kernel is not built: `fastload doctor` says what to install")
     console = Console(stderr=options.json, width=110)
     result: dict[str, Any] = {"bench": "later", **describe_machine(), "load_before": os.getloadavg()}
-    folder, rows = photo_folder(options.images), []
+    folder, rows = photo_folder(options.images, photos=options.photos), []
     for mode in options.modes:
         passes = options.passes or PASSES.get(mode, 1)
         rows.append(measure(folder, mode, passes, options.workers, options.rounds))
     show(console, rows, options.workers)
-    result |= {"workers": options.workers, "rows": rows, "load_after": os.getloadavg()}
+    result |= {
+        "workers": options.workers,
+        "photos": options.photos,
+        "rows": rows,
+        "load_after": os.getloadavg(),
+    }
     console.print(f"load before and after: {result['load_before'][0]:.1f}, {result['load_after'][0]:.1f}")
     if options.save:
         write_result(result)

@@ -15,9 +15,9 @@ from bench.measure.decode import rate_of
 from bench.measure.kernels import Fill, RoiDecode
 from bench.measure.sections import Place
 from fastload import RandomResizedCrop
+from fastload.cli.plan.probe import probe_disk
 from fastload.images import decode_resized, shrink
 from fastload.images import kernel as native
-from fastload.plan.probe import probe_disk
 
 __all__ = ["Limits", "bare_get", "handing_over", "machine_limits"]
 

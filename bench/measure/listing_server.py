@@ -23,9 +23,9 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from bench.data import ROOT
+from fastload.cli.demo.photos import make_photo
+from fastload.cli.demo.tether import tethered
 from fastload.datasets.view import View
-from fastload.demo.photos import make_photo
-from fastload.demo.tether import tethered
 
 __all__ = ["CLASSES", "Keys", "bucket_of", "list_page", "serve_listing"]
 

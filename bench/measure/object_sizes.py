@@ -31,7 +31,7 @@ Reader = Callable[[int], float]  # number of random objects to read -> seconds
 
 def sizes(byte_counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """A row for each size and contender; all take turns."""
-    from fastload.demo.s3_server import delay_proxy, serve_s3
+    from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 
     folders = {size: object_folder(size) for size in byte_counts}
     rows = []

@@ -19,7 +19,7 @@ import tempfile
 from typing import Any
 
 from bench.data import BATCH, QUALITY, ROUND_TRIP, WORKERS, WORKPLACE, photo_folder
-from fastload.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 
 SHORTEST = 0.5  # seconds from the first batch to the last; what is shorter measures batches made ahead
 

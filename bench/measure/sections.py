@@ -16,7 +16,7 @@ from bench.data import BATCH, SIZE, WORKPLACE
 from bench.peers.contenders import Contender
 from bench.peers.environment import Unavailable
 from bench.peers.peer import Peer, Run
-from fastload.demo.s3_server import Proxy, S3Server
+from fastload.cli.demo.s3_server import Proxy, S3Server
 
 __all__ = [
     "CORES",

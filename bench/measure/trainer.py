@@ -24,17 +24,20 @@ from typing import Any
 
 from bench.data import ROOT, photo_folder
 from fastload.cli.measurement import describe_machine
-from fastload.plan.model import MODES
+from fastload.cli.plan.model import MODES
 
 TRAIN = ROOT / "examples" / "resnet50" / "train.py"
 SHARES = (0.5, 0.7, 0.9, 1.2, 1.5)
+BATCH, FEWEST = 64, 256  # of simulated devices; photos: the first step of an epoch does not count
 WANTED, WANTED_FIRST = 0.99, 0.97
 
 
 def simulated(directory: Path, images: int, epochs: int, workers: int) -> dict[str, Any]:
     """Utilisation of simulated devices; `directory` gets the photos, the caches and the runs."""
+    if images < FEWEST:
+        raise SystemExit(f"--images {images} are too few to tell a rate: give at least {FEWEST}")
     photos = photo_tree(directory, images)
-    options = ["--num-workers", str(workers), "--batch-size", "64", "--epochs", str(epochs)]
+    options = ["--num-workers", str(workers), "--batch-size", str(BATCH), "--epochs", str(epochs)]
     options += ["--cache-mode", "raw"]
     run = _Runs(directory, photos, options)
     own = run("own rate", "--simulate-gpu-rate", "1e9", "--epochs", str(epochs + 1))

@@ -26,8 +26,8 @@ from bench.data import ROUND_TRIP, SIZE, WORKERS, photo_folder, write_result
 from bench.measure.epochs import epoch, median_ratio, shuffled
 from bench.peers.peer import Run
 from fastload import ImageFolder, RandomResizedCrop
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.cli.measurement import describe_machine
-from fastload.demo.s3_server import delay_proxy, serve_s3
 
 BARE, ALONE = "ImageFolder", "wrapper"
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastload.plan.model import MODES
+from fastload.cli.plan.model import MODES
 
 __all__ = [
     "MAIN",

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from bench.show.figures import MAIN, find, rows_of
-from fastload.plan.model import (
+from fastload.cli.plan.model import (
     MODES,
     NODE_REQUESTS,
     Data,

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from extras.pictures import make_pictures
-from fastload.demo.s3_server import serve_s3
+from fastload.cli.demo.s3_server import serve_s3
 
 HERE = Path(__file__).parent
 

@@ -3,12 +3,10 @@
     Cache.write ─▶ writer thread ─▶ segment (append) ─▶ index (LMDB)
     Cache.read  ◀─ verify ◀─ pread ◀─ segment ◀─ entry ◀─ index
 
-`cache` is the class to use, with the digests of `keys`; `access` is a process's use of it, and `disk` what
-it lies on. `segment` holds the records, `index` the way from key to record, `write_queue` and `writer` the
-thread that fills, `inflight` the locks on objects being read. `directory` is one opened directory, `registry`
-all that a process has open, `maintenance` the whole of one. `push` and `pull` publish a
-cache in the objects of `pack`; `published` is what a URL has of them, and `remote` does both during a
-training, in the processes of `remote_work`.
+`cache` is the class to use; `access` is what a process has open, and `directory` one opened directory.
+`segment` holds the records, `index` the way from key to record, `writer` the thread that fills, `inflight`
+the locks on objects being read, `maintenance` the whole of a directory. `push` and `pull` publish a cache in
+`packs`, and `remote` does both during a training.
 """
 
 from fastload.cache.cache import Cache, as_cache

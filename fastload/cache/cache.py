@@ -27,17 +27,15 @@ from fastload.cache.segment import (
     checksum,
     record_size,
 )
-from fastload.cache.write_queue import Item
+from fastload.cache.writer import Item
 from fastload.errors import ArgumentError, CacheError
-from fastload.formats.dct_record import RECORD_MAGIC
+from fastload.formats.jpeg_records import DCT_MAGIC
 from fastload.metrics.counters import Counters
-from fastload.metrics.platform import need_linux
+from fastload.metrics.machine import need_linux
 from fastload.metrics.units import parse_size
 from fastload.store import Store, open_store
-from fastload.store.folder import may_keep, refuse_unsafe
+from fastload.store.files import may_keep, refuse_unsafe
 from fastload.store.process import ProcessLocal
-
-__all__ = ["Cache", "as_cache"]
 
 Fit = Literal["yes", "too large", "full"]
 
@@ -276,7 +274,9 @@ class Cache:
 
     # -- writing
 
-    def write(self, key: bytes, payload: bytes | bytearray | memoryview, wait: float = 0.0) -> bool:
+    def write(
+        self, key: bytes, payload: bytes | bytearray | memoryview, wait: float = 0.0, *, head: bytes = b""
+    ) -> bool:
         """Queue a payload for the writer thread. False when it was dropped.
 
         Any object with the buffer protocol does. A read-only buffer is kept until written, not copied; a
@@ -284,13 +284,14 @@ class Cache:
 
         Args:
             wait: seconds to wait for room in the queue. By default none: filling must not slow training.
+            head: what the payload begins with, before these bytes.
         """
         access = self._access.get()
         directory = access.open()
         if directory is None:
             return False
         try:
-            kept = self._put(access, directory, key, payload, wait)
+            kept = self._put(access, directory, key, payload, wait, head)
         except (OSError, lmdb.Error) as error:
             access.report(error)
             kept = False
@@ -320,8 +321,9 @@ class Cache:
         return not known
 
     def unlock_inflight(self, key: bytes) -> None:
-        """Give back an in-flight lock whose payload will not be written."""
-        directory = self._access.get().open()
+        """Give back an in-flight lock whose payload will not be written. A closed cache holds none."""
+        access = self._access.peek()
+        directory = None if access is None else access.opened
         if directory is not None and directory.inflight is not None:
             directory.inflight.unlock(key)
 
@@ -365,15 +367,16 @@ class Cache:
         key: bytes,
         payload: bytes | bytearray | memoryview,
         wait: float,
+        head: bytes,
     ) -> bool:
         view = memoryview(payload)
         writer = directory.writer
-        if not self.keeps(view.nbytes) or writer is None or len(key) != KEY_SIZE:
+        if not self.keeps(len(head) + view.nbytes) or writer is None or len(key) != KEY_SIZE:
             return False
         view = view.cast("B") if view.readonly and view.c_contiguous else memoryview(view.tobytes())
         # Summed here, not in the writer thread: from now on the bytes are those that the caller handed over,
         # and the writer has one reason less to wait for the GIL. 138 KB take a few microseconds.
-        return writer.put(Item(key, view, checksum(view), self.size_limit, access.counters), wait)
+        return writer.put(Item(key, view, checksum(view, head), self.size_limit, access.counters, head), wait)
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every process can read what was written before. False after `timeout` seconds, or when
@@ -388,7 +391,7 @@ class Cache:
     def is_open(self) -> bool:
         """Whether this process has the directory open through this object."""
         access = self._access.peek()
-        return access is not None and access.is_open
+        return access is not None and access.opened is not None
 
     @property
     def has_failed(self) -> bool:
@@ -432,7 +435,7 @@ class Cache:
             CacheError: the directory cannot be opened.
         """
         directory = self._existing()
-        return None if directory is None else maintenance.share_containing(directory, RECORD_MAGIC)
+        return None if directory is None else maintenance.share_containing(directory, DCT_MAGIC)
 
     def check(self, fix: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Read and verify every record.

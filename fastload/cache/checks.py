@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fastload.errors import ArgumentError
 
-__all__ = ["absolute", "check_kernel", "whole_number"]
-
 
 def check_kernel() -> None:
     """Refuse mode "dct" where nothing can decode its records."""

@@ -50,21 +50,7 @@ from fastload.cache.segment import (
 )
 from fastload.cache.writer import FULL, Writer
 from fastload.errors import CacheError
-from fastload.store.files import is_part, whole_file
-from fastload.store.folder import DIR_FLAGS, make_root
-
-__all__ = [
-    "DAMAGED",
-    "FOLDER",
-    "MANIFESTS",
-    "MARKER",
-    "PULLING",
-    "PUSHING",
-    "Directory",
-    "identity",
-    "is_readonly",
-    "open_root",
-]
+from fastload.store.files import DIR_FLAGS, is_part, make_root, whole_file
 
 MARKER = "fastload-cache.json"
 FOLDER = f"v{FORMAT}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import tempfile
 import time
@@ -12,15 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fastload.cache.directory import FOLDER
-from fastload.store.files import whole_file
-
-__all__ = ["MEASURED", "Disk", "known_disk", "measure_disk", "memory_for_pages"]
-
-MEASURED = "disk.json"  # in the folder of a cache: the speed that one of its processes measured
 _BYTES = 64 << 20
-_VALID = 24 * 3600.0  # seconds
-_PATIENCE = 30.0  # seconds that a slow disk may take
 
 
 class Disk(NamedTuple):
@@ -59,58 +49,6 @@ def _scratch_file(directory: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def known_disk(path: str) -> Disk | None:
-    """The speed of the disk of the cache at `path`, measured once a day by one of the processes that use it.
-
-    The others wait for it: side by side, each would see its share of the disk. None: it cannot be measured,
-    or the process that does it is at it for too long.
-    """
-    folder = Path(path) / FOLDER
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        _lock(fd)
-        known = _kept(folder / MEASURED)
-        if known is None:
-            known = measure_disk(folder)
-            with whole_file(MEASURED, folder=fd) as file:
-                file.write(json.dumps(known._asdict()).encode())
-        return known
-    except OSError:
-        return None
-    finally:
-        os.close(fd)
-
-
-def _lock(fd: int) -> None:
-    """Lock the folder. It is the measurement's alone, and ends with the descriptor.
-
-    Raises:
-        OSError: another process holds it for too long.
-    """
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
-def _kept(file: Path) -> Disk | None:
-    try:
-        if abs(time.time() - file.stat().st_mtime) > _VALID:
-            return None
-        found = json.loads(file.read_bytes())
-        disk = Disk(float(found["write"]), float(found["read"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return disk if min(disk) > 0 else None
 
 
 def memory_for_pages(root: str = "/") -> int:

@@ -24,8 +24,6 @@ import lmdb
 
 from fastload.cache.segment import KEY_SIZE, CorruptRecordError, Entry
 
-__all__ = ["Index", "Reserved", "SegmentGoneError", "reserve_lock_file"]
-
 # Address space, not memory or disk: about 200 million entries. Fixed, because growing a map while other
 # processes use it is where LMDB reports corruption; a full map means pass-through.
 MAP_SIZE = 16 << 30

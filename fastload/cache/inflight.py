@@ -17,8 +17,6 @@ import os
 import struct
 import threading
 
-__all__ = ["FILES", "InflightLocks"]
-
 _FLOCK = struct.Struct("hhqqi4x")  # type, whence, start, length, pid: of 64-bit Linux
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 # The kernel goes through all locks of a file for each new one. Measured for one lock and unlock while
@@ -33,7 +31,7 @@ class InflightLocks:
     """
 
     def __init__(self, root_fd: int) -> None:
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a payload that is collected gives its lock back, in any thread
         self._held: set[bytes] = set()
         self._fds: list[int] = []
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -6,9 +6,7 @@ import hashlib
 from typing import Any, Literal
 
 from fastload.cache.segment import KEY_SIZE
-from fastload.formats.dct_record import RECORD_MAGIC
-
-__all__ = ["Digest", "Mode", "add_parts", "first_digest"]
+from fastload.formats.jpeg_records import DCT_MAGIC, ROWS_MAGIC
 
 Digest = hashlib.blake2b  # of the first parts of a key
 Mode = Literal["auto", "raw", "dct", "shrunk", "decoded"]
@@ -18,7 +16,7 @@ def first_digest(mode: Mode, short_side: int, quality: int) -> Digest:
     """The digest of a mode and its parameters, with which each key begins."""
     parameters: tuple[Any, ...] = ()
     if mode == "dct":
-        parameters = (RECORD_MAGIC,)  # it tells the version of the records
+        parameters = (DCT_MAGIC, ROWS_MAGIC)  # they tell the versions of the records
     elif mode != "raw":
         parameters = (short_side, quality) if mode == "shrunk" else (short_side,)
     return Digest(repr((mode, *parameters)).encode(), digest_size=KEY_SIZE, person=b"fastload")

@@ -24,16 +24,14 @@ from fastload.cache.cache import Cache
 from fastload.errors import CacheError, FastloadError, StoreError, address
 from fastload.metrics.units import parse_duration
 from fastload.store.base import Store
-from fastload.store.folder import open_kept, open_lock, save_kept
+from fastload.store.files import open_kept, open_lock, save_kept
 from fastload.store.keyed_listing import Keys
-from fastload.store.listing import Selection
-from fastload.store.listing_progress import ListingProgress
+from fastload.store.listing import ListingProgress, Selection
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
-    from fastload.distributed.job import Job
+    from fastload.distributed.agreement import Job
 
-__all__ = ["Listings", "latest"]
 
 _log = logging.getLogger("fastload")
 
@@ -44,6 +42,9 @@ _POLL_SECONDS = 0.05
 
 class Listings:
     """What a dataset lists, and where that is kept.
+
+    Attributes:
+        directory: the folder in which listings are kept, or None.
 
     Args:
         directory: where listings are kept; None: nowhere.
@@ -56,11 +57,7 @@ class Listings:
 
     def __init__(self, directory: str | os.PathLike[str] | None, max_age: float | str = 0) -> None:
         self._max_age = parse_duration(max_age, "listing_max_age")
-        self._directory = None if directory is None else Path(directory)
-
-    @property
-    def directory(self) -> Path | None:
-        return self._directory
+        self.directory = None if directory is None else Path(directory)
 
     @classmethod
     def of(cls, cache: Cache | None, max_age: float | str) -> Listings:
@@ -98,7 +95,7 @@ class Listings:
                 or if another node of the job has listed other objects.
         """
 
-        from fastload.distributed.job import find_job  # imports torch, which a pull does without
+        from fastload.distributed.agreement import find_job  # imports torch, which a pull does without
 
         def build(progress: ListingProgress) -> Manifest:
             return Manifest.build(
@@ -121,12 +118,12 @@ class Listings:
             return True
 
         with ListingProgress(store.url) as progress:
-            if self._directory is None or store.unidentified:
+            if self.directory is None or store.unidentified:
                 manifest = build(progress)
                 _may_keep(manifest, store)
                 return manifest
             name = _name(store.identity, images_only, labels, selection, keys)
-            shelf = _Shelf(self._directory, name, store)
+            shelf = _Shelf(self.directory, name, store)
             job = find_job()
             if job is None and not self._max_age:
                 return shelf.keep(build(progress), None)
@@ -146,9 +143,9 @@ class Listings:
 
     def holding(self, keys: str, versions: str) -> Manifest | None:
         """The kept listing with these `Manifest.digests`, of any age."""
-        if self._directory is None:
+        if self.directory is None:
             return None
-        found = next(self._directory.glob(f"*.{keys}{versions}.manifest"), None)
+        found = next(self.directory.glob(f"*.{keys}{versions}.manifest"), None)
         return None if found is None else Manifest.load(found)
 
 
@@ -269,7 +266,7 @@ def _is_of(job: Job, entry: dict[str, Any]) -> bool:
 
     Each rank of a job is one process, and the ranks live at the same time, unless all were started again.
     """
-    from fastload.distributed.job import is_alive
+    from fastload.distributed.agreement import is_alive
 
     if entry["word"] != job.word:
         return False

@@ -13,14 +13,10 @@ from typing import Any
 import lmdb
 
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, PULLING, PUSHING, Directory
-from fastload.cache.disk import MEASURED
 from fastload.cache.inflight import FILES
 from fastload.cache.segment import CorruptRecordError, Entry, record_size
 from fastload.errors import CacheError
-from fastload.store.files import is_part, nearest_existing
-from fastload.store.folder import is_ours
-
-__all__ = ["Report", "clear", "inspect", "share_containing", "verify"]
+from fastload.store.files import is_ours, is_part, nearest_existing
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
 _KEPT = {".manifest", ".listings", ".lock", ".places"}  # endings of files of datasets
@@ -34,7 +30,6 @@ _ROOT_FILES = {
     *FILES,
     PULLING,
     PUSHING,
-    MEASURED,
     f"{MARKER}.tmp",
     "memory",
 }

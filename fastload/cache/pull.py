@@ -22,13 +22,10 @@ import numpy as np
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import Directory
-from fastload.cache.pack import Pack, Record
-from fastload.cache.published import REQUESTS, Published
+from fastload.cache.packs import REQUESTS, Pack, Published, Record
 from fastload.cache.segment import KEY_SIZE, checksum
 from fastload.errors import CacheError, NotFoundError, ObjectChangedError, StoreError
 from fastload.store import Store
-
-__all__ = ["Pulled", "pull"]
 
 Chosen: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"  # some records of a pack
 

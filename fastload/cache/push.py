@@ -23,13 +23,10 @@ import lmdb
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import Directory
-from fastload.cache.pack import MOST_RECORDS, Pack, pack_index, pack_name
-from fastload.cache.published import Published, sources_of
+from fastload.cache.packs import MOST_RECORDS, Pack, Published, pack_index, pack_name, sources_of
 from fastload.cache.segment import CorruptRecordError, Entry
 from fastload.errors import CacheError, FastloadError, NotFoundError
 from fastload.store import Store
-
-__all__ = ["Pushed", "push"]
 
 PACK_BYTES = 256 << 20
 # A pack is a file on the cache's disk until it is sent. It takes at most half of what is free there.

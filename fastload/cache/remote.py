@@ -6,7 +6,8 @@ The first rank of a node starts the processes. They may be killed at any moment,
 
 A process, because a thread of the trainer would take the GIL from the training loop. It is not forked, for
 the clients of a store do not survive that. Rejected: the work as a duty of the loader's workers, which would
-hold up their batches. Its input and output are files in memory: a pipe of 64 KB would make one side wait.
+hold up their batches. It needs a process group of its own, no torch, and about 40 MB, and has the lowest
+priority. Its input and output are files in memory: a pipe of 64 KB would make one side wait.
 
 Training begins at once: objects are read while records come, and the pull leaves out what that has brought.
 Rejected: to wait for a pull that is short. Nothing is decoded meanwhile, so the epoch ends later. To pull in
@@ -18,30 +19,34 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import json
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing import util as mp_util
 from typing import IO, NamedTuple
 
 from fastload.cache.cache import Cache
-from fastload.cache.directory import is_readonly
-from fastload.cache.remote_work import Job
-from fastload.errors import address
+from fastload.cache.directory import PULLING, PUSHING, is_readonly
+from fastload.cache.packs import sources_of
+from fastload.cache.pull import Pulled, pull
+from fastload.cache.push import Pushed, push
+from fastload.errors import CacheError, FastloadError, NotFoundError, address
 from fastload.metrics.counters import Counters
-from fastload.metrics.platform import memory_file
+from fastload.metrics.machine import memory_file
 from fastload.printable import warn
 from fastload.store import Store
+from fastload.store.client_process import keep_clients_here
 from fastload.store.process import ProcessLocal
-
-__all__ = ["Remote", "close_all", "remote_of"]
 
 _END_SECONDS = 1.0  # for a process to end by itself: a request that stalls does not
 _SAY_SECONDS = 2.0  # of a wait at the end of the script, after which a line says what for
@@ -49,9 +54,7 @@ _SLICE = 256  # keys that are made at once
 _REST_SECONDS = 0.006
 # `-c` puts the working directory first, and lacks what the script has added.
 # The cores are the training's from the first import on: where all are busy, no epoch waits for the network.
-_WORK = (
-    "import os, sys; os.nice(19); sys.path[:] = {path!r}; from fastload.cache.remote_work import main; main()"
-)
+_WORK = "import os, sys; os.nice(19); sys.path[:] = {path!r}; from fastload.cache.remote import main; main()"
 
 Keys = Callable[[], Iterable[bytes]]
 
@@ -296,3 +299,104 @@ def close_all() -> None:
     remotes = _remotes.get()
     while remotes:
         remotes.popitem()[1].close()
+
+
+_TRAINER_SECONDS = 0.5  # between two looks whether the trainer lives
+
+
+class Job(NamedTuple):
+    """What the process is started for.
+
+    Args:
+        kind: "pull" or "push".
+        cache: with its `remote`.
+        only: the keys of the records that are pulled, one behind the other.
+        settled: names of packs that are not looked at again.
+        entries: of the cache at the last push. While it has no more, there is nothing to push.
+        trainer: the process that waits for it.
+    """
+
+    kind: str
+    cache: Cache
+    only: bytes
+    settled: list[str]
+    entries: int
+    trainer: int
+
+
+class _Result(NamedTuple):
+    """What the trainer is told.
+
+    Args:
+        records: that were pulled or published.
+        settled, entries: see `Job`.
+        error: why the work is not complete, or "".
+    """
+
+    records: int = 0
+    settled: list[str] = []  # noqa: RUF012 (never changed)
+    entries: int = 0
+    error: str = ""
+
+
+def main() -> None:
+    """Do one job from stdin, and write its result to stdout."""
+    job: Job = pickle.load(sys.stdin.buffer)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    threading.Thread(target=_end_with, args=(job.trainer,), daemon=True).start()
+    keep_clients_here()
+    try:
+        result = _pull(job) if job.kind == "pull" else _push(job)
+    except (FastloadError, OSError) as error:
+        result = _Result(settled=job.settled, error=str(error))
+    finally:
+        job.cache.close()
+    sys.stdout.write(json.dumps(result._asdict()))
+
+
+def _end_with(trainer: int) -> None:
+    """End this process once the trainer is gone, however that ended."""
+    while os.getppid() == trainer:
+        time.sleep(_TRAINER_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_END_SECONDS)
+    os._exit(1)
+
+
+def _pull(job: Job) -> _Result:
+    store = job.cache.remote
+    assert store is not None
+    with _alone(job.cache, PULLING):
+        try:
+            sources = sources_of(job.cache)
+            done = pull(
+                job.cache, store, only=job.only, settled=job.settled, sources=sources, beside_training=True
+            )
+        except NotFoundError:  # nobody has published yet
+            done = Pulled()
+    faults = [f"{name} {fault}" for name, fault in done.damaged.items()]
+    return _Result(done.records, [*job.settled, *done.settled], error="; ".join(faults[:1]))
+
+
+def _push(job: Job) -> _Result:
+    store = job.cache.remote
+    assert store is not None
+    with _alone(job.cache, PUSHING):
+        entries = job.cache.open_or_raise().index.count()
+        done = push(job.cache, store) if entries != job.entries else Pushed()
+        return _Result(done.records, entries=entries)
+
+
+@contextlib.contextmanager
+def _alone(cache: Cache, name: str) -> Iterator[None]:
+    """Wait for other trainers that do the same here: they lock the file of this name."""
+    directory = cache.open_or_raise()
+    if directory.readonly:
+        raise CacheError(f"cache {cache.path} {directory.readonly}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(name, flags, 0o600, dir_fd=directory.root_fd)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # the kernel frees it with the process that has it
+        yield
+    finally:
+        os.close(descriptor)

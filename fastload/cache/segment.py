@@ -41,21 +41,6 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-__all__ = [
-    "FORMAT",
-    "KEY_SIZE",
-    "MAX_PAYLOAD",
-    "CorruptRecordError",
-    "Entry",
-    "SegmentFiles",
-    "SegmentReader",
-    "SegmentWriter",
-    "checksum",
-    "is_segment_name",
-    "new_segment_name",
-    "record_size",
-]
-
 FORMAT = 1
 HEADER_SIZE = 64
 KEY_SIZE = 16
@@ -73,6 +58,9 @@ _ZEROS = bytes(HEADER_SIZE)
 _NAME = re.compile(r"[A-Za-z0-9.-]{1,64}-[0-9]+-([0-9a-f]{32})\.seg", re.ASCII)
 _SCAN_BYTES = 1 << 20
 MAX_OPEN_SEGMENTS = 128
+
+
+Buffers = Sequence[bytes | memoryview]
 
 
 class CorruptRecordError(Exception):
@@ -98,9 +86,13 @@ class Entry(NamedTuple):
         return cls._make(_ENTRY.unpack(value))
 
 
-def checksum(payload: bytes | memoryview) -> int:
-    """xxh3_64 of the payload."""
-    return int(xxhash.xxh3_64_intdigest(payload))
+def checksum(payload: bytes | memoryview, head: bytes = b"") -> int:
+    """xxh3_64 of the payload, of which `head` is the first part."""
+    if not head:
+        return int(xxhash.xxh3_64_intdigest(payload))
+    digest = xxhash.xxh3_64(head)
+    digest.update(payload)
+    return int(digest.intdigest())
 
 
 def record_size(length: int) -> int:
@@ -170,17 +162,17 @@ class SegmentWriter:
         self.fd = os.open(self.name, flags, 0o600, dir_fd=folder_fd)
         fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def append(self, number: int, records: Sequence[tuple[bytes, memoryview, int]]) -> list[Entry]:
-        """Write records of (key, payload, checksum) with one call, and return their entries.
+    def append(self, number: int, records: Sequence[tuple[bytes, Buffers, int]]) -> list[Entry]:
+        """Write records of (key, parts of the payload, checksum) with one call, and return their entries.
 
         On failure (OSError) the segment ends where it ended before.
         """
         buffers: list[bytes | memoryview] = []
         entries = []
         end = self.size
-        for key, payload, payload_sum in records:
-            length = len(payload)
-            buffers += (pack_header(self.id, key, length, payload_sum), payload, padding(length))
+        for key, parts, payload_sum in records:
+            length = sum(map(len, parts))
+            buffers += (pack_header(self.id, key, length, payload_sum), *parts, padding(length))
             entries.append(Entry(number, end, length, payload_sum))
             end += record_size(length)
         try:
@@ -200,7 +192,7 @@ class SegmentWriter:
             os.close(fd)
 
 
-def _pwrite_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int, size: int) -> None:
+def _pwrite_all(fd: int, buffers: Buffers, offset: int, size: int) -> None:
     written = os.pwritev(fd, buffers, offset)
     if written < size:  # a full disk or a signal: rare enough to join the rest
         rest = memoryview(b"".join(buffers))

@@ -6,6 +6,8 @@ Records go out in batches: one reservation, one pwritev and one publish each, be
 go of the GIL may wait 5 ms to get it back from a busy trainer. A full disk costs some seconds of batches: by
 then, the file of another program may be gone. Any other error ends the writer and stays in `error`; the cache
 then passes through.
+
+Filling must never slow training, so `put` waits for nothing unless it is told to, and a full queue drops.
 """
 
 from __future__ import annotations
@@ -15,16 +17,17 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import lmdb
 
 from fastload.cache.index import Index, SegmentGoneError
 from fastload.cache.inflight import InflightLocks
 from fastload.cache.segment import Entry, SegmentWriter, new_segment_name, record_size
-from fastload.cache.write_queue import Batch, Item, WriteQueue
-
-__all__ = ["Writer"]
+from fastload.metrics.counters import Counters
+from fastload.metrics.machine import payload_limit
 
 SEGMENT_BYTES = 1 << 30
 # Left free on the disk, for the LMDB file and for other users: 1 % of it, at most this.
@@ -147,6 +150,7 @@ class Writer:
                 else:
                     self._unlock(batch.items)
                 self._queue.finish(batch.items, len(batch.items) + len(batch.drops))
+                batch = None  # an idle thread holds no payloads
         except BaseException as error:  # reported by the cache at its next call
             self._fail(error, batch.items if batch is not None else [])
         finally:
@@ -178,10 +182,10 @@ class Writer:
             self._leave_segment()
 
     def _reserve(self, items: list[Item]) -> list[Item]:
-        self._check_disk(sum(record_size(len(item.payload)) for item in items))
+        self._check_disk(sum(record_size(item.length) for item in items))
         if self._segment is None or self._segment.size >= SEGMENT_BYTES:
             self._open_segment()
-        wanted = [(item.key, record_size(len(item.payload)), item.limit) for item in items]
+        wanted = [(item.key, record_size(item.length), item.limit) for item in items]
         try:
             answers = self._index.reserve(self._number, wanted)
         except SegmentGoneError:
@@ -194,11 +198,11 @@ class Writer:
 
     def _append(self, items: list[Item]) -> None:
         assert self._segment is not None
-        records = [(item.key, item.payload, item.checksum) for item in items]
+        records = [(item.key, (item.head, item.payload), item.checksum) for item in items]
         try:
             entries = self._segment.append(self._number, records)
         except OSError:  # the segment ends where it ended before
-            self._index.unreserve(sum(record_size(len(item.payload)) for item in items))
+            self._index.unreserve(sum(record_size(item.length) for item in items))
             raise
         # Bytes first, index after: an entry never promises what a kill could have prevented.
         self._index.publish(self._number, [(i.key, e) for i, e in zip(items, entries, strict=True)])
@@ -206,7 +210,7 @@ class Writer:
             raise FileNotFoundError(errno.ENOENT, "the cache directory was removed while in use")
         for item in items:
             item.counters.add("cache.writes")
-            item.counters.add("cache.write_bytes", len(item.payload))
+            item.counters.add("cache.write_bytes", item.length)
 
     def _check_disk(self, size: int) -> None:
         disk = os.fstatvfs(self._segments_fd)
@@ -230,3 +234,152 @@ class Writer:
             with contextlib.suppress(OSError):
                 self._segment.close()
             self._segment = None
+
+
+QUEUE_BYTES = 128 << 20
+# Larger batches are cold in the caches of the processor when they are copied: 16 MB took twice the time of 2.
+BATCH_BYTES = 2 << 20
+BATCH_RECORDS = 256  # four buffers each; one pwritev takes 1,024
+LINGER = 0.05  # seconds that a batch waits for more records
+
+
+class Item(NamedTuple):
+    """A record to write. `limit` is the cache's size_limit in bytes, `counters` are its counters.
+
+    Its payload is in two parts, of which `head` may be empty: to join them would be a copy.
+    """
+
+    key: bytes
+    payload: memoryview
+    checksum: int
+    limit: int | None
+    counters: Counters
+    head: bytes = b""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the payload."""
+        return len(self.head) + len(self.payload)
+
+
+class Batch(NamedTuple):
+    """Records to write, and bad entries to remove from the index."""
+
+    items: list[Item]
+    drops: list[tuple[bytes, Entry]]
+
+
+class WriteQueue:
+    """Records and removals that wait for the writer. Bounded in bytes. Threads may share it.
+
+    Attributes:
+        error: the failure that ended it, or None.
+        nbytes: bytes on disk of the records that are not yet written.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.nbytes = 0
+        self._changed = threading.Condition()
+        self._items: deque[Item] = deque()
+        self._drops: list[tuple[bytes, Entry]] = []
+        self._keys: set[bytes] = set()
+        self._submitted = 0
+        self._finished = 0
+        self._flushers = 0
+        self._closed = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes nothing more: it was closed, or the writer failed."""
+        return self.error is not None or self._closed
+
+    def put(self, item: Item, wait: float = 0.0) -> bool:
+        """Queue a record. False when it was dropped: full for `wait` seconds, or ended."""
+        size = record_size(item.length)
+        with self._changed:
+            if wait > 0:
+                self._changed.wait_for(lambda: self._has_room(size) or self.has_ended, wait)
+            if self.has_ended:
+                return False
+            if item.key in self._keys:
+                return True
+            if not self._has_room(size):
+                return False
+            self._items.append(item)
+            self._keys.add(item.key)
+            self.nbytes += size
+            self._submitted += 1
+            if len(self._items) == 1 or self._is_batch():
+                self._changed.notify_all()
+        return True
+
+    def _has_room(self, size: int) -> bool:
+        return not self.nbytes or self.nbytes + size <= min(QUEUE_BYTES, payload_limit())
+
+    def _is_batch(self) -> bool:
+        """Whether what is queued need not wait for more: it fills a batch, or half of a smaller queue."""
+        return len(self._items) >= BATCH_RECORDS or self.nbytes >= min(BATCH_BYTES, payload_limit() // 2)
+
+    def drop(self, key: bytes, entry: Entry) -> None:
+        """Queue the removal of a bad entry."""
+        with self._changed:
+            if not self.has_ended:
+                self._drops.append((key, entry))
+                self._submitted += 1
+                self._changed.notify_all()
+
+    def add_job(self) -> None:
+        """Count a job that is not in the queue: `flush` waits for its `finish` too."""
+        with self._changed:
+            self._submitted += 1
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all that was queued before is written and indexed, or was dropped by a failure."""
+        with self._changed:
+            target = self._submitted
+            self._flushers += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: self._finished >= target, timeout)
+            finally:
+                self._flushers -= 1
+
+    def close(self) -> None:
+        """Take nothing more. The writer still gets all that is queued."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def take(self) -> Batch | None:
+        """The next batch, once there is one; None once the queue is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._drops or self._closed)
+            self._changed.wait_for(lambda: self._is_batch() or self._flushers or self._closed, LINGER)
+            items: list[Item] = []
+            size = 0
+            while self._items and len(items) < BATCH_RECORDS and size < BATCH_BYTES:
+                items.append(self._items.popleft())
+                size += record_size(items[-1].length)
+            drops, self._drops = self._drops, []
+        return Batch(items, drops) if items or drops else None
+
+    def finish(self, items: Sequence[Item], count: int) -> None:
+        """These records, and `count` queued things in all, are settled."""
+        with self._changed:
+            self.nbytes -= sum(record_size(item.length) for item in items)
+            self._keys.difference_update(item.key for item in items)
+            self._finished += count
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException, taken: Sequence[Item], lose: Callable[[list[Item]], None]) -> None:
+        """End with an error. `lose` gets all records that are not written, before any `flush` returns."""
+        with self._changed:
+            self.error = error
+            lose([*taken, *self._items])
+            self._items.clear()
+            self._drops.clear()
+            self._keys.clear()
+            self.nbytes = 0
+            self._finished = self._submitted
+            self._changed.notify_all()

@@ -11,15 +11,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fastload
-from fastload.cli import bench, cache, demo, doctor, index, plan, prove, warm
+from fastload.cli import bench, cache, doctor, index, prove, warm
 from fastload.cli.cluster import RAY_FLAG
 from fastload.cli.convert import command as convert
+from fastload.cli.demo import command as demo
 from fastload.cli.output import JSON_FLAG, error_document, write_document
+from fastload.cli.plan import command as plan
 from fastload.cli.replay import command as replay
 from fastload.errors import address
 from fastload.printable import printable
-
-__all__ = ["app"]
 
 _HELP = address("argumenterror")
 # Typer's usage errors. Their module depends on Typer's version, but not their place above BadParameter.

@@ -16,11 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.table import Table
 
-from fastload.cli.kinds import SHARDS, Kind, find_kind
-from fastload.cli.measurement import Bars
-from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.shard_source import first_records, image_dataset, list_shards
-from fastload.cli.store_options import (
+from fastload.cli.command_options import (
     CORES,
     Anon,
     CacheMode,
@@ -31,9 +27,11 @@ from fastload.cli.store_options import (
     StorageOption,
     storage_options,
 )
+from fastload.cli.kinds import SHARDS, Kind, find_kind
+from fastload.cli.measurement import Bars
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.shard_source import first_records, image_dataset, list_shards
 from fastload.metrics.units import format_size
-
-__all__ = ["bench"]
 
 # The parts of the time of the workers and of the trainer.
 STAGES = {

@@ -9,13 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress
 
+from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.cli.output import JsonOption, answering
-from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.errors import NotFoundError
 from fastload.metrics.units import format_size
 from fastload.printable import printable
-
-__all__ = ["app", "check", "clear", "info", "pull", "push"]
 
 app = typer.Typer(help="Inspect, verify, empty, publish or fetch a cache directory.", no_args_is_help=True)
 

@@ -23,8 +23,6 @@ import typer
 import fastload
 from fastload.errors import ArgumentError, FastloadError, WorkerError
 
-__all__ = ["RAY_FLAG", "Cluster", "Lost", "Node", "RayOption", "Task", "refuse_limits"]
-
 RAY_FLAG = "--ray"
 RayOption = Annotated[
     str | None,

@@ -13,11 +13,8 @@ from typing import Any, NamedTuple
 import typer
 
 from fastload.cli.output import JsonOption, answering
-from fastload.metrics.cores import usable_cores
-from fastload.metrics.platform import why_not_linux
+from fastload.metrics.machine import usable_cores, why_not_linux
 from fastload.metrics.units import format_size
-
-__all__ = ["Check", "check_decoders", "check_formats", "check_jpegs", "check_pillow", "doctor"]
 
 # As in pyproject.toml, which says why.
 OLDEST_TORCH = "2.8"
@@ -221,7 +218,7 @@ def _start_method() -> Check:
 
 def _demo() -> Check:
     """The packages that only `fastload demo` needs."""
-    from fastload.demo.s3_server import find_rclone
+    from fastload.cli.demo.s3_server import find_rclone
 
     packages = ("s3fs", "uvloop", "vl-convert-python")
     missing = [name for name in packages if _version(name) is None]

@@ -20,16 +20,13 @@ from typing import Annotated, Any
 
 import typer
 
+from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, check_usable, storage_options
 from fastload.cli.kinds import SHARDS, Kind, find_kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
 from fastload.cli.shard_source import list_shards, open_shards
-from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
-from fastload.cli.warm_target import check_usable
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
 from fastload.metrics.units import format_size
-
-__all__ = ["index"]
 
 
 def index(
@@ -135,7 +132,7 @@ class _Files:
         pass
 
     def _name(self, shard: int) -> str:
-        from fastload.formats.shard_index import index_name
+        from fastload.shards.catalog import index_name
 
         name = index_name(self.shards[shard].key)
         return name if self._beside else name.rpartition("/")[2]

@@ -6,8 +6,6 @@ import re
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["SHARDS", "Kind", "find_kind", "guess_kind"]
-
 
 class Kind(StrEnum):
     """What a source is."""

@@ -16,9 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 import fastload
 from fastload.metrics.console import Console
-from fastload.metrics.cores import usable_cores
-
-__all__ = ["Bar", "Bars", "Epoch", "describe_machine", "measure_epoch", "stage_counters"]
+from fastload.metrics.machine import usable_cores
 
 SECONDS_BETWEEN_DRAWS = 0.1
 PACKAGES = (

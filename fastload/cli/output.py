@@ -12,17 +12,8 @@ import typer
 
 from fastload.errors import ArgumentError, FastloadError
 from fastload.metrics.console import Console
-from fastload.metrics.platform import need_linux
+from fastload.metrics.machine import need_linux
 from fastload.printable import printable
-
-__all__ = [
-    "JSON_FLAG",
-    "JsonOption",
-    "Output",
-    "answering",
-    "error_document",
-    "write_document",
-]
 
 JSON_FLAG = "--json"
 JsonOption = Annotated[

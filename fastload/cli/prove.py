@@ -16,8 +16,6 @@ import typer
 
 from fastload.cli.output import JsonOption, answering
 
-__all__ = ["prove"]
-
 _SIDE = "A saved state, a rank's sample log, or a directory of logs; with commas: one for each rank."
 
 
@@ -33,7 +31,7 @@ def prove(
     workers, and other caches. Exit code 1: the data differs.
     """
     with answering(as_json) as output:
-        from fastload.loader.prove import prove as compare  # torch takes 2 s to import
+        from fastload.trace.prove import prove as compare  # torch takes 2 s to import
 
         proof = compare(_paths(a), _paths(b))
         output.console.print(proof.why, soft_wrap=True)

@@ -10,17 +10,6 @@ import typer
 from fastload.cli.kinds import Kind
 from fastload.errors import ArgumentError, NotFoundError
 
-__all__ = [
-    "FeaturesOption",
-    "FieldsOption",
-    "FirstRecords",
-    "contents",
-    "first_records",
-    "image_dataset",
-    "list_shards",
-    "open_shards",
-]
-
 FieldsOption = Annotated[
     str | None,
     typer.Option(
@@ -162,8 +151,8 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
 
 def contents(form: Any, payload: Any) -> dict[str, Any]:
     """Member or feature -> its bytes, of those that are single bytes."""
-    from fastload.formats.example import read_example
     from fastload.formats.tar import read_sample
+    from fastload.formats.tfrecord import read_example
 
     if form.name.startswith("tar"):
         return dict(read_sample(payload)[1])

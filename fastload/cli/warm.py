@@ -31,10 +31,7 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli.cluster import RayOption
-from fastload.cli.measurement import Bars
-from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.shard_source import FeaturesOption, FieldsOption
-from fastload.cli.store_options import (
+from fastload.cli.command_options import (
     CORES,
     Anon,
     CacheMode,
@@ -47,11 +44,11 @@ from fastload.cli.store_options import (
     StorageOption,
     storage_options,
 )
-from fastload.cli.warm_target import Target
+from fastload.cli.measurement import Bars
+from fastload.cli.output import JsonOption, Output, answering
+from fastload.cli.shard_source import FeaturesOption, FieldsOption
 from fastload.errors import ArgumentError, StoreError
 from fastload.metrics.units import format_money, format_size
-
-__all__ = ["warm"]
 
 FAILURES_SHOWN = 10
 RATE_SECONDS = 5.0
@@ -103,8 +100,8 @@ def warm(
 ) -> None:
     """Fill a cache before training. After an interruption, run the same command again to resume."""
     with answering(as_json) as output:
-        from fastload.cli.warming import find_left, find_share
-        from fastload.plan.prices import describe_prices, find_prices
+        from fastload.cli.plan.prices import describe_prices, find_prices
+        from fastload.cli.warm_share import Target, find_left, find_share
 
         wanted, options = _parse_shard(shard), storage_options(storage_option, endpoint_url, anon)
         found = find_prices(url, options, prices)
@@ -140,7 +137,7 @@ def warm(
 
 def _quote(left: Any, prices: Any, output: Output) -> dict[str, Any]:
     """Say what is left to read, before it is read; the key "quote" of the document."""
-    from fastload.plan.prices import describe_prices
+    from fastload.cli.plan.prices import describe_prices
 
     cost = describe_prices(prices, left.requests, left.read_bytes)["cost"]
     text = f"to read: about {left.requests:,} GETs, {format_size(left.read_bytes)}"
@@ -214,7 +211,7 @@ class Tally:
 
 
 def _fill_slice(
-    target: Target, digests: tuple[str, str], shard: tuple[int, int], part: slice, num_workers: int
+    target: Any, digests: tuple[str, str], shard: tuple[int, int], part: slice, num_workers: int
 ) -> dict[str, Any]:
     """A part of a node's share; the document of a run over it. `digests`: of the listing that was divided."""
     dataset, _ = target.open(_ANY_AGE)
@@ -223,7 +220,7 @@ def _fill_slice(
             f"{dataset.url!r} was listed again while slices of it were warmed, and its objects have changed: "
             "run the command again"
         )
-    from fastload.cli.warming import find_share
+    from fastload.cli.warm_share import find_share
 
     warming, found = find_share(dataset, shard)
     warming.samples = warming.samples[part]
@@ -314,7 +311,7 @@ def _number_of_samples(warming: Any) -> int | None:
 
 
 def _follow(warming: Any, num_workers: int, tally: Tally, bars: Bars) -> None:
-    from fastload.cli.warming import warming_loader
+    from fastload.cli.warm_share import warming_loader
 
     if warming.by_shard:
         total = sum(warming.dataset.shards()[number].size for number in warming.samples.tolist())

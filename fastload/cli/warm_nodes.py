@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 from fastload.cli.cluster import Cluster, Lost, Node, Task, refuse_limits
 from fastload.cli.measurement import Bars, describe_machine
 from fastload.cli.output import Output
-from fastload.cli.warm_target import Target
-from fastload.cli.warming import find_left, find_share
+from fastload.cli.warm_share import Target, find_left, find_share
 from fastload.datasets.warm import ToRead
 from fastload.errors import ArgumentError, StoreError, WorkerError
-
-__all__ = ["NodesWarming"]
 
 SLICE = 20_000  # samples: about a minute, beside which the start of a slice's workers does not count
 SLICE_OF_SHARDS = 32

@@ -29,8 +29,6 @@ except ImportError as error:
         f"Arrow columns need the package pyarrow: pip install 'torch-fastload[parquet]' ({error})"
     ) from None
 
-__all__ = ["check_type", "decoded", "is_numeric", "to_python", "why_not_number"]
-
 
 def check_type(name: str, kind: Any) -> None:
     """Raise ArgumentError for a column whose values no sample can have; `kind` is its `pyarrow.DataType`."""

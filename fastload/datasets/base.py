@@ -26,12 +26,11 @@ from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, 
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
+from fastload.images.dct import Unindexed, with_rows
 from fastload.metrics.counters import Counters
 from fastload.store.allowance import Allowance
 from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
-
-__all__ = ["SOME", "StoreDataset", "check_function", "check_on_change"]
 
 SOME = 256  # records that stand for all
 
@@ -100,7 +99,7 @@ class StoreDataset(Dataset[Any]):
 
         It raises what `dataset[index]` raises.
         """
-        return self._get(self._record(index))
+        return kept([self._get(self._record(index))])[0]
 
     def cache_key(self, index: int) -> bytes:
         """The key under which the cache has a sample.
@@ -162,6 +161,7 @@ class StoreDataset(Dataset[Any]):
         while at < len(todo):
             rows: list[int] = []
             records: list[int] = []
+            payloads: list[Any] = []
             values: list[Any] = []
             held = 0
             while at < len(todo):
@@ -172,6 +172,7 @@ class StoreDataset(Dataset[Any]):
                     if held >= _CHUNK_BYTES or (len(rows) >= _CHUNK and not self._is_here(record)):
                         break
                     payload = self._get(record)
+                    payloads.append(payload)
                     values.append(self._restore(record, payload, readonly=True))
                 except self._row_errors as error:
                     errors.append((row, self._named(error, record)))
@@ -182,6 +183,8 @@ class StoreDataset(Dataset[Any]):
                 at += 1
             if rows:
                 errors += self._fill_rows(batch, rows, records, values, seed, epoch)
+            for payload in payloads:
+                _keep(payload)
         self.counters.add("decode.samples", len(todo))
         return errors
 
@@ -354,6 +357,8 @@ class StoreDataset(Dataset[Any]):
         except FastloadError as error:
             self._named(error, record)
             raise
+        finally:
+            _keep(payload)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
         """What the prefetcher hands out -> what the sample is made of; see `PrepareStep.restore`."""
@@ -365,6 +370,19 @@ class StoreDataset(Dataset[Any]):
         if isinstance(error, FastloadError) and error.key is None and record is not None:
             error.key = self._name(record)
         return error
+
+
+def kept(payloads: list[Any]) -> list[Any]:
+    """The payloads as the cache keeps them, now that no sample is made of them."""
+    _keep(payloads)
+    return [with_rows(one.data) if isinstance(one, Unindexed) else one for one in payloads]
+
+
+def _keep(payload: Any) -> None:
+    """Write what was waiting for its first decode, of a payload or of those of several objects."""
+    for one in payload if isinstance(payload, list) else [payload]:
+        if isinstance(one, Unindexed):
+            one.keep()
 
 
 def _bytes_of(payload: Any) -> int:

@@ -1,16 +1,9 @@
-"""Cache mode "auto": "raw" or "dct", whichever makes later epochs faster.
+"""Cache mode "auto": files with an index of their rows, or "dct" records, whichever suits this machine.
 
-Both keep every pixel. A "dct" record is decoded faster and takes more bytes. The first samples of each
-process are kept as "dct", and tell both costs; then `choose` decides by one rule:
-
-    "dct" where its records fit into the cache and make more samples a second than "raw", clearly
-    samples a second = min(cores / core-seconds to decode one, disk's bytes a second / bytes of one)
-
-The disk limits only what free memory will not hold: that share of the bytes of each sample is read from it.
-Its speed is measured only where it counts, once a day for all processes.
-
-The comparison is of later epochs. Filling with "dct" costs some time of the cores, which one or two of these
-repay.
+Both keep every pixel. The index costs next to nothing, and spares a crop the rows above it. A record of
+mode "dct" is decoded faster still; to make it takes time, and it takes more bytes. The first samples of each
+process are kept as "dct", and tell all costs; then `choose` decides. `mode="dct"` is for whoever knows that
+many epochs will repay a slower first one.
 """
 
 from __future__ import annotations
@@ -19,95 +12,86 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch.utils.data import get_worker_info
+import numpy as np
 
 from fastload.cache import Cache
-from fastload.cache.disk import known_disk, memory_for_pages
-from fastload.cache.keys import Mode
+from fastload.cache.disk import memory_for_pages
 from fastload.datasets.cache_forecast import RECORD_OVERHEAD, Room, room_in
-from fastload.distributed.launcher import local_ranks
 from fastload.errors import CacheError, DecodeError
 from fastload.images import dct
-from fastload.images.decode import decode_image
-from fastload.metrics.cores import usable_cores
+from fastload.images.decode import MAX_PIXELS, open_image
+from fastload.images.kernel import active
 from fastload.metrics.units import format_size
 from fastload.store.process import speaks
 
-__all__ = ["AutoChoice", "Choice", "Costs", "choose", "to_kept_dct"]
-
 _log = logging.getLogger("fastload")
 
-_TRIED = 16  # samples
-_MEASURING = 0.5  # core-seconds, from which on no more images are decoded to be timed
-# How much faster "dct" must be. The times are of few samples; and where it is little, fewer bytes are better.
+_TRIED = 8  # images
+_ENOUGH = 0.5  # core-seconds, after which no more of them are tried
+# How much faster "dct" must be in later epochs. The times are of few samples; and fewer bytes are better.
 _CLEARLY = 1.1
+_FIRST_EPOCH = 0.85  # how fast the first epoch must be beside one that keeps nothing
 _ERROR = 1.05  # by which the forecast of bytes may be too low
 _FOR_PAGES = 0.8  # of the free memory; the training takes its part later
+_OUT = np.empty((1, 3, 224, 224), np.uint8)  # of the crops that are timed, which nobody sees
 
 
 class Costs(NamedTuple):
-    """The costs of a dataset in both modes, and the resources of the machine.
+    """The costs of a dataset in both forms, and the room for them.
 
     Attributes:
-        samples, total_bytes: of the dataset; on disk, in mode "raw".
-        ratio: bytes in mode "dct" to those in mode "raw".
-        raw_seconds, dct_seconds: of a core, to decode a sample.
+        total_bytes: of all samples on disk, as files.
+        ratio: bytes as "dct" to those as files.
+        file: core-seconds to cut a crop out of a file.
+        indexed: out of a file with an index.
+        record: out of a "dct" record.
+        making: to make that record.
         missing: the share of the samples that the cache does not have.
         left: bytes of room for them.
-        cores: of the machine, that decode.
         memory: of the machine; bytes that can hold pages.
-        disk: its speed, bytes a second; called where it counts. None: not known.
     """
 
-    samples: float
     total_bytes: int
     ratio: float
-    raw_seconds: float
-    dct_seconds: float
+    file: float
+    indexed: float
+    record: float
+    making: float
     missing: float
     left: int
-    cores: float
     memory: int
-    disk: Callable[[], float | None]
 
 
 class Choice(NamedTuple):
-    """The mode, and the reason in words. `bytes`: of all samples."""
+    """What is kept, and the reason in words. `bytes`: of all samples."""
 
-    mode: Mode
+    form: Literal["file", "dct"]
     why: str
     bytes: int
 
 
 def choose(costs: Costs) -> Choice:
     """The rule of mode "auto"."""
-    raw, larger = costs.total_bytes, int(costs.total_bytes * costs.ratio)
-    if larger * costs.missing * _ERROR > costs.left:
-        return Choice("raw", f"'dct' would take {format_size(larger)}, which do not fit", raw)
-    memory = costs.memory * _FOR_PAGES
-    disk = costs.disk() if larger > memory else None
-    if larger > memory and disk is None:
-        return Choice("raw", "memory does not hold the records, and the disk cannot be measured", raw)
-
-    def rate(total: int, seconds: float) -> float:
-        of_cores = costs.cores / max(seconds, 1e-9)
-        if disk is None or total <= memory:
-            return of_cores
-        return min(of_cores, disk / ((total - memory) / costs.samples))
-
-    raw_rate, dct_rate = rate(raw, costs.raw_seconds), rate(larger, costs.dct_seconds)
-    why = (
-        f"decoding takes {costs.dct_seconds * 1e3:.2f} ms of a core in mode 'dct' and "
-        f"{costs.raw_seconds * 1e3:.2f} in 'raw', for {costs.ratio:.2f} times the bytes"
+    larger = int(costs.total_bytes * costs.ratio)
+    times = (
+        f"a crop takes {costs.record * 1e3:.2f} ms of a core out of a 'dct' record, of {costs.ratio:.2f} "
+        f"times the bytes, and {costs.indexed * 1e3:.2f} ms out of a file"
     )
-    if disk is not None:
-        why += (
-            f"; with a disk that reads {format_size(disk)} a second, {costs.cores:.0f} cores make at most "
-            f"{dct_rate:,.0f} samples a second in 'dct' and {raw_rate:,.0f} in 'raw'"
+    if larger * costs.missing * _ERROR > costs.left:
+        why = f"'dct' records would take {format_size(larger)}, which do not fit"
+    elif larger > costs.memory * _FOR_PAGES:
+        why = f"'dct' records would take {format_size(larger)}, more than memory holds"
+    elif costs.record * _CLEARLY >= costs.indexed:
+        why = times
+    elif costs.file < _FIRST_EPOCH * (costs.making + costs.record):
+        why = (
+            f"{times}, but to make the record takes {costs.making * 1e3:.2f} ms: too long for the first epoch"
         )
-    return Choice("dct", why, larger) if dct_rate > _CLEARLY * raw_rate else Choice("raw", why, raw)
+    else:
+        return Choice("dct", times, larger)
+    return Choice("file", why, costs.total_bytes)
 
 
 class AutoChoice:
@@ -123,45 +107,44 @@ class AutoChoice:
         self._cache = cache
         self._total_bytes = total_bytes
         self._share_kept = share_kept
-        self._chosen: Mode | None = None
+        self._chosen: Literal["file", "dct"] | None = None
         self._lock = threading.Lock()
         self._said = False
-        self._samples = self._raw_bytes = self._dct_bytes = 0
-        self._images, self._raw_seconds, self._dct_seconds = 0, 0.0, 0.0
+        self._begun = self._tried = 0
+        self._complete = False
+        self._file_bytes = self._dct_bytes = 0
+        self._seconds = np.zeros(4)  # of file, indexed, record, making: as in `Costs`
 
     def keep(self, image: Any) -> Any:
-        """The bytes of an image -> what the cache keeps of it."""
-        if self._chosen is not None:
-            return to_kept_dct(image, self._cache) if self._chosen == "dct" else image
+        """The bytes of an image -> what the cache keeps of it, or from what its first decode makes that."""
+        with self._lock:
+            tries = self._begun < _TRIED and not self._complete
+            self._begun += tries
+        if tries:
+            return self._try(image)
+        return to_kept(image, self._cache, dct.to_dct if self._chosen == "dct" else dct.Unindexed.of)
+
+    def _try(self, image: Any) -> Any:
+        """The record of an image; the last of the first ones makes the choice."""
         self._announce()
+        start = time.thread_time()
         record = dct.to_dct(image)
-        if self._raw_seconds < _MEASURING:
-            self._time(image, record)
-        return record
-
-    def note(self, raw_bytes: int, dct_bytes: int) -> None:
-        """Count the bytes of a sample in both modes. The last of the first samples makes the choice."""
-        if self._chosen is not None:
-            return
-        with self._lock:
-            self._samples += 1
-            self._raw_bytes += raw_bytes
-            self._dct_bytes += dct_bytes
-            complete = self._samples == _TRIED
-        if complete:
-            self._choose()
-
-    def _time(self, image: Any, record: Any) -> None:
+        making = time.thread_time() - start
         try:
-            first = _seconds(image)
-            second = first if len(record) == len(image) else _seconds(record)
+            seconds = [crop_seconds(form) for form in (image, dct.with_rows(image), record)]
         except DecodeError:  # it is the sample's error, once that is made
-            return
+            seconds = [0.0] * 3
         with self._lock:
-            self._images += 1
-            if self._images > 1:  # the first one also loads code and fills caches
-                self._raw_seconds += first
-                self._dct_seconds += second
+            self._tried += 1
+            self._file_bytes += memoryview(image).nbytes
+            self._dct_bytes += len(record)
+            if self._tried > 1:  # the first one also loads code and fills caches
+                self._seconds += (*seconds, making)
+            last = not self._complete and (self._tried == _TRIED or self._seconds.sum() > _ENOUGH)
+            self._complete |= last
+        if last:
+            self._choose()
+        return record
 
     def _choose(self) -> None:
         try:
@@ -169,49 +152,44 @@ class AutoChoice:
         except (CacheError, OSError):
             choice = None
         if choice is None:  # the cache says itself what is wrong with it, once
-            self._chosen = "raw"
+            self._chosen = "file"
             return
-        self._chosen = choice.mode
-        if choice.mode == "dct":
+        self._chosen = choice.form
+        if choice.form == "dct":
             self._cache.counters.add("cache.chose_dct")
         else:
-            self._cache.counters.add("cache.chose_raw")
+            self._cache.counters.add("cache.chose_file")
 
     def _decide(self) -> Choice:
-        timed, room = max(1, self._images - 1), room_in(self._cache)
+        room = room_in(self._cache)
         missing = 1 - self._share_kept()  # after room_in, which waits for what is being written
-        overhead = _TRIED * RECORD_OVERHEAD
-        raw_bytes, dct_bytes = self._raw_bytes + overhead, self._dct_bytes + overhead
-        samples = self._total_bytes * _TRIED / max(1, self._raw_bytes)
+        overhead = self._tried * RECORD_OVERHEAD
+        samples = self._total_bytes / max(1, self._file_bytes)  # times those that were tried
+        file, indexed, record, making = self._seconds / max(1, self._tried - 1)
         choice = choose(
             Costs(
-                samples=samples,
-                total_bytes=int(samples * raw_bytes / _TRIED),
-                ratio=dct_bytes / raw_bytes,
-                raw_seconds=self._raw_seconds / timed,
-                dct_seconds=self._dct_seconds / timed,
+                total_bytes=int(samples * (self._file_bytes + overhead)),
+                ratio=(self._dct_bytes + overhead) / (self._file_bytes + overhead),
+                file=file,
+                indexed=indexed,
+                record=record,
+                making=making,
                 missing=missing,
                 left=room.left,
-                cores=_cores(),
                 memory=memory_for_pages(),
-                disk=self._disk_speed,
             )
         )
         if speaks():
             fits, words = _outlook(choice.bytes, missing, room)
             _log.log(
                 logging.INFO if fits else logging.WARNING,
-                "cache %s, mode 'auto': %r is chosen, for %s; %s",
+                "cache %s, mode 'auto': it keeps %s, for %s; %s",
                 self._cache.path,
-                choice.mode,
+                "'dct' records" if choice.form == "dct" else "files with an index of their rows",
                 choice.why,
                 words,
             )
         return choice
-
-    def _disk_speed(self) -> float | None:
-        disk = known_disk(self._cache.path)
-        return None if disk is None else disk.read
 
     def _announce(self) -> None:
         with self._lock:
@@ -223,8 +201,8 @@ class AutoChoice:
         except (CacheError, OSError):
             return
         _log.info(
-            "cache %s, mode 'auto': all samples take %s in mode 'raw' (%s); the first %d decide between "
-            "this mode and 'dct'",
+            "cache %s, mode 'auto': all samples take %s as files (%s); the first %d decide between these and "
+            "'dct' records",
             self._cache.path,
             format_size(self._total_bytes),
             room.words,
@@ -246,19 +224,16 @@ def _outlook(nbytes: int, missing: float, room: Room) -> tuple[bool, str]:
     )
 
 
-def to_kept_dct(image: Any, cache: Cache) -> Any:
-    """The "dct" record of an image; the image itself, of the same pixels, where none would be kept."""
-    return dct.to_dct(image) if cache.keeps(memoryview(image).nbytes) else image
+def to_kept(image: Any, cache: Cache, form: Callable[[Any], Any]) -> Any:
+    """The form of an image that is kept; the image itself, of the same pixels, where none would be kept."""
+    return form(image) if cache.keeps(memoryview(image).nbytes) else image
 
 
-def _cores() -> float:
-    """The cores that decode for the ranks of this node: not more than their workers."""
-    worker = get_worker_info()
-    return min(usable_cores(), local_ranks() * (1 if worker is None else worker.num_workers))
-
-
-def _seconds(image: Any) -> float:
-    """Of a core, to decode an image."""
+def crop_seconds(image: Any) -> float:
+    """Of a core, to cut half of an image out of its middle."""
+    source, width, height = open_image(image, MAX_PIXELS, True)
+    item = (0, source, 0.15 * width, 0.15 * height, 0.85 * width, 0.85 * height, False)
     start = time.thread_time()
-    decode_image(image)
+    for _, reason in active().crop_resize(_OUT, [item], False, True, MAX_PIXELS, True):
+        raise DecodeError(reason)
     return time.thread_time() - start

@@ -22,8 +22,6 @@ from fastload.metrics.units import format_size
 from fastload.store.files import nearest_existing
 from fastload.store.process import speaks
 
-__all__ = ["RECORD_OVERHEAD", "Forecast", "Forecaster", "Room", "room_in"]
-
 _PROBE = 16  # samples whose sizes stand for all
 _SOME = 256  # samples that tell the share of those that the cache has
 RECORD_OVERHEAD = 96  # bytes: a header, and padding to a multiple of 64

@@ -12,13 +12,11 @@ from fastload.cache import Cache, as_cache
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.prepare import check_fingerprint
 from fastload.datasets.protocols import check_dataset
-from fastload.datasets.wrappers import as_rows
-from fastload.distributed.sampler import indexed_length
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump, load
 from fastload.metrics.counters import Counters
-
-__all__ = ["CachedDataset", "cached"]
+from fastload.order.sampler import indexed_length
 
 
 def cached(
@@ -110,12 +108,12 @@ class CachedDataset(Dataset[Any]):
 
     def prefetch(self, indices: list[int]) -> None:
         """Start reading what `dataset` needs for those samples that the cache does not have."""
-        inner = as_rows(self.dataset)
-        if inner is None:
+        view = view_of(self.dataset)
+        if not view.reads_ahead:
             return
         absent = [at for at in map(self._checked, indices) if not self.cache.has(self._key(at))]
         if absent:
-            inner.prefetch(absent)
+            view.prefetch(absent)
 
     def _checked(self, index: Any) -> int:
         index = operator.index(index)

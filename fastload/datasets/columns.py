@@ -20,16 +20,6 @@ from torch.utils.data import default_collate
 
 from fastload.datasets.protocols import Allocate
 
-__all__ = [
-    "as_batch",
-    "collate_column",
-    "copy_value",
-    "new_column",
-    "number_view",
-    "ordinary_memory",
-    "put_value",
-]
-
 _DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["Fields", "SampleFields"]
-
 
 class SampleFields(Protocol):
     """The fields that samples are made of."""

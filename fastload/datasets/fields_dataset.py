@@ -12,8 +12,6 @@ from fastload.datasets.samples import SampleMaker
 from fastload.datasets.seeds import SampleSeeds
 from fastload.images.rng import sample_seed
 
-__all__ = ["FieldsDataset"]
-
 
 class FieldsDataset(StoreDataset):
     """A `StoreDataset` whose values, once restored, are the fields of a record by name."""

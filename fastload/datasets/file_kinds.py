@@ -20,8 +20,6 @@ import numpy as np
 
 from fastload.errors import DecodeError
 
-__all__ = ["IMAGES", "PICKLES", "extension_of", "has_opener", "open_file"]
-
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "ppm", "pgm", "bmp", "gif", "tif", "tiff")
 PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 

@@ -43,8 +43,6 @@ from fastload.datasets.parts import (
 from fastload.errors import ArgumentError
 from fastload.formats.sample import bytes_of
 
-__all__ = ["describe"]
-
 _VERSION = "1"  # raise it when the same thing is described in another way
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 

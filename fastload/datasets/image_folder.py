@@ -25,8 +25,6 @@ from fastload.images.encoded import EncodedBatch
 from fastload.store.keyed_listing import Keys
 from fastload.store.manifest import Manifest
 
-__all__ = ["ImageFolder"]
-
 _CHOOSE = "choose samples with torch.utils.data.Subset(dataset, indices)"
 _RELABEL = "change labels with target_transform=, or override __getitem__"
 _NAME = "pass the class names, in the order of their indices, as classes="

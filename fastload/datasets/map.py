@@ -8,12 +8,10 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.datasets.base import check_function
+from fastload.datasets.composed import MapView
 from fastload.datasets.protocols import check_dataset
-from fastload.datasets.seen_rows import MapRows
-from fastload.datasets.wrappers import see
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
-
-__all__ = ["MapDataset", "map"]
 
 
 def map(dataset: Dataset[Any], function: Callable[[Any], Any]) -> MapDataset:
@@ -84,8 +82,8 @@ class MapDataset(Dataset[Any]):
 
     def prefetch(self, indices: list[Any]) -> None:
         """Start reading these samples: for the `prefetch(indices)` of a dataset that holds this one."""
-        see(self.dataset).prefetch(list(indices))
+        view_of(self.dataset).prefetch(list(indices))
 
-    def see_through(self) -> MapRows:
+    def _view(self) -> MapView:
         """See `fastload.datasets.wrappers`."""
-        return MapRows(see(self.dataset), self.function)
+        return MapView(view_of(self.dataset), self.function)

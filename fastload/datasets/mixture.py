@@ -1,6 +1,6 @@
 """Several datasets in exact proportions: the sources, their weights, and what was read of each.
 
-The order is made by `fastload.distributed.mixture_sampler`. The upper bits of its indices have the pass over
+The order is made by `fastload.order.mixture_sampler`. The upper bits of its indices have the pass over
 the source. So a sample that a small source gives twice in an epoch has other random numbers:
 
     index = pass << 40 | position in the concatenation of the sources
@@ -8,7 +8,6 @@ the source. So a sample that a small source gives twice in an epoch has other ra
 
 from __future__ import annotations
 
-import bisect
 import math
 import numbers
 import operator
@@ -16,19 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from fastload.datasets.protocols import RowErrors, RowRequests, check_dataset
-from fastload.datasets.seeds import digest
-from fastload.datasets.seen_parts import ConcatRows, seeds_of
-from fastload.datasets.seen_rows import MadeSample, Reach
-from fastload.datasets.wrappers import see
-from fastload.distributed.sampler import indexed_length
+from fastload.datasets.composed import ConcatView, Location
+from fastload.datasets.protocols import check_dataset
+from fastload.datasets.views import Reach, View
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
-
-__all__ = ["Ledger", "Mixture", "SourceRead"]
+from fastload.order.mixture_sampler import MixtureSampler
+from fastload.order.sampler import indexed_length
 
 Weights = Mapping[str, Any] | Sequence[Any]
 GivenWeights = Weights | Callable[[int], Weights]
@@ -242,72 +237,87 @@ class Mixture(ConcatDataset[Any]):
             return None
         return {name: str(weight) for name, weight in self._given.items()}
 
-    # --- for the workers
-
-    def see_through(self) -> MixtureRows:
+    def _view(self) -> MixtureView:
         """See `fastload.datasets.wrappers`."""
-        return MixtureRows([see(source) for source in self.datasets], self.cumulative_sizes)
-
-    def replacement(self, index: int, number: int) -> int:
-        """The index of another sample of the same source and pass, by a random number."""
-        source = self._source(index)
-        offset = self._offset(source)
-        return index - index % _MOST + offset + number % (self.cumulative_sizes[source] - offset)
-
-    def position(self, index: int) -> int:
-        """The position of a sample in the concatenation of the sources, whatever the pass."""
-        return index % _MOST
-
-    def sample_name(self, index: int) -> str:
-        """A sample in error messages."""
-        source = self._source(index)
-        return f"sample {index % _MOST - self._offset(source)} of source {self._names[source]!r}"
-
-    def _source(self, index: int) -> int:
-        return bisect.bisect_right(self.cumulative_sizes, index % _MOST)
+        return MixtureView([view_of(source) for source in self.datasets], self.cumulative_sizes, self._names)
 
     def _offset(self, source: int) -> int:
         return self.cumulative_sizes[source - 1] if source else 0
 
 
-class MixtureRows(ConcatRows):
-    """The rows of a mixture. Random numbers are a function of the pass too."""
+class MixtureView(ConcatView):
+    """The view of a mixture. Random numbers are a function of the pass too.
 
-    def locate(self, index: Any) -> tuple[int, Any]:
+    Args:
+        parts, ends: see `ConcatView`.
+        names: of the sources.
+    """
+
+    def __init__(self, parts: Sequence[View], ends: Sequence[int], names: Sequence[str]) -> None:
+        super().__init__(parts, ends)
+        self._names = names
+
+    def locate(self, index: Any) -> Location:
         index = operator.index(index)
-        return super().locate(index % _MOST if index >= _MOST else index)
+        part, path, position = super().locate(index % _MOST if index >= _MOST else index)
+        return part, (index >> _PASS_BITS, *path), position
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
         return super().reached(None)  # each pass deals its samples anew
 
-    def prepare(self, indices: list[Any], seed: int, epoch: int) -> list[MadeSample]:
-        made: dict[int, MadeSample] = {}
-        for lap, requests in _by_pass(list(enumerate(indices))):
-            with seeds_of(lap):
-                some = super().prepare([index for _, index in requests], digest(seed, lap), epoch)
-            made |= {row: one for (row, _), one in zip(requests, some, strict=True)}
-        return [made[row] for row in range(len(indices))]
+    def lengths(self, length: int) -> dict[str, int]:
+        starts = [0, *self._ends]
+        return {name: end - start for name, start, end in zip(self._names, starts, self._ends, strict=False)}
 
-    def fill(self, batch: Any, todo: RowRequests, seed: int, epoch: int) -> RowErrors:
-        errors: RowErrors = []
-        for lap, requests in _by_pass(todo):
-            with seeds_of(lap):
-                errors += super().fill(batch, requests, digest(seed, lap), epoch)
-        return errors
+    def position(self, index: int, length: int) -> int:
+        """The position of a sample in the concatenation of the sources, whatever the pass."""
+        return index % _MOST
 
-    def witnesses(self, indices: list[Any], seed: int, epoch: int, *, seeded: bool) -> NDArray[np.uint64]:
-        found = np.empty(len(indices), np.uint64)
-        for lap, requests in _by_pass(list(enumerate(indices))):
-            rows, inner = zip(*requests, strict=True)
-            found[list(rows)] = super().witnesses(list(inner), digest(seed, lap), epoch, seeded=seeded)
-        return found
+    def replacement(self, index: int, number: int, length: int) -> int:
+        """The index of another sample of the same source and pass."""
+        source, _, position = self.locate(index)
+        start = int(index - position)
+        return start + number % (self._ends[source] - self._start(source))
+
+    def sample_name(self, index: Any) -> str:
+        source, _, position = self.locate(index)
+        return f"sample {position} of source {self._names[source]!r}"
+
+    def _start(self, source: int) -> int:
+        return self._ends[source - 1] if source else 0
 
 
-def _by_pass(todo: RowRequests) -> Iterable[tuple[int, RowRequests]]:
-    found: dict[int, RowRequests] = {}
-    for row, index in todo:
-        found.setdefault(operator.index(index) >> _PASS_BITS, []).append((row, index))
-    return found.items()
+def new_sampler(dataset: Any, *, shuffle: bool, seed: int) -> MixtureSampler | None:
+    """The sampler that a loader gives to a `Mixture`; None for another dataset."""
+    return MixtureSampler(dataset, shuffle=shuffle, seed=seed) if isinstance(dataset, Mixture) else None
+
+
+def sources_of(dataset: Any) -> dict[str, Any]:
+    """Name -> dataset of the sources of a `Mixture`; {"": dataset} for another dataset."""
+    if isinstance(dataset, Mixture):
+        return dict(zip(dataset.lengths, dataset.datasets, strict=True))
+    return {"": dataset}
+
+
+def check_weights(dataset: Any, sampler: Any) -> None:
+    """Raise `ArgumentError` where the weights of a mixture would not be used."""
+    if isinstance(dataset, Mixture):
+        if sampler is not None and not isinstance(sampler, MixtureSampler):
+            raise ArgumentError(
+                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
+                "pass a fastload.MixtureSampler"
+            )
+        return
+    inside = getattr(dataset, "__dict__", {}).get("dataset")  # no property: that would run the user's code
+    if isinstance(inside, Mixture) or _has_mixture(view_of(dataset)):
+        raise ArgumentError(
+            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
+            "instead, and mix the results"
+        )
+
+
+def _has_mixture(view: View) -> bool:
+    return isinstance(view, MixtureView) or any(map(_has_mixture, view.parts))
 
 
 def _is_whole(number: Any) -> bool:
@@ -346,7 +356,7 @@ def _check_source(name: str, dataset: Any) -> None:
         )
     try:
         length = len(dataset)
-        for leaf in see(dataset).leaves():
+        for leaf in view_of(dataset).leaves():
             indexed_length(leaf)  # whose `len()` may be a hint
     except TypeError as error:
         raise ArgumentError(

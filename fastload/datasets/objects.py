@@ -34,8 +34,6 @@ from fastload.store.keyed_listing import Keys, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
 
-__all__ = ["ObjectDataset"]
-
 
 class ObjectDataset(StoreDataset):
     """A map-style dataset with one sample per object under `url`.

@@ -20,16 +20,6 @@ from fastload.images.by_epoch import all_transforms, first_epochs, transform_at
 from fastload.images.crop import Crop, Size
 from fastload.images.rng import SampleRng
 
-__all__ = [
-    "KeptImages",
-    "always_fused",
-    "check_cut_alike",
-    "fill_together",
-    "images_kept",
-    "known_images",
-    "transform_together",
-]
-
 
 @dataclass(frozen=True)
 class KeptImages:

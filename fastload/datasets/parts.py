@@ -19,17 +19,6 @@ import xxhash
 
 import fastload
 
-__all__ = [
-    "content_of",
-    "digest_of_code",
-    "files_of",
-    "found",
-    "globals_of",
-    "imports_of",
-    "library",
-    "members_of",
-]
-
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _NOTHING = ("CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL")

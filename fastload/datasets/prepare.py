@@ -29,7 +29,7 @@ import numpy as np
 
 from fastload.cache import Cache
 from fastload.cache.keys import Mode
-from fastload.datasets.cache_choice import AutoChoice, to_kept_dct
+from fastload.datasets.cache_choice import AutoChoice, to_kept
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import KeptImages, images_kept
 from fastload.errors import ArgumentError
@@ -37,8 +37,6 @@ from fastload.formats.sample import Drawn, dump, load
 from fastload.images import dct
 from fastload.images.decode import Oriented, is_pixels, open_smaller, shrink
 from fastload.store.process import ProcessLocal
-
-__all__ = ["LOSSLESS", "PrepareStep", "asks_for_key", "check_fingerprint", "with_orientation"]
 
 # Part of the cache's keys: raise it when the same bytes would be kept as something else.
 _VERSION = "2"
@@ -110,7 +108,7 @@ class PrepareStep:
 
         None if it is the bytes themselves.
         """
-        return None if self.mode == "raw" else self._noted
+        return None if self.mode == "raw" else self._to_record
 
     def restore(self, payload: Any, key: str | None = None, *, readonly: bool = False) -> Any:
         """The payload from the cache or from `prepare` -> the input of the transform.
@@ -183,12 +181,6 @@ class PrepareStep:
         value = self._decoded_from(value)
         return self._decode(value, key=key) if self.asks_for_key else self._decode(value)
 
-    def _noted(self, payload: Any, key: str | None = None) -> Any:
-        record = self._to_record(payload, key)
-        if self.choice is not None:
-            self.choice.get().note(memoryview(payload).nbytes, memoryview(record).nbytes)
-        return record
-
     def _to_record(self, payload: Any, key: str | None = None) -> Any:
         value = self._open(payload, key)
         if self._decode is not None:
@@ -200,7 +192,9 @@ class PrepareStep:
             if is_pixels(image):  # of a format that stores them
                 return image
             assert self._cache is not None
-            return to_kept_dct(image, self._cache) if self.choice is None else self.choice.get().keep(image)
+            if self.choice is not None:
+                return self.choice.get().keep(image)
+            return to_kept(image, self._cache, dct.to_dct)
         if self.mode == "shrunk":
             return shrink(image, self._short_side, self._quality)
         smaller = open_smaller(image, self._short_side)

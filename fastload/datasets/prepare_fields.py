@@ -21,8 +21,7 @@ from fastload.datasets.pairs import images_kept, known_images
 from fastload.datasets.prepare import PrepareStep
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump, load
-
-__all__ = ["RecordPrepareStep"]
+from fastload.images.dct import Unindexed, with_rows
 
 
 class RecordPrepareStep(PrepareStep):
@@ -95,4 +94,10 @@ class RecordPrepareStep(PrepareStep):
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields with bytes of their own in place of views."""
-    return {name: bytes(one) if isinstance(one, memoryview) else one for name, one in fields.items()}
+    return {name: _own_bytes(one) for name, one in fields.items()}
+
+
+def _own_bytes(value: Any) -> Any:
+    if isinstance(value, Unindexed):  # its record cannot wait for a sample: other fields are in it too
+        return bytes(with_rows(value.data))
+    return bytes(value) if isinstance(value, memoryview) else value

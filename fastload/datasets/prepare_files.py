@@ -25,8 +25,6 @@ from fastload.errors import DecodeError
 from fastload.formats.sample import dump
 from fastload.images.decode import find_format
 
-__all__ = ["FilePrepareStep", "Picture"]
-
 
 class Picture(NamedTuple):
     """An image that is to be decoded: its bytes, or pixels of the cache."""

@@ -18,24 +18,6 @@ from fastload.errors import ArgumentError
 from fastload.metrics.counters import Counters
 from fastload.store.translate import redacted
 
-__all__ = [
-    "Allocate",
-    "CacheFilling",
-    "EncodedRows",
-    "Prefetches",
-    "RowDataset",
-    "RowErrors",
-    "RowRequests",
-    "SampleStream",
-    "StreamDataset",
-    "announce",
-    "check_dataset",
-    "current_reader",
-    "note_prefetch",
-    "noted_prefetches",
-    "own_samples",
-]
-
 Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 RowRequests = list[tuple[int, Any]]  # rows to be filled: (row of the batch, index of the sample)
 RowErrors = list[tuple[int, Exception]]  # (row of the batch, what went wrong)

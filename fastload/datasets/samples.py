@@ -26,8 +26,6 @@ from fastload.errors import ArgumentError, DecodeError
 from fastload.images.by_epoch import ByEpoch, current_transform
 from fastload.images.crop import Crop, is_fused
 
-__all__ = ["SampleMaker"]
-
 _log = logging.getLogger("fastload")
 
 _ADVICE = (

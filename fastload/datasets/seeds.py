@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-__all__ = ["SampleSeeds", "digest"]
-
 T = TypeVar("T")
 
 _WATCHED = 100  # samples

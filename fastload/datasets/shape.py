@@ -15,8 +15,6 @@ from typing import Any
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Shape"]
-
 
 class Shape:
     """The structure of a sample, and the names of its leaves.

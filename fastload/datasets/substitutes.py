@@ -6,10 +6,8 @@ import itertools
 from collections.abc import Container, Iterator
 from typing import Any
 
-from fastload.datasets.mixture import Mixture
 from fastload.datasets.seeds import digest
-
-__all__ = ["substitutes"]
+from fastload.datasets.wrappers import view_of
 
 # From then on the samples are tried one after the other: almost all are left out, or there is only one.
 _DRAWS = 1000
@@ -25,15 +23,12 @@ def substitutes(dataset: Any, seed: int, epoch: int, index: Any, left_out: Conta
     Args:
         left_out: indices of the dataset, of a `Mixture` without the pass; not all of them.
     """
+    view, length = view_of(dataset), len(dataset)
     number = passed = 0
     for attempt in itertools.count():
         number = digest(seed, epoch, index, attempt) if passed < _DRAWS else number + 1
-        if isinstance(dataset, Mixture):
-            other = dataset.replacement(index, number)
-            found = dataset.position(other)
-        else:
-            other = found = number % len(dataset)
-        if found in left_out or (other == index and passed < _DRAWS):
+        other = view.replacement(index, number, length)
+        if view.position(other, length) in left_out or (other == index and passed < _DRAWS):
             passed += 1
         else:
             passed = 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.base import SOME, check_on_change
+from fastload.datasets.base import SOME, check_on_change, kept
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
@@ -45,7 +45,6 @@ from fastload.store.manifest import Manifest
 if TYPE_CHECKING:
     from fastload.datasets.table_columns import TableColumns  # needs pyarrow
 
-__all__ = ["TableDataset"]
 
 Transform = Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
 
@@ -203,7 +202,7 @@ class TableDataset(FieldsDataset):
 
     def payload(self, index: int) -> list[Any]:
         """The bytes of a sample's objects as the cache keeps them. It raises what `dataset[index]` raises."""
-        return self._get(self._record(index))
+        return kept(self._get(self._record(index)))
 
     def cache_key(self, index: int) -> bytes:
         """The key under which the cache has a sample's first object.

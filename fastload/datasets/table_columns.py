@@ -22,9 +22,7 @@ from fastload.datasets.arrow_values import check_type, decoded, to_python
 from fastload.datasets.protocols import Allocate
 from fastload.errors import ArgumentError
 from fastload.formats.sample import dump
-from fastload.store.shared_file import SharedFile
-
-__all__ = ["TableColumns", "mapped_table", "write_table"]
+from fastload.store.process import SharedFile
 
 
 class TableColumns:

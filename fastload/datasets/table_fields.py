@@ -11,8 +11,6 @@ from fastload.datasets.prepare_files import FilePrepareStep
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 
-__all__ = ["File", "FileLeaf", "Row", "RowFields", "pattern_parts"]
-
 
 class File:
     """An object of a sample, below the `url` of a `TableDataset`, by the key that stands in the table.

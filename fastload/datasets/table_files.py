@@ -6,7 +6,7 @@
 
 CSV and JSON may be compressed by gzip. The content of a file has to be what its name says.
 
-A file is parsed in a child process, which takes Arrow's threads and the file's bytes with it when it ends.
+A file is parsed in a process of its own, which takes Arrow's threads with it when it ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,19 +25,13 @@ import pyarrow.compute as pc
 
 from fastload.datasets.table_columns import mapped_table, write_table
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.formats.compression import kind_of
-from fastload.formats.inflate import Inflater
-from fastload.formats.parquet import leaf_columns
-from fastload.formats.parquet_pages import decoded_bytes
+from fastload.formats.compression import Inflater, kind_of
+from fastload.formats.parquet import decoded_bytes, leaf_columns
 from fastload.formats.pieces import too_large
-from fastload.metrics.platform import why_not_linux
 from fastload.store import open_store
-from fastload.store.child import run_in_child
-from fastload.store.client_process import clients_live_here
-from fastload.store.shared_file import SharedFile
+from fastload.store.client_process import ClientProcess, clients_live_here
+from fastload.store.process import SharedFile
 from fastload.store.translate import redacted
-
-__all__ = ["read_table"]
 
 _KINDS = {
     "csv": "CSV",
@@ -106,20 +101,22 @@ def _from_file(url: str, columns: Sequence[str], text: Collection[str], options:
         )
     store = open_store(directory or slash or ".", **options)
 
-    def write(descriptor: int) -> None:
-        def work(report: Any) -> None:
-            try:
-                data = memoryview(store.read(name))
-            except NotFoundError:
-                where = redacted(url)
-                raise NotFoundError(f"there is no table {where!r}: check its path or URL") from None
-            most = store.reading.max_inflated
-            write_table(descriptor, _parsed(data, redacted(url), ending, columns, text, most))
+    try:
+        data = memoryview(store.read(name))
+    except NotFoundError:
+        raise NotFoundError(f"there is no table {redacted(url)!r}: check its path or URL") from None
 
-        if clients_live_here() or why_not_linux():
-            work(None)
+    def parse(path: Path) -> None:
+        with path.open("wb") as file:
+            most = store.reading.max_inflated
+            write_table(file.fileno(), _parsed(data, redacted(url), ending, columns, text, most))
+
+    def write(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}")
+        if clients_live_here():
+            parse(path)
         else:
-            run_in_child(work, lambda count: None)
+            ClientProcess().call(parse, "__call__", path)
 
     return mapped_table(SharedFile.written("fastload-table", write))
 

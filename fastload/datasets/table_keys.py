@@ -11,10 +11,8 @@ import pyarrow.compute as pc
 
 from fastload.datasets.table_fields import pattern_parts
 from fastload.errors import ArgumentError
-from fastload.store.foreign import check_protocol
+from fastload.store.open import check_protocol
 from fastload.store.translate import redacted
-
-__all__ = ["object_keys"]
 
 
 def object_keys(patterns: Sequence[str], table: Any, url: str, read_from: str = "") -> tuple[str, list[str]]:

@@ -6,8 +6,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn, TypeVar, overload
 
-__all__ = ["View"]
-
 T = TypeVar("T")
 
 _CHUNK = 4096

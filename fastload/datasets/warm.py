@@ -25,8 +25,7 @@ from fastload.errors import (
 )
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
-
-__all__ = ["Outcome", "ToRead", "Warmed", "find_missing", "put", "warm"]
+from fastload.images.dct import Unindexed, with_rows
 
 _AHEAD = 256  # samples that the prefetcher knows of; it decides how many are in flight
 _DISK_SECONDS = 120.0  # a disk that writes nothing for so long is broken
@@ -140,6 +139,8 @@ class _Filling:
             if not isinstance(error, _BAD):
                 raise
             return Warmed(index, "failed", size, f"{type(error).__name__}: {error.message}")
+        if isinstance(payload, Unindexed):
+            payload = with_rows(payload.data)
         return Warmed(index, put(self._cache, key, payload), size)
 
     def close(self) -> None:

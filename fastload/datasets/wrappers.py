@@ -1,4 +1,4 @@
-"""The one place that sees through datasets that wrap others: what is inside is read ahead and writes rows.
+"""The one place that sees through datasets that wrap others, and into those that hold others.
 
     Subset, random_split     chooses samples of its dataset
     ConcatDataset            deals indices to its parts
@@ -6,78 +6,58 @@
     fastload.map             a function of the sample
     `prefetch(indices)`      a dataset of the user's that announces samples to those that it holds
 
-`see` makes a tree of `Rows` of them, nested in any order. A class of fastload's that wraps others has a
-method `see_through()`, which returns its rows. A subclass that overrides `__getitem__` or `__getitems__`
-makes its samples itself, and what its base holds is still read ahead.
+`view_of` makes a `View` of them, nested in any order. A class of fastload's that wraps others has a method
+`_view()`, which returns its own. A subclass that overrides `__getitem__` or `__getitems__` makes its samples
+itself, and what its base holds is still read ahead.
 
-Randomness: the samples of each part of a ConcatDataset or StackDataset have a seed of their own. Otherwise
-equal positions in two parts would be cut alike, and two views of one image would be the same view.
+`inner_datasets` finds the datasets of fastload that a dataset holds in any other way: for counters, caches,
+epochs and a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from typing import Any
+from collections import deque
+from collections.abc import Iterator
+from types import MemberDescriptorType
+from typing import Any, NamedTuple
 
-from torch.utils.data import ConcatDataset, IterableDataset, StackDataset, Subset
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-from fastload.datasets.protocols import EncodedRows, RowDataset, StreamDataset
-from fastload.datasets.seen_parts import ConcatRows, StackRows
-from fastload.datasets.seen_rows import AnnouncedRows, LeafRows, OwnRows, PlainRows, Rows, SubsetRows
-
-__all__ = ["as_encoded_rows", "as_rows", "as_streams", "key_of", "see"]
+from fastload.datasets.composed import ConcatView, StackView, SubsetView
+from fastload.datasets.protocols import CacheFilling, RowDataset
+from fastload.datasets.views import AnnouncedView, OverriddenView, PlainView, StoreView, View
 
 _OBEYED = ("__getitem__", "__getitems__")  # of a subclass
 _TORCH = (Subset, ConcatDataset, StackDataset)
+_MOST_INSIDE = 1000  # datasets that are looked at, and items of a list among their attributes
 
 
-def see(dataset: Any) -> Rows:
-    """The rows of any map-style dataset, as far as it can be seen into."""
+def view_of(dataset: Any) -> View:
+    """The view of any map-style dataset, as far as it can be seen into."""
     if isinstance(dataset, RowDataset):
-        return LeafRows(dataset)
+        return StoreView(dataset)
     home = _home(type(dataset))
-    own = None if home is None else _own_method(dataset, home)
-    if home is None or own == "prefetch":
-        return AnnouncedRows(dataset) if _offers_prefetch(dataset) else PlainRows(dataset)
-    if own is None:
-        return _rows_of(dataset, home)
+    override = None if home is None else _overriding_method(dataset, home)
+    if home is None or override == "prefetch":
+        return AnnouncedView(dataset) if _offers_prefetch(dataset) else PlainView(dataset)
+    if override is None:
+        return _view_by(home, dataset)
     try:
-        return OwnRows(dataset, _rows_of(dataset, home), own)
+        return OverriddenView(dataset, _view_by(home, dataset), override)
     except AttributeError:  # it has not called the constructor of its base
-        return PlainRows(dataset)
-
-
-def as_rows(dataset: Any) -> Rows | None:
-    """The rows of a dataset; None where nothing in it can be read ahead."""
-    rows = see(dataset)
-    return rows if rows.ahead else None
-
-
-def as_streams(dataset: Any) -> StreamDataset | None:
-    """The dataset that is read as streams in place of this one; None where there is none.
-
-    Raises:
-        ArgumentError: a `Subset` of a dataset whose samples are not indexed yet.
-    """
-    return see(dataset).streams()
-
-
-def as_encoded_rows(dataset: Any) -> EncodedRows | None:
-    """The dataset as `EncodedRows`, through torch's `Subset` too; None where it is not that."""
-    return see(dataset).encoded()
-
-
-def key_of(dataset: Any, index: Any) -> str | None:
-    """The key of a sample; None where no dataset in it has keys."""
-    return see(dataset).key(index)
+        return PlainView(dataset)
 
 
 def _home(kind: type) -> type | None:
-    """The class that says what a dataset is made of: one of torch's, or one with a `see_through`."""
-    return next((cls for cls in kind.__mro__ if cls in _TORCH or "see_through" in vars(cls)), None)
+    """The class that says what a dataset is made of: one of torch's, or one with a `_view`."""
+    return next((cls for cls in kind.__mro__ if cls in _TORCH or "_view" in vars(cls)), None)
 
 
-def _own_method(dataset: Any, home: type) -> str | None:
+def _overriding_method(dataset: Any, home: type) -> str | None:
     """The method of a subclass of `home` that is obeyed in its place; None where it overrides none."""
     if getattr(dataset, "__dict__", {}).get("__getitems__"):
         return "__getitems__ of the dataset itself"
@@ -89,17 +69,17 @@ def _own_method(dataset: Any, home: type) -> str | None:
     return makes[0] if makes else None
 
 
-def _rows_of(dataset: Any, home: type) -> Rows:
+def _view_by(home: type, dataset: Any) -> View:
     if home is Subset:
-        return SubsetRows(see(dataset.dataset), dataset.indices)
+        return SubsetView(view_of(dataset.dataset), dataset.indices)
     if home is ConcatDataset:
-        return ConcatRows([see(part) for part in dataset.datasets], dataset.cumulative_sizes)
+        return ConcatView([view_of(part) for part in dataset.datasets], dataset.cumulative_sizes)
     if home is StackDataset:
         parts = dataset.datasets
         if isinstance(parts, dict):
-            return StackRows({name: see(part) for name, part in parts.items()})
-        return StackRows([see(part) for part in parts])
-    return dataset.see_through()  # type: ignore[no-any-return]
+            return StackView({name: view_of(part) for name, part in parts.items()})
+        return StackView([view_of(part) for part in parts])
+    return dataset._view()  # type: ignore[no-any-return]
 
 
 def _offers_prefetch(dataset: Any) -> bool:
@@ -112,3 +92,88 @@ def _offers_prefetch(dataset: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return names[-1:] == ["indices"] and len(names) <= 2
+
+
+class InnerDataset(NamedTuple):
+    """A dataset of fastload that another dataset holds.
+
+    Args:
+        where: the attribute that holds it, such as "dataset" or "datasets[0]"; of `asks`, if there is one.
+        dataset: it could be read ahead, where it is a `RowDataset`.
+        asks: the holder that asks for one sample at a time and announces none; None where there is none.
+    """
+
+    where: str
+    dataset: Any
+    asks: Any
+
+
+def inner_datasets(dataset: Any) -> list[InnerDataset]:
+    """The datasets of fastload that `dataset` holds, at any depth, but not `dataset` itself.
+
+    Looks at the attributes of datasets, and at the items of lists, tuples and dicts among these. It runs no
+    code of the user: properties are left alone. What is no dataset is not looked into.
+    """
+    found: list[InnerDataset] = []
+    seen = {id(dataset)}
+    holders = deque([("", dataset, None)])
+    while holders:
+        path, holder, asks = holders.popleft()
+        if type(holder).__module__.startswith("fastload.") and _home(type(holder)) is None:
+            asks = None
+        elif asks is None and type(view_of(holder)) in (PlainView, StoreView):  # it is not seen through
+            path, asks = "", holder
+        for where, value in _contents(holder):
+            if id(value) in seen or len(seen) > _MOST_INSIDE or not _is_dataset(value):
+                continue
+            seen.add(id(value))
+            holders.append((f"{path}{where}.", value, asks))
+            if isinstance(value, RowDataset | CacheFilling):
+                lone = asks if isinstance(value, RowDataset) else None
+                found.append(InnerDataset(path + where, value, lone))
+    return found
+
+
+def fastload_datasets(dataset: Any) -> list[Any]:
+    """`dataset` itself if it is one of fastload's, and those that it holds."""
+    own = [dataset] if isinstance(dataset, RowDataset | CacheFilling) else []
+    found = [*own, *view_of(dataset).leaves(), *(inner.dataset for inner in inner_datasets(dataset))]
+    return list({id(one): one for one in found}.values())
+
+
+def start_epoch(datasets: list[Any], epoch: int) -> None:
+    """Tell each `RowDataset` the epoch of the next samples by its `start_epoch`, if any.
+
+    That method is not part of the protocol, since few need it. Other datasets are left alone: there the name
+    may mean anything.
+    """
+    for dataset in datasets:
+        if isinstance(dataset, RowDataset) and hasattr(dataset, "start_epoch"):
+            dataset.start_epoch(epoch)
+
+
+def _is_dataset(value: Any) -> bool:
+    """Whether it is a dataset, or an object with attributes that looks like one of map style."""
+    kind = type(value)
+    if issubclass(kind, Dataset):
+        return True
+    if kind in (list, tuple, dict, str, bytes) or issubclass(kind, np.ndarray | torch.Tensor):
+        return False
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+
+
+def _contents(holder: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of its attributes, and of the items of short lists, tuples and dicts among them."""
+    attributes: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):  # a class with __slots__ alone
+        attributes |= object.__getattribute__(holder, "__dict__")
+    for kind in type(holder).__mro__:
+        for name, member in vars(kind).items():
+            if isinstance(member, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # a slot that was not filled
+                    attributes[name] = member.__get__(holder)
+    for name, value in attributes.items():
+        yield name, value
+        if type(value) in (list, tuple, dict) and len(value) <= _MOST_INSIDE:
+            items = value.items() if type(value) is dict else enumerate(value)
+            yield from ((f"{name}[{key!r}]", item) for key, item in items)

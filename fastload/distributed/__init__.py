@@ -1,4 +1,4 @@
-"""The ranks of a job: their launcher, the number of this rank, and its samples."""
+"""The ranks of a job: their launcher, the number of this rank, and what they agree on."""
 
 from fastload.distributed.launcher import (
     Launched,

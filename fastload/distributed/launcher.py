@@ -18,17 +18,6 @@ import torch.distributed
 
 from fastload.errors import ArgumentError
 
-__all__ = [
-    "Launched",
-    "cores_of_rank",
-    "find_launched",
-    "find_rank",
-    "known_local_ranks",
-    "launched_as",
-    "local_ranks",
-    "restarts",
-]
-
 
 class Launched(NamedTuple):
     """The facts that one launcher gives. None: it does not give that one."""

@@ -3,8 +3,7 @@
     request(indices) ─▶ in the cache? ── yes ─▶ the kernel reads it ahead (fadvise)      ─▶ get(index)
                              └────────── no ──▶ queue ─▶ reader threads ─▶ store ─▶ cache ─▶ get(index)
 
-`reader_queues` says which read goes next and `concurrency` how many are in flight. One read is done by
-`cached_read` and `ranged_read`, or is `deferred` while another run is reading the sample.
+`queues` says which read goes next, `limits` how many are in flight, and `reads` does one of them.
 
 Blocking reads on threads, not an event loop: measured on 138 KB objects they cost the process 0.17 ms of CPU
 each beside a decoding thread, asyncio 0.30 ms and uvloop 0.21 ms.
@@ -20,19 +19,13 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.errors import StoreError
-from fastload.fetch import settings as defaults
-from fastload.fetch.byte_budget import ByteBudget
-from fastload.fetch.cached_read import CachedReads
-from fastload.fetch.concurrency import Hedging, process_share
-from fastload.fetch.deferred import DeferredReads
-from fastload.fetch.ranged_read import RangedReads
-from fastload.fetch.reader_queues import Part, Read, ReaderQueues
-from fastload.fetch.settings import ReadSettings
+from fastload.fetch import limits
+from fastload.fetch.limits import ByteBudget, Hedging, ReadSettings, process_share
+from fastload.fetch.queues import ReaderQueues
+from fastload.fetch.reads import CachedReads, DeferredReads, Part, RangedReads, Read
 from fastload.fetch.source import Source
 from fastload.fetch.threads import ThreadTeam, this_thread
 from fastload.metrics.counters import Counters
-
-__all__ = ["Outstanding", "Prefetcher"]
 
 _CLOSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
@@ -78,7 +71,7 @@ class Prefetcher:
         counters: Counters,
         settings: ReadSettings | None = None,
     ) -> None:
-        settings = settings or defaults.SETTINGS
+        settings = settings or limits.SETTINGS
         self._source = source
         self._counters = counters
         self.limiter, most_bytes = process_share(source.store, settings)

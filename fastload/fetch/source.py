@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fastload.errors import ObjectChangedError
-from fastload.fetch import settings as defaults
-from fastload.fetch.settings import ReadSettings
+from fastload.fetch import limits
+from fastload.fetch.limits import ReadSettings
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
 from fastload.store.manifest import Manifest
 from fastload.store.retry import Wait
-
-__all__ = ["ObjectSource", "Source", "plan_ranges"]
 
 
 class Source(Protocol):
@@ -68,7 +66,7 @@ class ObjectSource:
         self._manifest = manifest
         self._key = key
         self._on_change = on_change
-        self._settings = settings or defaults.SETTINGS
+        self._settings = settings or limits.SETTINGS
         self._fresh: dict[int, ObjectInfo] = {}  # objects that changed since they were listed
 
     def name(self, index: int) -> str:

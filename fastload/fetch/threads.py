@@ -13,15 +13,13 @@ from typing import Any, Protocol
 from fastload.errors import StoreError
 from fastload.metrics.counters import Counters
 
-__all__ = ["IDLE_SECONDS", "ReadPool", "ThreadTeam", "this_thread"]
-
 IDLE_SECONDS = 10.0  # after which a thread ends: what nobody closed is collected when its last one has
 _CLOSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 
 
 class Turn(Protocol):
-    """What a thread gives away while it waits for a read, see `fastload.workers.turns`."""
+    """What a thread gives away while it waits for a read, see `fastload.workers.sample_threads`."""
 
     def waiting(self, wait: Callable[[], Any]) -> Any:
         """The result of `wait`, without the turn."""

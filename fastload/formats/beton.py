@@ -24,18 +24,6 @@ from fastload.errors import DecodeError
 from fastload.formats.compression import hint
 from fastload.formats.packed import as_array
 
-__all__ = [
-    "HEADER",
-    "BetonField",
-    "BetonHeader",
-    "BetonRecords",
-    "opener",
-    "parse_fields",
-    "parse_header",
-    "parts_of",
-    "row_type",
-]
-
 _VERSION = 2
 _HEADER = np.dtype(
     [("version", "<u2"), ("fields", "<u2"), ("page", "<u4"), ("samples", "<u8"), ("allocation", "<u8")],

@@ -1,17 +1,27 @@
 """LitData's chunks: their index.json, the structure of a sample, and the values of its leaves.
 
-    chunk    table of offsets (`formats.offset_table`) | samples; or frames of zstd, see `formats.inflate`
+    chunk    table of offsets (`formats.packed`) | samples; or frames of zstd, see `formats.compression`
     sample   uint32 size of each leaf | the leaves, in the order of "data_format" in index.json
 
 The formats of leaves are those of litdata 0.2.76 (litdata/streaming/serializers.py). Sizes inside a value are
 compared with its bytes before anything is allocated.
+
+A nested value, such as a list or dict of texts and numbers, is a tag of one byte and a content:
+
+    0  u32 size, JSON                       5   u32 n, n x (text, value)        dict
+    1  u32 n, n x text                      6   u32 n, u32 keys, the keys, n x keys x (tag, content): records
+    2  u32 n, n x int64                     7   text     8  int64    9  float64    10  bool    11  None
+    3  u32 n, n x float64                   in records: 16 None, 17 text, 18 int64, 19 float64, 20 bool
+    4  u32 n, n x bool                      any other tag: the whole value is JSON, as older versions wrote it
+
+A text is u32 size, UTF-8. Numbers are little-endian. A count is never larger than the bytes that are left.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,22 +29,9 @@ import numpy as np
 import torch
 
 from fastload.errors import DecodeError
-from fastload.formats.inflate import FRAMED, FRAMED_HEAD, framed_size
-from fastload.formats.nested import loads
-from fastload.formats.packed import as_array, cut_list, pil_from_raw, unpickle
-from fastload.formats.shard_index import Offsets
-
-__all__ = [
-    "LitIndex",
-    "formats",
-    "is_image",
-    "opener",
-    "parse_frames",
-    "parse_index",
-    "split_sample",
-]
-
-Open = Callable[[Any], Any]
+from fastload.formats.compression import FRAMED, FRAMED_HEAD, framed_size
+from fastload.formats.packed import Open, as_array, as_text, check_size, cut_list, pil_from_raw, unpickle
+from fastload.formats.pieces import Offsets
 
 _IMAGES = ("jpeg", "image")
 
@@ -166,26 +163,6 @@ def parse_frames(head: memoryview, count: int) -> Offsets:
     return np.stack([edges[:-1], edges[1:] - edges[:-1]], axis=1)
 
 
-def split_sample(payload: memoryview, names: list[str]) -> dict[str, memoryview]:
-    """The bytes of each leaf.
-
-    Raises:
-        DecodeError: the sizes do not fill the sample.
-    """
-    at = 4 * len(names)
-    sizes = np.frombuffer(payload, "<u4", len(names)).tolist() if at <= len(payload) else []
-    found = {}
-    for name, size in zip(names, sizes, strict=False):
-        found[name] = payload[at : at + size]
-        at += size
-    if at != len(payload) or len(found) != len(names):
-        raise DecodeError(
-            f"the sizes of its {len(names)} leaves add up to {at:,} bytes, but the sample has "
-            f"{len(payload):,}: the chunk is damaged; copy it again"
-        )
-    return found
-
-
 def opener(form: str, open_image: Open, *, unsafe: bool) -> Open | None:
     """What makes the value of a leaf's bytes, as litdata.StreamingDataset does; None: it is not opened.
 
@@ -264,26 +241,26 @@ def _open_flat(value: Any, *, dtype: Any) -> Any:
 
 
 def _open_numpy(value: Any) -> Any:
-    data = memoryview(value)
-    kind, axes = struct.unpack_from("<II", data)
-    shape = struct.unpack_from(f"<{axes}I", data, 8) if axes <= len(data) // 4 else ()
-    return as_array(data[8 + 4 * axes :], _NUMPY_DTYPES[kind], shape)
+    dtype, shape, data = _split_array(value, "<")
+    return as_array(data, _NUMPY_DTYPES[dtype], shape)
 
 
 def _open_tensor(value: Any) -> torch.Tensor:
+    dtype, shape, data = _split_array(value, ">")
+    return _tensor(data, _TORCH_DTYPES[dtype], shape)
+
+
+def _split_array(value: Any, order: str) -> tuple[int, tuple[int, ...], memoryview]:
+    """(number of the dtype, shape, values) of: uint32 dtype | uint32 axes | uint32 size of each | values."""
     data = memoryview(value)
-    kind, axes = struct.unpack_from(">II", data)
-    shape = struct.unpack_from(f">{axes}I", data, 8) if axes <= len(data) // 4 else ()
-    return _tensor(data[8 + 4 * axes :], _TORCH_DTYPES[kind], shape)
+    dtype, axes = struct.unpack_from(f"{order}II", data)
+    shape = struct.unpack_from(f"{order}{axes}I", data, 8) if axes <= len(data) // 4 else ()
+    return dtype, shape, data[8 + 4 * axes :]
 
 
 def _tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    count = 1
-    for size in shape:
-        count *= size
-    if count * dtype.itemsize != len(data):
-        raise ValueError(f"shape {shape} of {dtype} needs other than its {len(data):,} bytes")
-    if not count:
+    check_size(data, dtype, shape)
+    if not len(data):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
@@ -296,17 +273,96 @@ def _open_bool(value: Any) -> bool:
     return bool(value[0])
 
 
-def _text(value: Any) -> str:
-    return str(value, "utf-8")
-
-
 def _open_images(value: Any, *, open_image: Open) -> list[Any]:
     return [open_image(one) for one in cut_list(value, 0)]
 
 
+_MOST_DEPTH = 64
+_UINT32, _INT64, _FLOAT64 = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
+_ARRAYS = {2: "<i8", 3: "<f8", 4: "?"}
+_PLAIN = {16: 11, 17: 7, 18: 8, 19: 9, 20: 10}  # tags in records -> the same elsewhere
+
+
+def _open_nested(value: Any) -> Any:
+    """A nested value. One that is damaged raises ValueError, IndexError or struct.error."""
+    data = bytes(value)
+    if not data or data[0] > 11:
+        return json.loads(data)
+    found, _ = _read(data, 0, 0)
+    return found
+
+
+def _read(data: bytes, at: int, depth: int) -> tuple[Any, int]:
+    if depth > _MOST_DEPTH:
+        raise ValueError(f"nested deeper than {_MOST_DEPTH}")
+    tag, at = data[at], at + 1
+    if tag in _ARRAYS:
+        count, at = _count(data, at)
+        dtype = np.dtype(_ARRAYS[tag])
+        return np.frombuffer(data, dtype, count, at).tolist(), at + count * dtype.itemsize
+    if tag == 0:
+        size, at = _count(data, at)
+        return json.loads(data[at : at + size]), at + size
+    if tag == 1:
+        count, at = _count(data, at)
+        texts = []
+        for _ in range(count):
+            text, at = _sized_text(data, at)
+            texts.append(text)
+        return texts, at
+    if tag == 5:
+        count, at = _count(data, at)
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            key, at = _sized_text(data, at)
+            found[key], at = _read(data, at, depth + 1)
+        return found, at
+    return _records(data, at) if tag == 6 else _scalar(data, tag, at)
+
+
+def _records(data: bytes, at: int) -> tuple[list[dict[str, Any]], int]:
+    count, at = _count(data, at)
+    width, at = _count(data, at)
+    keys = []
+    for _ in range(width):
+        key, at = _sized_text(data, at)
+        keys.append(key)
+    rows: list[dict[str, Any]] = []
+    for _ in range(count):
+        row = {}
+        for key in keys:
+            row[key], at = _scalar(data, _PLAIN.get(data[at], -1), at + 1)
+        rows.append(row)
+    return rows, at
+
+
+def _scalar(data: bytes, tag: int, at: int) -> tuple[Any, int]:
+    if tag == 7:
+        return _sized_text(data, at)
+    if tag in (8, 9):
+        return (_INT64 if tag == 8 else _FLOAT64).unpack_from(data, at)[0], at + 8
+    if tag == 10:
+        return bool(data[at]), at + 1
+    if tag == 11:
+        return None, at
+    raise ValueError(f"unknown tag before byte {at}")
+
+
+def _sized_text(data: bytes, at: int) -> tuple[str, int]:
+    size, at = _count(data, at)
+    return data[at : at + size].decode(), at + size
+
+
+def _count(data: bytes, at: int) -> tuple[int, int]:
+    (count,) = _UINT32.unpack_from(data, at)
+    if count > len(data) - at - 4:
+        raise ValueError(f"a count of {count:,} in {len(data) - at:,} bytes")
+    return count, at + 4
+
+
 _OPENERS: dict[str, Open] = {
-    "str": _text,
-    "text": _text,
+    "str": as_text,
+    "text": as_text,
     "bool": _open_bool,
     "boolean": _open_bool,
     "int": partial(_open_number, form="<q"),
@@ -316,5 +372,5 @@ _OPENERS: dict[str, Open] = {
     "pil": pil_from_raw,
     "numpy": _open_numpy,
     "tensor": _open_tensor,
-    "json": loads,
+    "json": _open_nested,
 }

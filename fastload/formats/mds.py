@@ -1,6 +1,6 @@
 """MDS, the shards of MosaicML Streaming: their index.json, and the values of a sample.
 
-    shard    table of offsets (`formats.offset_table`) | JSON | samples
+    shard    table of offsets (`formats.packed`) | JSON | samples
     sample   uint32 size of each column without a fixed one | the columns, in the order of index.json
 
 The encodings are those of streaming 0.13 (streaming/base/format/mds/encodings.py). Sizes inside a value are
@@ -10,7 +10,6 @@ compared with its bytes before anything is allocated.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,14 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastload.errors import DecodeError
-from fastload.formats.packed import as_array, as_pil, cut_list, pil_from_raw, unpickle
-
-__all__ = ["IMAGES", "MDSColumn", "MDSShard", "encodings", "opener", "parse_shard", "split_sample"]
+from fastload.formats.packed import Open, as_array, as_pil, as_text, cut_list, pil_from_raw, unpickle
 
 IMAGES = ("jpeg", "png")
 _COMPRESSIONS = ("zstd", "gz", "bz2")
-
-Open = Callable[[Any], Any]
 
 
 class MDSColumn(NamedTuple):
@@ -87,30 +82,6 @@ def parse_shard(entry: Any) -> MDSShard:
         raise DecodeError(f"not an entry of MDS: {type(error).__name__} {error}") from None
     if min(found.bytes, found.raw_bytes, found.samples) < 0 or any((c.size or 0) < 0 for c in columns):
         raise DecodeError("not an entry of MDS: a size in it is negative")
-    return found
-
-
-def split_sample(payload: memoryview, columns: tuple[MDSColumn, ...]) -> dict[str, memoryview]:
-    """The bytes of each column.
-
-    Raises:
-        DecodeError: the sizes do not fill the sample.
-    """
-    free = sum(column.size is None for column in columns)
-    at = 4 * free
-    sizes = iter(
-        np.frombuffer(payload, "<u4", free).tolist() if at <= len(payload) else [len(payload)] * free
-    )
-    found = {}
-    for name, _, fixed in columns:
-        size = next(sizes) if fixed is None else fixed
-        found[name] = payload[at : at + size]
-        at += size
-    if at != len(payload):
-        raise DecodeError(
-            f"the sizes of its {len(columns)} columns add up to {at:,} bytes, but the sample has "
-            f"{len(payload):,}: the shard is damaged; copy it again"
-        )
     return found
 
 
@@ -179,10 +150,6 @@ def _open_int(value: Any) -> int:
     return int.from_bytes(value, "little", signed=True)
 
 
-def _text(value: Any) -> str:
-    return str(value, "utf-8")
-
-
 def _open_decimal(value: Any) -> Decimal:
     try:
         return Decimal(_short_text(value))
@@ -193,7 +160,7 @@ def _open_decimal(value: Any) -> Decimal:
 def _short_text(value: Any) -> str:
     if len(value) > 4300:  # Python's own limit of digits
         raise ValueError(f"{len(value)} digits")
-    return _text(value)
+    return as_text(value)
 
 
 def _open_str_int(value: Any) -> int:
@@ -215,7 +182,7 @@ def _open_list(value: Any, *, open_one: Open, start: int) -> list[Any]:
 _SCALARS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 _OPENERS: dict[str, Open] = {
     "bytes": bytes,
-    "str": _text,
+    "str": as_text,
     "int": _open_int,
     **{
         name: partial(_open_scalar, dtype=_NAMED[name])

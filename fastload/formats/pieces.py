@@ -1,4 +1,4 @@
-"""Bytes that arrive in pieces, read as one sequence and split into records.
+"""Bytes that arrive in pieces, read as one sequence and split into records; and where records lie in a shard.
 
 Bytes are copied only where a request spans two pieces.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-
-__all__ = ["MAX_INFLATED", "Pieces", "Record", "Splitter", "too_large"]
 
 # Bytes that compressed or encoded data may become: a record of a compressed shard, a row group, a table. The
 # storage option "max_inflated" sets it.
 MAX_INFLATED = 512 << 20
+# (offset, size) of each record of one shard, in order: uint64, shape (n, 2).
+Offsets = NDArray[np.uint64]
 _LARGE = 32 << 20  # bytes of a request whose pieces are moved together, not copied
 
 
@@ -163,3 +166,26 @@ class Splitter(ABC):
         offset = self._pieces.offset
         end = self._end if self._end is not None else offset + self._pieces.available
         return Record(offset, end - offset, None, error)
+
+
+def check_offsets(offsets: Offsets, shard_size: int, *, whole: bool) -> Offsets:
+    """Raise unless the records follow one another within the shard and, with `whole`, fill it."""
+    starts, sizes = offsets[:, 0], offsets[:, 1]
+    if len(offsets):
+        most = np.uint64(shard_size)
+        inside = bool((sizes <= most).all() and (starts <= most).all() and (starts + sizes <= most).all())
+        if not inside or not (sizes > 0).all() or not (starts[1:] >= starts[:-1] + sizes[:-1]).all():
+            raise DecodeError(
+                f"the index does not fit a shard of {shard_size:,} bytes: it belongs to another shard "
+                "or is out of date"
+            )
+    end = int(starts[-1] + sizes[-1]) if len(offsets) else 0
+    if whole and end != shard_size:
+        raise DecodeError(f"the index ends at byte {end:,} of a shard of {shard_size:,}: write it again")
+    return offsets
+
+
+class Sink(Protocol):
+    """The destination of a shard's bytes, such as a file."""
+
+    def write(self, data: Any, /) -> Any: ...

@@ -13,6 +13,13 @@ start of the record, so that they can be used in place.
 Text may have lone surrogates, like file names that are not UTF-8. Arrays and tensors are stored in C order.
 
 Loading stays inside the record: a length that points outside it is an error, and no code is executed.
+
+A row of a table keeps its large binary values last, so that they are read without a copy:
+
+    head: (values, binaries), a tuple as above  |  binary values  |  u32 size of the head
+
+`values` maps each name to its value, in order, and to None for those in `binaries`, which maps their names to
+their sizes.
 """
 
 from __future__ import annotations
@@ -20,15 +27,13 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fastload.errors import ArgumentError, DecodeError
-
-__all__ = ["Drawn", "bytes_of", "dump", "load"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -37,6 +42,7 @@ _MAX_DEPTH = 64
 _INT64, _FLOAT64 = struct.Struct("<q"), struct.Struct("<d")
 _UINT32, _UINT64 = struct.Struct("<I"), struct.Struct("<Q")
 # Other texts make numpy raise SyntaxError, or warn.
+_LARGE_INT = re.compile(rb"-?0x[0-9a-f]+")
 _NUMPY_DTYPE = re.compile(r"[<>|=][?bBiufcmMSUV]\d*(\[\d*[A-Za-z]+\])?", re.ASCII)
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
 
@@ -270,7 +276,9 @@ def _read_bytes(memory: memoryview, at: int, tag: str) -> tuple[Any, int]:
         raise ValueError(f"{size} bytes at byte {at} of {memory.nbytes}")
     data = bytes(memory[at : at + size])
     if tag == "I":
-        return int(data, 0), at + size  # decimal, as it was written once, or hexadecimal
+        if not _LARGE_INT.fullmatch(data):
+            raise ValueError(f"{data[:20]!r} is no hexadecimal number")
+        return int(data, 16), at + size
     value: Any = data if tag in "bB" else data.decode("utf-8", "surrogatepass")
     if tag in "SB":
         value = np.str_(value) if tag == "S" else np.bytes_(value)
@@ -316,3 +324,36 @@ def _read_block(memory: memoryview, at: int, tag: str, readonly: bool) -> tuple[
     else:
         value = data.view(dtype).reshape(shape)[() if tag == "g" else ...]
     return value, at + size
+
+
+def dump_row(values: Mapping[str, Any]) -> memoryview:
+    """The row as one record. Its memoryviews come last; all other values are those of `dump`."""
+    binaries = {name: value for name, value in values.items() if isinstance(value, memoryview)}
+    plain = {name: None if name in binaries else value for name, value in values.items()}
+    head = dump((plain, {name: len(value) for name, value in binaries.items()}))
+    return memoryview(b"".join((head, *binaries.values(), _UINT32.pack(len(head)))))
+
+
+def load_row(record: Any) -> dict[str, Any]:
+    """The values of a row; those that were memoryviews are views of the record.
+
+    Raises:
+        DecodeError: the record was not made by `dump_row`.
+    """
+    memory = memoryview(record)
+    at = len(memory) - _UINT32.size
+    (stop,) = _UINT32.unpack_from(memory, at) if at >= 0 else (len(memory),)
+    if stop > at:
+        raise DecodeError("not a cached row: it is too short")
+    head = load(memory[:stop])
+    if not (isinstance(head, tuple) and len(head) == 2 and all(type(part) is dict for part in head)):
+        raise DecodeError("not a cached row: its head has no values and sizes")
+    values: dict[str, Any] = head[0]
+    for name, size in head[1].items():
+        if not isinstance(size, int) or not 0 <= size <= at - stop:
+            raise DecodeError(f"not a cached row: a value of {size!r:.60} bytes")
+        values[name] = memory[stop : stop + size]
+        stop += size
+    if stop != at:
+        raise DecodeError("not a cached row: its values do not fill it")
+    return values

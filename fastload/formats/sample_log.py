@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
 
-__all__ = ["MAGIC", "LoggedStep", "RunBegins", "end_of_frames", "frames", "header", "rank_of", "step_at"]
-
 MAGIC = b"fastsmpl"
 _VERSION = 1
 _HEADER = struct.Struct("<8sII")

@@ -10,18 +10,29 @@ a device or a sparse file makes its sample an error, because its bytes are missi
 A header with a wrong checksum ends the shard: tar has no mark to search for. So does one whose size leads
 out of the shard. A shard without the two empty blocks at its end is accepted if it ends with a member, as in
 WebDataset: stopped writers and `cat` make such files.
+
+Index files beside tars:
+
+    wds2idx    "v1.1 n" or "v1.2 n", then per sample: "extension offset size [name]" for each member, with the
+               offset of its content                                          (NVIDIA DALI)
+    wids       JSON: {"shardlist": [{"url": ..., "nsamples": ...}, ...]}      (WebDataset)
+
+`TarWriter` writes the first beside its tar. The same samples give the same bytes, in any process.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from typing import NamedTuple
+import tarfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from fastload.errors import DecodeError
-from fastload.formats.compression import hint
-from fastload.formats.pieces import Record, Splitter, too_large
+import numpy as np
 
-__all__ = ["BLOCK", "Member", "TarSplitter", "read_members", "read_sample", "sample_name"]
+from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.compression import hint, is_tar
+from fastload.formats.pieces import Offsets, Record, Sink, Splitter, check_offsets, too_large
 
 BLOCK = 512
 _ZEROS = bytes(BLOCK)
@@ -213,7 +224,10 @@ def _parse(view: memoryview, at: int) -> _Member | int:
             if at != begin:
                 raise DecodeError("no member follows an extended header")
             return _Member("", at, at, at, "", True)
-        _check_sum(block)
+        if not is_tar(block):
+            raise DecodeError(
+                f"bad checksum of a tar header, so the start of the next one is unknown{hint(block)}"
+            )
         size, kind, at = _number(block[124:136]), block[156], at + BLOCK
         if kind not in b"xgLKX":
             break
@@ -251,15 +265,6 @@ def _finish(raw_name: bytes, kind: int, size: int, at: int, sparse: bool) -> _Me
     if kind not in _FILES and kind != 0x56:
         return _Member(name, at, at + size, at + _padded(size), f"of unknown type {chr(kind)!r}", False)
     return _Member(name, at, at + size, at + _padded(size), "", kind == 0x56)
-
-
-def _check_sum(block: bytes) -> None:
-    """Raise `DecodeError` unless the checksum is right: the sum of the header's bytes, its own as spaces."""
-    field = block[148:156]
-    if _OCTAL.fullmatch(field) is None or sum(block) - sum(field) + 256 != _number(field):
-        raise DecodeError(
-            f"bad checksum of a tar header, so the start of the next one is unknown{hint(block)}"
-        )
 
 
 def _number(field: bytes) -> int:
@@ -304,3 +309,144 @@ def _pax(data: memoryview) -> tuple[bytes | None, int | None, bool]:
 
 def _padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
+
+
+class TarWriter:
+    """Writes the samples of one WebDataset tar to `sink`: its members lie together, as `key.extension`.
+
+    Headers are plain ustar (pax where a name or size asks for it), with time 0, owner 0 and mode 0644.
+
+    Attributes:
+        size: bytes written so far.
+        samples: samples written so far.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._index: list[str] = []
+        self._keys: set[str] = set()
+        self.size = self.samples = 0
+
+    def write(self, key: str, members: Mapping[str, Any]) -> None:
+        """Append a sample.
+
+        Args:
+            key: its name. It has no "." after its last "/", and no white space, which would break the index.
+            members: extension -> bytes, or another buffer of bytes. Extensions are lower-case.
+
+        Raises:
+            ArgumentError: readers would see another sample or none; or the key was written before.
+        """
+        if not members or key in self._keys:
+            why = "was written already" if members else "has no members"
+            raise ArgumentError(f"sample {key!r} {why}", key=key)
+        line = []
+        for extension, content in members.items():
+            name = f"{key}.{extension}"
+            plain = name.isprintable() and "\\" not in name and len(name.split()) == 1
+            if sample_name(name) != (key, extension) or not plain:
+                raise ArgumentError(
+                    f"member {name!r} would not be read as key {key!r} and extension {extension!r}: a key "
+                    "has no '.' after its last '/', an extension is lower-case, and neither has white space, "
+                    "control characters or backslashes",
+                    key=key,
+                )
+            self._write_header(name, len(content))
+            line.append(f"{extension} {self.size} {len(content)} {name}")
+            self._put(content)
+            self._put(bytes(-len(content) % BLOCK))
+        self._keys.add(key)
+        self._index.append(" ".join(line) + "\n")
+        self.samples += 1
+
+    def close(self) -> None:
+        """Write the end marker, padded to a whole tar record."""
+        self._put(bytes(2 * BLOCK + -(self.size + 2 * BLOCK) % tarfile.RECORDSIZE))
+
+    def index(self) -> bytes:
+        """The index in wds2idx's format 1.2: per sample "extension offset size name" of each member."""
+        return f"v1.2 {self.samples}\n".encode() + "".join(self._index).encode()
+
+    def _write_header(self, name: str, size: int) -> None:
+        header = tarfile.TarInfo(name)
+        header.size = size
+        self._put(header.tobuf(tarfile.PAX_FORMAT, "utf-8", "strict"))
+
+    def _put(self, data: Any) -> None:
+        self._sink.write(data)
+        self.size += len(data)
+
+
+def wds_index(samples: list[tuple[int, list[Member]]]) -> bytes:
+    """The lines of wds2idx, in version 1.2; in 1.1, which has no names, where a name has white space.
+
+    Args:
+        samples: (offset of the record, its members), in order.
+
+    Raises:
+        DecodeError: an extension has white space, for which the format has no form.
+    """
+    named = all(len(member.name.split()) == 1 for _, members in samples for member in members)
+    lines = [f"v1.{2 if named else 1} {len(samples)}"]
+    for offset, members in samples:
+        words = []
+        for name, extension, start, stop in members:
+            if len(extension.split()) != 1:
+                raise DecodeError(
+                    f"member {name!r} has an extension with white space, which wds2idx's format cannot hold"
+                )
+            words += [extension, str(offset + start), str(stop - start), *([name] if named else [])]
+        lines.append(" ".join(words))
+    return ("\n".join(lines) + "\n").encode("utf-8", "backslashreplace")
+
+
+def parse_wds_index(text: bytes, shard_size: int) -> Offsets:
+    """The offsets of the samples of a shard of that size, with the headers of their members.
+
+    A sample begins at the end of the one before.
+
+    Raises:
+        DecodeError: not such an index, or one of another shard.
+    """
+    first, _, rest = text.partition(b"\n")
+    version, _, count = first.partition(b" ")
+    fields = {b"v1.1": 3, b"v1.2": 4}.get(version)
+    if fields is None or not count.strip().isdigit():
+        raise DecodeError(f"not an index of wds2idx 1.1 or 1.2: its first line is {first[:80]!r}")
+    stops = []
+    try:
+        for line in rest.splitlines():
+            words = line.split()
+            if not words or len(words) % fields:
+                raise ValueError(f"a line of {len(words)} words")
+            stops.append(max(int(words[i + 1]) + int(words[i + 2]) for i in range(0, len(words), fields)))
+    except ValueError as error:
+        raise DecodeError(f"not an index of wds2idx: {error}") from None
+    if len(stops) != int(count):
+        raise DecodeError(f"the index has {len(stops)} lines, but its first line says {int(count)}")
+    try:
+        ends = -(-np.array(stops, np.uint64).astype(np.int64) // BLOCK) * BLOCK
+    except OverflowError:
+        raise DecodeError("an offset in the index is beyond 64 bits") from None
+    starts = np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
+    return check_offsets(np.stack([starts, ends - starts], axis=1).astype(np.uint64), shard_size, whole=False)
+
+
+def parse_wids(text: bytes) -> list[tuple[str, int | None]]:
+    """(URL, number of samples) of each shard.
+
+    Raises:
+        DecodeError: not such a file.
+    """
+    try:
+        shards: Any = json.loads(text)
+        shards = shards["shardlist"] if isinstance(shards, dict) else shards
+        found = [(shard["url"], shard.get("nsamples")) for shard in shards]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DecodeError(f"not an index of wids: {type(error).__name__} {error}") from None
+    for url, count in found:
+        if not isinstance(url, str) or not isinstance(count, int | None):
+            raise DecodeError(f"not an index of wids: url {url!r}, nsamples {count!r}")
+    if not found:
+        raise DecodeError("the index of wids names no shards")
+    return found

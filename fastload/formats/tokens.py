@@ -19,8 +19,6 @@ import numpy as np
 
 from fastload.errors import DecodeError
 
-__all__ = ["HEAD", "TokenHeader", "header_of", "is_token_type"]
-
 HEAD = 1024  # bytes that are enough
 _NPY = b"\x93NUMPY"
 _READERS = {

@@ -16,8 +16,6 @@ import torch
 
 from fastload.errors import ArgumentError
 
-__all__ = ["Cpu", "Cuda", "Device", "Event", "resolve_device"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process, not only the current one
 
 

@@ -25,14 +25,11 @@ from numpy.typing import NDArray
 from torch.utils.dlpack import from_dlpack
 
 from fastload.distributed import cores_of_rank, local_ranks
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import ArgumentError, FastloadError, check_whole_number
 from fastload.gpu.decoders import BaseDecoder
 from fastload.images.encoded import EncodedImages, render_rows, repeat_rows, to_device
-from fastload.metrics.bad_samples import BadSamples
-from fastload.metrics.cores import usable_cores
-from fastload.metrics.counters import Counters
-
-__all__ = ["Dali", "DaliDecoder", "why_no_dali"]
+from fastload.metrics.counters import BadSamples, Counters
+from fastload.metrics.machine import usable_cores
 
 _log = logging.getLogger("fastload")
 
@@ -79,9 +76,8 @@ class Dali:
             raise ArgumentError(f"hw_decoder_load is a share, 0 to 1, not {self.hw_decoder_load!r}")
         for name in ("queue_depth", "threads", "width_hint", "height_hint"):
             value = getattr(self, name)
-            left_out = value is None and name != "queue_depth"
-            if not left_out and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name} must be a positive integer, not {value!r}")
+            if value is not None or name == "queue_depth":
+                check_whole_number(name, value)
 
 
 def why_no_dali() -> str | None:

@@ -1,19 +1,15 @@
-"""The interface of the decoders, their common base, and batches whose images are being decoded."""
+"""The interface of the decoders, and their common base."""
 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from fastload.images.encoded import EncodedImages, decode_by_kernel
-from fastload.metrics.bad_samples import BadSamples
-from fastload.metrics.counters import Counters
-
-__all__ = ["BaseDecoder", "ImageDecoder", "exact_float32", "finish_decoding", "start_decoding"]
+from fastload.metrics.counters import BadSamples, Counters
 
 
 class ImageDecoder(Protocol):
@@ -92,39 +88,3 @@ def exact_float32(device: torch.device) -> Iterator[None]:
             matmul.fp32_precision = precision
         if legacy is not None:
             torch.set_float32_matmul_precision(legacy)
-
-
-def start_decoding(batch: Any, start: Callable[[EncodedImages], Callable[[], torch.Tensor]]) -> Any:
-    """Begin to decode every `EncodedImages` in a batch: itself, or in a list, tuple or dict.
-
-    Args:
-        start: `ImageDecoder.start`.
-
-    Returns:
-        The batch for `finish_decoding`; one without encoded images is the batch itself.
-    """
-    return _map(batch, EncodedImages, lambda encoded: _Started(start(encoded)))
-
-
-def finish_decoding(batch: Any) -> Any:
-    """The batch of `start_decoding` with pixels. Waits for them."""
-    return _map(batch, _Started, lambda part: part.result())
-
-
-class _Started:
-    """Stands in a batch for images that are being decoded."""
-
-    def __init__(self, result: Callable[[], torch.Tensor]) -> None:
-        self.result = result
-
-
-def _map(batch: Any, kind: type[Any], function: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, kind):
-        return function(batch)
-    if type(batch) in (list, tuple):
-        parts = [_map(part, kind, function) for part in batch]
-        return batch if all(map(operator.is_, parts, batch)) else type(batch)(parts)
-    if type(batch) is dict:
-        items = {name: _map(part, kind, function) for name, part in batch.items()}
-        return batch if all(items[name] is batch[name] for name in items) else items
-    return batch

@@ -17,16 +17,14 @@ from typing import Any
 
 import torch
 
-from fastload.datasets.wrappers import as_encoded_rows
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.gpu.dali import Dali, DaliDecoder, why_no_dali
-from fastload.gpu.decoders import ImageDecoder, finish_decoding, start_decoding
+from fastload.gpu.decoders import ImageDecoder
 from fastload.gpu.torch_dct import TorchDctDecoder
+from fastload.gpu.tree import tree_map
 from fastload.images.encoded import EncodedImages
-from fastload.metrics.bad_samples import BadSamples
-from fastload.metrics.counters import Counters
-
-__all__ = ["Decoding", "check_decode"]
+from fastload.metrics.counters import BadSamples, Counters
 
 _CHOICES = ("cpu", "dali", "torch")
 
@@ -45,7 +43,7 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
         raise ArgumentError(f"decode must be one of {_CHOICES} or a fastload.Dali, found {decode!r}")
     if decode == "cpu":
         return
-    rows = as_encoded_rows(dataset)
+    rows = view_of(dataset).encoded()
     if rows is None:
         why: str | None = (
             "the dataset has to be fastload's ImageFolder or ObjectDataset (or a Subset of one); "
@@ -59,6 +57,13 @@ def check_decode(decode: Any, dataset: Any, device: torch.device | None, default
         why = why_no_dali()
     if why is not None:
         raise ArgumentError(f"decode={decode!r} does not work here: {why}")
+
+
+class _Started:
+    """Stands in a batch for images that are being decoded."""
+
+    def __init__(self, result: Callable[[], torch.Tensor]) -> None:
+        self.result = result
 
 
 class Decoding:
@@ -88,7 +93,7 @@ class Decoding:
 
     def begin(self, batch: Any) -> Any:
         """Begin to decode the `EncodedImages` in a batch; pass the result to `finish`."""
-        return start_decoding(batch, self.start)
+        return tree_map(batch, lambda encoded: _Started(self.start(encoded)), EncodedImages)
 
     def finish(self, batch: Any) -> Any:
         """The batch of `begin` with pixels. Waits for them.
@@ -96,7 +101,7 @@ class Decoding:
         Raises:
             DecodeError: an image that no decoder can decode, where `on_error` is "raise".
         """
-        return finish_decoding(batch)
+        return tree_map(batch, lambda started: started.result(), _Started)
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         """As `ImageDecoder.start`.

@@ -15,8 +15,6 @@ import torch
 from fastload.errors import ArgumentError
 from fastload.gpu.tree import tree_leaves, tree_map
 
-__all__ = ["Normalize"]
-
 
 class Normalize:
     """`(image / 255 - mean) / std` per channel, of the uint8 images in a batch: a `batch_transform`.

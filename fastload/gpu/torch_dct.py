@@ -22,11 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fastload.formats.dct_record import RECORD_MAGIC
+from fastload.formats.jpeg_records import DCT_MAGIC
 from fastload.gpu.decoders import BaseDecoder, exact_float32
 from fastload.images.encoded import EncodedImages, to_device
-
-__all__ = ["TorchDctDecoder"]
 
 _TABLES = 20  # offset of a record's quantisation tables
 _GREY, _YCC = 1, 3  # colour spaces of jpeglib.h
@@ -154,7 +152,7 @@ def _open(encoded: EncodedImages, row: int) -> _Picture | None:
 
 def _layout_of(head: bytes) -> _Layout | None:
     """The layout of a record, from its first bytes. None for another file, and for rare kinds."""
-    if not head.startswith(RECORD_MAGIC):
+    if not head.startswith(DCT_MAGIC):
         return None
     if (head[6], head[7]) == (_GREY, 1):
         return _Layout(((1, 1),))

@@ -25,8 +25,6 @@ from fastload.gpu.cuda import Cpu, Cuda, Device, Event
 from fastload.gpu.tree import tree_leaves, tree_map
 from fastload.metrics.counters import Counters
 
-__all__ = ["DevicePrefetcher"]
-
 # One is copied while the consumer's stream works on the batch before it. The second helps where that work is
 # shorter than the time from a call of `next()` to the copy.
 _AHEAD = 2
@@ -231,8 +229,7 @@ class DevicePrefetcher:
             # Left alone it would end the epoch silently.
             raise RuntimeError("[batch_transform] raised StopIteration") from error
         except Exception as error:
-            if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note("[batch_transform] The batch_transform of the DataLoader raised this.")
+            error.add_note("[batch_transform] The batch_transform of the DataLoader raised this.")
             raise
 
     def _hold(self, copy: _Copy) -> None:

@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["tree_leaves", "tree_map"]
 
-
-def tree_map(batch: Any, move: Callable[[Any], Any]) -> Any:
+def tree_map(batch: Any, move: Callable[[Any], Any], of: type[Any] | None = None) -> Any:
     """The same structure with `move(leaf)` for every tensor, and every object that has a method `to`.
 
     Enters the containers that torch's `pin_memory` enters, and dataclasses. Other leaves stay the same
     objects, and so do containers in which nothing changed. A leaf that occurs twice is moved once.
+
+    Args:
+        of: the class of the objects that are moved, in place of these.
     """
-    return _map(batch, move, {})
+    return _Map(move, _has_to if of is None else lambda value: isinstance(value, of)).of(batch)
 
 
 def tree_leaves(batch: Any) -> Iterator[torch.Tensor]:
@@ -30,26 +31,50 @@ def tree_leaves(batch: Any) -> Iterator[torch.Tensor]:
     return _leaves(batch, set())
 
 
-def _map(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
-    if id(value) in known:
-        return known[id(value)][1]
-    if isinstance(value, str | bytes | int | float | type) or value is None:
-        return value
-    if isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)):
-        result = move(value)
-    elif isinstance(value, Mapping):
-        items = {key: _map(item, move, known) for key, item in value.items()}
-        result = value if all(items[key] is value[key] for key in items) else _mapping(value, items)
-    elif isinstance(value, Sequence):
-        moved = [_map(item, move, known) for item in value]
-        unchanged = all(new is old for new, old in zip(moved, value, strict=True))
-        result = value if unchanged else _sequence(value, moved)
-    elif dataclasses.is_dataclass(value):
-        result = _dataclass(value, move, known)
-    else:
-        return value
-    known[id(value)] = (value, result)  # with the value, so that its id stays valid
-    return result
+def _has_to(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or callable(getattr(value, "to", None))
+
+
+class _Map:
+    """One walk of `tree_map`, which remembers what it has moved."""
+
+    def __init__(self, move: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> None:
+        self._move = move
+        self._is_leaf = is_leaf
+        self._known: dict[
+            int, tuple[Any, Any]
+        ] = {}  # id -> the value, so that its id stays valid; the result
+
+    def of(self, value: Any) -> Any:
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        if isinstance(value, str | bytes | int | float | type) or value is None:
+            return value
+        if self._is_leaf(value):
+            result = self._move(value)
+        elif isinstance(value, Mapping):
+            items = {key: self.of(item) for key, item in value.items()}
+            result = value if all(items[key] is value[key] for key in items) else _mapping(value, items)
+        elif isinstance(value, Sequence):
+            moved = [self.of(item) for item in value]
+            unchanged = all(new is old for new, old in zip(moved, value, strict=True))
+            result = value if unchanged else _sequence(value, moved)
+        elif dataclasses.is_dataclass(value):
+            result = self._dataclass(value)
+        else:
+            return value
+        self._known[id(value)] = (value, result)
+        return result
+
+    def _dataclass(self, value: Any) -> Any:
+        clone = value
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name, None)
+            moved = self.of(item)
+            if moved is not item:
+                clone = copy.copy(value) if clone is value else clone
+                object.__setattr__(clone, field.name, moved)  # frozen ones too
+        return clone
 
 
 def _mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -76,17 +101,6 @@ def _sequence(value: Sequence[Any], items: list[Any]) -> Any:
         return type(value)(items)  # type: ignore[call-arg]
     except TypeError:
         return items
-
-
-def _dataclass(value: Any, move: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
-    clone = value
-    for field in dataclasses.fields(value):
-        item = getattr(value, field.name, None)
-        moved = _map(item, move, known)
-        if moved is not item:
-            clone = copy.copy(value) if clone is value else clone
-            object.__setattr__(clone, field.name, moved)  # frozen ones too
-    return clone
 
 
 def _leaves(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -9,8 +9,6 @@ from typing import Any
 
 from fastload.errors import ArgumentError
 
-__all__ = ["check_channels", "check_flip", "check_interpolation", "check_range", "check_resize", "check_size"]
-
 _LARGEST = 8192  # side of a result
 
 

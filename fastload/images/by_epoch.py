@@ -7,8 +7,6 @@ from typing import Any
 
 from fastload.errors import ArgumentError, refuse_class
 
-__all__ = ["ByEpoch", "all_transforms", "current_transform", "first_epochs", "transform_at"]
-
 
 class ByEpoch:
     """Transforms that change at given epochs, as in `ByEpoch({0: RandomResizedCrop(128), 18: ...})`.

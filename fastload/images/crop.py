@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_channels, check_size
 from fastload.images.by_epoch import all_transforms
+from fastload.images.dct import Unindexed
 from fastload.images.decode import MAX_PIXELS, open_image
 from fastload.images.kernel import Item, Pixels, Source, active
 from fastload.images.masks import nearest, open_grey, open_values, own_channel
@@ -30,7 +31,6 @@ from fastload.images.rng import Rng, SampleRng, TorchRng
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Crop", "CropBox", "Size", "is_fused", "noted_boxes"]
 
 Box = tuple[float, float, float, float]
 Size = tuple[int, int]  # (width, height) of an image
@@ -193,7 +193,10 @@ class Crop(ABC):
                     sizes[k] = width, height
                 encoded = source is image or isinstance(source, memoryview)
                 if encoded and chosen[2:] == (None, False) and self.interpolation == "bilinear":
-                    items.append((k, source, *chosen.box, chosen.flip))
+                    if isinstance(image, Unindexed):
+                        items.append((k, source, *chosen.box, chosen.flip, image.index_room(height)))
+                    else:
+                        items.append((k, source, *chosen.box, chosen.flip))
                 else:  # already decoded (a PNG, say): used at once, so that only one such image is in memory
                     self.render_one(out[k], source, chosen)
             except DecodeError as error:

@@ -20,7 +20,7 @@ import numpy as np
 import simplejpeg
 
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.dct_record import RECORD_MAGIC
+from fastload.formats.jpeg_records import DCT_MAGIC, ROWS_MAGIC
 from fastload.images.headers import exif_of, jpeg_orientation, with_orientation
 from fastload.images.heif import check_size, open_avif, open_heic, sniff_boxes, why_no_avif, why_no_heic
 from fastload.images.kernel import Pixels, Source, active
@@ -28,22 +28,6 @@ from fastload.images.kernel import Pixels, Source, active
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = [
-    "MAX_PIXELS",
-    "Oriented",
-    "Smaller",
-    "decode_image",
-    "decode_other",
-    "decode_pil",
-    "decode_resized",
-    "find_format",
-    "is_image",
-    "is_pixels",
-    "open_image",
-    "open_smaller",
-    "shrink",
-    "why_not",
-]
 
 # Pillow's own limit ("decompression bomb"): 0.5 GB of RGB.
 MAX_PIXELS = 2 * 89_478_485
@@ -52,7 +36,8 @@ MAX_PIXELS = 2 * 89_478_485
 # counts, never the name of the file.
 _SIGNATURES = (
     (b"\xff\xd8\xff", "JPEG"),
-    (RECORD_MAGIC, "JPEG"),  # without Huffman codes; whatever reads JPEGs reads these (fastload.images.dct)
+    (DCT_MAGIC, "JPEG"),  # as caches keep them; whatever reads JPEGs reads these (fastload.images.dct)
+    (ROWS_MAGIC, "JPEG"),
     (b"\x89PNG\r\n\x1a\n", "PNG"),
     (b"GIF87a", "GIF"),
     (b"GIF89a", "GIF"),

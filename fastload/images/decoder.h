@@ -38,6 +38,10 @@ typedef struct {
     char *message; /* MESSAGE_SIZE bytes of the caller's */
     Reader reader;
     Scan scan;
+    const uint8_t *rows;                  /* the index of the rows of MCUs, or NULL: see rows.h */
+    unsigned row_count;
+    uint8_t *noted_rows;                  /* where such an index is made while MCUs are read, or NULL */
+    bool done;                            /* all pixels are made: what is odd from here on harms none */
     bool odd, libjpeg_only;               /* its Huffman codes are libjpeg's to decode; so they are now */
     JDIMENSION row, column;               /* of the next MCU, where libjpeg does not read them */
     JDIMENSION first_column, last_column; /* MCUs outside are not wanted */
@@ -100,7 +104,7 @@ static void decoder_close(Decoder *d) { jpeg_destroy_decompress(&d->jpeg); }
 /* After a jump. False: it was an error. True: the file is odd, and now decoded again from its first byte. */
 static bool decoder_again(Decoder *d) {
     decoder_close(d);
-    if (!d->odd || d->libjpeg_only) return false;
+    if (!d->odd || d->libjpeg_only || d->done) return false;
     d->libjpeg_only = true;
     d->warnings_are_errors = false; /* of a header they are none: see decoder_open */
     return true;

@@ -23,13 +23,11 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.errors import DecodeError
-from fastload.formats.dct_record import is_record
+from fastload.formats.jpeg_records import is_dct
 from fastload.images.crop import Crop
 from fastload.images.headers import is_plain_jpeg
 from fastload.images.kernel import Item, Pixels, Source
 from fastload.images.rng import SampleRng
-
-__all__ = ["EncodedBatch", "EncodedImages", "decode_by_kernel"]
 
 
 @dataclass
@@ -110,7 +108,7 @@ class EncodedBatch:
         *,
         records: bool = False,
     ) -> None:
-        self._is_taken = is_record if records else is_plain_jpeg
+        self._is_taken = is_dct if records else is_plain_jpeg
         self._crop = crop
         self._allocate = allocate
         self._sources: list[Source | None] = [None] * n  # a file's bytes, or the finished pixels of the row

@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from fastload.formats.dct_record import is_record
+from fastload.formats.jpeg_records import is_record
 
 Image: Any
 try:
@@ -23,7 +23,6 @@ try:
 except ImportError:
     Image = None
 
-__all__ = ["crop_resize", "decode", "jpeg_size"]
 
 Pixels = NDArray[np.uint8]
 
@@ -54,7 +53,7 @@ def _has_end(view: memoryview) -> bool:
 def _header(data: Any) -> tuple[int, int, str]:
     """(height, width, colour space) of a JPEG."""
     if is_record(data):
-        raise ValueError("a record of cache mode 'dct', which only the compiled kernel reads")
+        raise ValueError("a record of a cache, which only the compiled kernel reads")
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except KeyError:  # simplejpeg's error for a header that it does not understand

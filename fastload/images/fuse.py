@@ -19,8 +19,6 @@ from fastload.images.rng import Rng
 from fastload.images.torchvision_steps import Flip, Plan, plan, steps_of
 from fastload.images.transforms import RandomResizedCrop
 
-__all__ = ["Fused", "fuse"]
-
 
 def fuse(transform: Callable[[Any], Any]) -> Fused:
     """Let the kernel do as much of a torchvision transform as it can: the same distribution, faster.

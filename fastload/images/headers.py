@@ -10,16 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from fastload.formats.dct_record import is_record
-
-__all__ = [
-    "exif_of",
-    "is_plain_jpeg",
-    "jpeg_components",
-    "jpeg_orientation",
-    "with_orientation",
-    "without_exif",
-]
+from fastload.formats.jpeg_records import is_dct, without_rows
 
 _SOF0, _SOF1, _SOS, _EOI = 0xC0, 0xC1, 0xDA, 0xD9
 _APP0, _APP1, _APP14 = 0xE0, 0xE1, 0xEE
@@ -42,7 +33,7 @@ def is_plain_jpeg(data: Any) -> bool:
     Args:
         data: the file, in anything with the buffer protocol. Any bytes are allowed.
     """
-    view = memoryview(data).cast("B")
+    view = without_rows(memoryview(data).cast("B"))
     jfif, adobe, components = False, -1, b""
     for marker, body, _ in _segments(view):
         if marker in _OTHER_FRAMES or marker == _EOI:
@@ -61,8 +52,8 @@ def is_plain_jpeg(data: Any) -> bool:
 
 def jpeg_components(data: Any) -> int:
     """The number of components in a JPEG's frame, or a record's: 1 is grey. 0 where the header is damaged."""
-    view = memoryview(data).cast("B")
-    if is_record(view):
+    view = without_rows(memoryview(data).cast("B"))
+    if is_dct(view):
         return view[7]
     for marker, body, _ in _segments(view):
         if marker in (_SOF0, _SOF1) or marker in _OTHER_FRAMES:
@@ -75,8 +66,8 @@ def jpeg_orientation(data: Any) -> int:
 
     1 where there is none, or it cannot be read. A record has that of its JPEG.
     """
-    view = memoryview(data).cast("B")
-    if is_record(view):
+    view = without_rows(memoryview(data).cast("B"))
+    if is_dct(view):
         return view[5] if 1 <= view[5] <= 8 else 1
     exif = xmp = b""
     for marker, body, _ in _segments(view):

@@ -26,7 +26,6 @@ from fastload.images.torchcodec import image_decoders, why_no_torchcodec
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["check_size", "open_avif", "open_heic", "sniff_boxes", "why_no_avif", "why_no_heic"]
 
 _AVIF = frozenset({b"avif", b"avis"})
 _HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs"})

@@ -29,7 +29,10 @@ static bool has_end(const struct jpeg_source_mgr *source) {
  * before, and decode an image that lacks its own with them. Making one costs 0.1 % of a decode. */
 static void decoder_open(Decoder *d, const uint8_t *data, size_t size, const Limits *limits) {
     const bool record = is_record(data, size);
-    if (record) data = record_header(d, data, &size);
+    if (record)
+        data = record_header(d, data, &size);
+    else if (has_rows(data, size))
+        data = rows_header(d, data, &size);
     jpeg_create_decompress(&d->jpeg);
     jpeg_mem_src(&d->jpeg, (unsigned char *)data, (unsigned long)size);
     jpeg_read_header(&d->jpeg, TRUE);
@@ -103,15 +106,15 @@ static uint8_t *cmyk_lines(Decoder *d, Buffer *memory) {
     return memory->data;
 }
 
-static void decoder_start(Decoder *d, int denominator) {
+/* Whether the Huffman codes are decoded by huffman.h. */
+static bool decoder_start(Decoder *d, int denominator) {
     d->jpeg.scale_num = 1;
     d->jpeg.scale_denom = (unsigned)denominator;
     d->jpeg.progress = &d->progress;
     jpeg_start_decompress(&d->jpeg);
-    if (d->reader.data)
-        record_attach(d);
-    else
-        huffman_attach(d);
+    if (!d->reader.data) return huffman_attach(d);
+    record_attach(d);
+    return false;
 }
 
 /* Decodes a whole image at 1/denominator of its size to out, which is width x height pixels. */
@@ -198,25 +201,34 @@ static void resize_rows(Decoder *d, int denominator, Scratch *s) {
     }
 }
 
+/* Memory for the index of a file's rows. */
+typedef struct {
+    uint8_t *data; /* NULL: none is wanted */
+    size_t size;
+} IndexRoom;
+
 /* Resizes `box`, in pixels of the full size, of a JPEG to width x height pixels at target. */
 static bool jpeg_crop_resize(const uint8_t *data, size_t size, const Limits *limits, Box box, int width, int height,
-                             bool clamp, bool flip, Target target, Scratch *s, char *message) {
+                             bool clamp, bool flip, Target target, IndexRoom room, Scratch *s, char *message) {
     Decoder d;
     decoder_init(&d, message);
     if (setjmp(d.escape))
-        if (!decoder_again(&d)) return false;
+        if (!decoder_again(&d)) return d.done;
     decoder_open(&d, data, size, limits);
     check_box(&d, box);
     /* Scaled regions of rare kinds (chroma 8 times smaller) have wrong pixels in libjpeg-turbo 2.1.5: full size then. */
     const bool rare = d.jpeg.max_h_samp_factor * d.jpeg.max_v_samp_factor > 4;
     const int denominator = rare ? 1 : choose_denominator(box, width, height);
-    decoder_start(&d, denominator);
+    const bool own = decoder_start(&d, denominator);
+    const bool indexes = own && room.data && index_size(&d) <= room.size && start_index(&d, room.data);
     const Box scaled = {box.x0 / denominator, box.y0 / denominator, box.x1 / denominator, box.y1 / denominator};
     if (!resizer_start(&s->resizer, scaled, (int)d.jpeg.output_width, (int)d.jpeg.output_height, width, height, clamp,
                        flip, target))
         decoder_fail(&d, "out of memory");
     resize_rows(&d, denominator, s);
-    decoder_close(&d); /* of the rows below the box nothing is read */
+    d.done = true; /* of the rows below the box no pixel is made */
+    if (indexes) finish_index(&d);
+    decoder_close(&d);
     return true;
 }
 

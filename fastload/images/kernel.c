@@ -1,17 +1,17 @@
 /* fastload.images.compiled: decoding and resizing without the GIL.
  *
- * resize.h resizes, jpeg.h decodes, dct_write.h makes records of JPEGs; this file is their Python form. Between calls
- * each thread keeps its Huffman tables, and nothing else, so the module needs no lock and is safe without a GIL. See kernel.py for the meaning of the
- * functions and fallback.py for the same in Python.
+ * resize.h resizes, jpeg.h decodes, write.h makes what caches keep of JPEGs; this file is their Python form. Between calls
+ * each thread keeps Huffman tables, and nothing else, so the module needs no lock and is safe without a GIL. See kernel.py
+ * for the meaning of the functions and fallback.py for the same in Python.
  * Only names of the limited API of Python 3.11 are used, so one build serves every later Python: see setup.py.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "dct_write.h"
+#include "write.h"
 
 typedef struct {
-    Py_buffer view;
+    Py_buffer view, index; /* without an object: no index of rows is wanted */
     Py_ssize_t row;
     Box box;
     int flip;
@@ -45,19 +45,27 @@ static int get_source(PyObject *object, Py_buffer *view) {
 }
 
 static int get_task(PyObject *item, const Batch *batch, Task *task) {
-    PyObject *source;
+    PyObject *source, *index = NULL;
     if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "an item is a tuple (row, source, x0, y0, x1, y1, flip)");
+        PyErr_SetString(PyExc_TypeError, "an item is a tuple (row, source, x0, y0, x1, y1, flip[, index])");
         return -1;
     }
-    if (!PyArg_ParseTuple(item, "nOddddp", &task->row, &source, &task->box.x0, &task->box.y0, &task->box.x1,
-                          &task->box.y1, &task->flip))
+    if (!PyArg_ParseTuple(item, "nOddddp|O", &task->row, &source, &task->box.x0, &task->box.y0, &task->box.x1,
+                          &task->box.y1, &task->flip, &index))
         return -1;
     if (task->row < 0 || task->row >= batch->rows) {
         PyErr_Format(PyExc_IndexError, "row %zd of an out of %zd", task->row, batch->rows);
         return -1;
     }
-    return get_source(source, &task->view);
+    if (get_source(source, &task->view) < 0) return -1;
+    if (!index || PyObject_GetBuffer(index, &task->index, PyBUF_WRITABLE) == 0) return 0;
+    PyBuffer_Release(&task->view);
+    return -1;
+}
+
+static void release_task(Task *task) {
+    PyBuffer_Release(&task->view);
+    if (task->index.obj) PyBuffer_Release(&task->index);
 }
 
 /* ---------------------------------------------------------------- batch */
@@ -91,7 +99,8 @@ static void run_batch(const Batch *batch, Task *tasks, Py_ssize_t n) {
             task->view.ndim == 3
                 ? resize_pixels(task, batch, target, &scratch, task->message)
                 : jpeg_crop_resize(task->view.buf, (size_t)task->view.len, &batch->limits, task->box, batch->width,
-                                   batch->height, batch->clamp, task->flip, target, &scratch, task->message);
+                                   batch->height, batch->clamp, task->flip, target,
+                                   (IndexRoom){task->index.buf, (size_t)task->index.len}, &scratch, task->message);
         task->failed = !done;
     }
     scratch_free(&scratch);
@@ -149,7 +158,7 @@ static PyObject *crop_resize(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS
     result = failures(tasks, n);
 end:
-    for (Py_ssize_t i = 0; i < taken; i++) PyBuffer_Release(&tasks[i].view);
+    for (Py_ssize_t i = 0; i < taken; i++) release_task(tasks + i);
     PyMem_Free(tasks);
     Py_XDECREF(items);
     PyBuffer_Release(&target);
@@ -209,6 +218,13 @@ static PyObject *decode(PyObject *self, PyObject *args) {
     return NULL;
 }
 
+static PyObject *take_record(Record *record, bool done, const char *message) {
+    PyObject *result = done ? PyBytes_FromStringAndSize((char *)record->data, (Py_ssize_t)record->size) : NULL;
+    free(record->data);
+    if (!done) PyErr_SetString(PyExc_ValueError, message);
+    return result;
+}
+
 static PyObject *dct_record(PyObject *self, PyObject *args) {
     PyObject *data;
     int orientation;
@@ -224,10 +240,24 @@ static PyObject *dct_record(PyObject *self, PyObject *args) {
     done = jpeg_to_record(view.buf, (size_t)view.len, max_pixels, orientation, &record, message);
     Py_END_ALLOW_THREADS
     PyBuffer_Release(&view);
-    PyObject *result = done ? PyBytes_FromStringAndSize((char *)record.data, (Py_ssize_t)record.size) : NULL;
-    free(record.data);
-    if (!done) PyErr_SetString(PyExc_ValueError, message);
-    return result;
+    return take_record(&record, done, message);
+}
+
+static PyObject *row_index(PyObject *self, PyObject *args) {
+    PyObject *data;
+    unsigned long long max_pixels;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OK", &data, &max_pixels)) return NULL;
+    Py_buffer view;
+    if (get_file(data, &view) < 0) return NULL;
+    Record record = {NULL, 0, 0};
+    char message[MESSAGE_SIZE];
+    bool done;
+    Py_BEGIN_ALLOW_THREADS
+    done = jpeg_to_rows(view.buf, (size_t)view.len, max_pixels, &record, message);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    return take_record(&record, done, message);
 }
 
 /* ---------------------------------------------------------------- module */
@@ -260,6 +290,7 @@ static PyMethodDef methods[] = {
     {"crop_resize", crop_resize, METH_VARARGS,
      "crop_resize(out, items, channels_last, clamp, max_pixels, strict) -> [(row, reason)]"},
     {"dct_record", dct_record, METH_VARARGS, "dct_record(jpeg, orientation, max_pixels) -> bytes"},
+    {"row_index", row_index, METH_VARARGS, "row_index(jpeg, max_pixels) -> bytes"},
     {"take_by_libjpeg", take_by_libjpeg, METH_NOARGS,
      "take_by_libjpeg() -> images since the last call whose Huffman codes libjpeg decoded"},
     {"_set_simd", set_simd, METH_O, "_set_simd(on) -> whether SIMD is now in use; for tests"},

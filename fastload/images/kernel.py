@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 import fastload.images.fallback as fallback
 from fastload.errors import address
 
-__all__ = ["Item", "Kernel", "Pixels", "Source", "active", "backend", "record_writer", "take_by_libjpeg"]
-
 Pixels: TypeAlias = NDArray[np.uint8]
 # A JPEG file or a record of one, in anything with the buffer protocol, or decoded HWC uint8 pixels.
 Source: TypeAlias = Any
-# (row of `out`, source, x0, y0, x1, y1, flip): the box is in pixels of the full-resolution image.
-Item: TypeAlias = tuple[int, Source, float, float, float, float, bool]
+# (row of `out`, source, x0, y0, x1, y1, flip): the box is in pixels of the full-resolution image. The kernel
+# takes one more: memory for the index of the source's rows, see `images.dct.Unindexed`.
+Item: TypeAlias = (
+    tuple[int, Source, float, float, float, float, bool]
+    | tuple[int, Source, float, float, float, float, bool, bytearray]
+)
 
 
 class Kernel(Protocol):
@@ -83,6 +85,21 @@ def record_writer() -> Callable[[Source, int, int], bytes] | None:
     """
     records: Any = kernel
     return records.dct_record if getattr(records, "RECORDS", False) else None
+
+
+def row_index(file: Source, max_pixels: int) -> bytes | None:
+    """The index of the rows of a JPEG, which its bytes follow; None where there is none, or no kernel.
+
+    There is none for damaged files, and for those whose Huffman codes libjpeg decodes.
+    """
+    indexer: Any = kernel
+    if not getattr(indexer, "HUFFMAN", False):
+        return None
+    try:
+        index: bytes = indexer.row_index(file, max_pixels)
+    except ValueError:
+        return None
+    return index
 
 
 def take_by_libjpeg() -> int:

@@ -15,8 +15,6 @@ from fastload.images.decode import decode_image, decode_other, find_format, is_p
 from fastload.images.headers import jpeg_components
 from fastload.images.kernel import Pixels, Source
 
-__all__ = ["nearest", "open_grey", "open_values", "own_channel"]
-
 _LONGEST = 1 << 22  # numbers of pixels of one axis that are computed: 32 MB
 
 

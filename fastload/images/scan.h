@@ -8,7 +8,7 @@
 
 #include <stdatomic.h>
 
-#include "decoder.h"
+#include "rows.h"
 
 /* The first fields of libjpeg's private struct, the same from version 6b to libjpeg-turbo 3.1. kernel.c compares decodes
  * through them with a plain one when the module is imported, and does without if they differ. */
@@ -56,10 +56,37 @@ static bool pass_blocks(Scan *scan) {
     return read_blocks(scan, blocks);
 }
 
+/* Before the first MCU of a row. */
+static void note_row(Decoder *d) {
+    uint8_t *entry = d->noted_rows + (size_t)ROW_SIZE * d->row;
+    const uint64_t place = tell(&d->scan);
+    if (place > UINT32_MAX) decoder_fail(d, "more than 512 MB");
+    put32(entry, (uint32_t)place);
+    for (int c = 0; c < INDEXED_COMPONENTS; c++) put16(entry + 4 + 2 * c, (uint32_t)d->scan.last_dc[c]);
+}
+
+/* Goes to the next MCU of libjpeg's, from the one of the scan. With an index, unwanted MCUs have not been passed. */
+static bool catch_up(Decoder *d) {
+    Scan *scan = &d->scan;
+    const size_t columns = d->jpeg.MCUs_per_row, first = d->row * columns, wanted = first + d->column;
+    if (scan->mcu == wanted) return true;
+    if (scan->mcu < first) {
+        const uint8_t *entry = d->rows + (size_t)ROW_SIZE * d->row;
+        int16_t last_dc[MOST_COMPONENTS] = {0};
+        for (int c = 0; c < INDEXED_COMPONENTS; c++) last_dc[c] = (int16_t)get16(entry + 4 + 2 * c);
+        if (!seek(scan, get32(entry), first, last_dc)) return false;
+    }
+    while (scan->mcu < wanted)
+        if (!pass_blocks(scan)) return false;
+    return true;
+}
+
 /* In the place of libjpeg's Huffman decoder. `blocks`: zeros; NULL where the MCU is skipped. */
 static boolean huffman_mcu(j_decompress_ptr jpeg, JBLOCKROW *blocks) {
     Decoder *d = jpeg->client_data;
-    if (!(blocks && wants_column(d) ? read_blocks(&d->scan, blocks) : pass_blocks(&d->scan))) {
+    const bool wanted = blocks && wants_column(d);
+    if (d->noted_rows && d->column == 0) note_row(d);
+    if (!(wanted ? catch_up(d) && read_blocks(&d->scan, blocks) : d->rows || pass_blocks(&d->scan))) {
         d->odd = true;
         longjmp(d->escape, 1);
     }
@@ -75,28 +102,50 @@ static bool open_scan(Decoder *d) {
     const bool all_numbers = jpeg->Ss == 0 && jpeg->Se == 63 && jpeg->Ah == 0 && jpeg->Al == 0;
     if (d->libjpeg_only || !baseline || !one_scan || !all_numbers || jpeg->blocks_in_MCU > MOST_BLOCKS) return false;
     Scan *scan = &d->scan;
-    scan->bits = (Bits){.next = jpeg->src->next_input_byte, .end = jpeg->src->next_input_byte + jpeg->src->bytes_in_buffer};
+    scan->begin = jpeg->src->next_input_byte;
+    scan->bits = (Bits){.next = scan->begin, .end = scan->begin + jpeg->src->bytes_in_buffer};
     find_stop(&scan->bits);
-    for (int c = 0; c < jpeg->comps_in_scan; c++)
-        if (!find_tables(scan, c, jpeg)) return false;
+    if (!find_tables(scan, jpeg)) return false;
     scan->blocks = jpeg->blocks_in_MCU;
     for (int i = 0; i < MOST_BLOCKS; i++) scan->component[i] = (uint8_t)jpeg->MCU_membership[i];
     scan->interval = scan->until_restart = jpeg->restart_interval;
+    if (d->row_count != jpeg->MCU_rows_in_scan || jpeg->num_components > INDEXED_COMPONENTS) d->rows = NULL; /* see rows.h */
     return true;
 }
 
 #endif
 
 /* After jpeg_start_decompress: the coefficients are decoded here, if they can be. Nobody may call jpeg_finish_decompress
- * then: libjpeg does not learn how far the data was read. */
-static void huffman_attach(Decoder *d) {
+ * then: libjpeg does not learn how far the data was read. False: libjpeg decodes them. */
+static bool huffman_attach(Decoder *d) {
 #ifdef HAVE_HUFFMAN
     if (use_huffman && open_scan(d)) {
         read_mcus_by(d, huffman_mcu);
-        return;
+        return true;
     }
 #endif
     by_libjpeg++;
+    return false;
+}
+
+/* ---------------------------------------------------------------- making an index of rows */
+
+static size_t index_size(const Decoder *d) { return ROWS_HEAD + (size_t)ROW_SIZE * d->jpeg.MCU_rows_in_scan; }
+
+/* Lets the index be made at `to` while MCUs are read by huffman_mcu. False: there is none of this file. */
+static bool start_index(Decoder *d, uint8_t *to) {
+    if (d->rows || d->jpeg.num_components > INDEXED_COMPONENTS) return false;
+    d->noted_rows = to + ROWS_HEAD;
+    return true;
+}
+
+/* Passes over what is left of the scan. Only then the index is one. */
+static void finish_index(Decoder *d) {
+    while (d->row < d->jpeg.MCU_rows_in_scan)
+        if (!d->jpeg.entropy->decode_mcu(&d->jpeg, NULL)) decoder_fail(d, "premature end");
+    uint8_t *head = d->noted_rows - ROWS_HEAD;
+    memcpy(head, ROWS_MAGIC "\1\0", ROWS_HEAD - 2);
+    put16(head + 6, d->jpeg.MCU_rows_in_scan);
 }
 
 #endif

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import __version__ as torch_version
 
-__all__ = ["image_decoders", "why_no_torchcodec"]
-
 
 @functools.cache
 def why_no_torchcodec() -> str | None:

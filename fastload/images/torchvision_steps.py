@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.arguments import check_flip
-from fastload.images.crop import Crop
+from fastload.images.crop import Crop, CropBox
 from fastload.images.decode import MAX_PIXELS, resized_size
 from fastload.images.rng import Rng
-from fastload.images.transforms import CenterCrop, CropBox, RandomResizedCrop
-
-__all__ = ["Flip", "Plan", "Values", "plan", "steps_of"]
+from fastload.images.transforms import CenterCrop, RandomResizedCrop
 
 _FLIPS = {"RandomHorizontalFlip": False, "RandomVerticalFlip": True}
 _CROPS = ("RandomResizedCrop", "Resize", "CenterCrop")

@@ -16,8 +16,6 @@ from fastload.images.decode import MAX_PIXELS, resized_size
 from fastload.images.masks import nearest
 from fastload.images.rng import Rng
 
-__all__ = ["CenterCrop", "Crop", "CropBox", "RandomResizedCrop"]
-
 
 class RandomResizedCrop(Crop):
     """A random part of the image, resized to `size`, with torchvision's rules and order of arguments.

@@ -10,23 +10,9 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import IterableDataset
 
-from fastload.datasets.inner import inner_datasets
-from fastload.datasets.mixture import Mixture, MixtureRows
 from fastload.datasets.protocols import check_dataset
-from fastload.datasets.seen_rows import Rows
-from fastload.datasets.wrappers import as_streams, see
-from fastload.distributed.mixture_sampler import MixtureSampler
+from fastload.datasets.wrappers import inner_datasets, view_of
 from fastload.errors import ArgumentError, address, refuse_class
-
-__all__ = [
-    "check_log",
-    "check_own",
-    "check_threads",
-    "check_weights",
-    "warn_of_an_empty_epoch",
-    "warn_of_lone_reads",
-    "whole_number",
-]
 
 _ON_ERROR = ("raise", "skip", "replace")
 
@@ -38,7 +24,7 @@ def check_own(
     check_dataset(dataset)
     if on_error not in _ON_ERROR:
         raise ArgumentError(f"on_error must be one of {_ON_ERROR}, found {on_error!r}")
-    if on_error != "raise" and isinstance(dataset, IterableDataset) and as_streams(dataset) is None:
+    if on_error != "raise" and isinstance(dataset, IterableDataset) and view_of(dataset).streams() is None:
         raise ArgumentError(
             f"on_error={on_error!r}: an iterable dataset ends at its first error; use 'raise'"
         )
@@ -74,27 +60,6 @@ def check_threads(dataset: Any, threads: Any) -> None:
             f"threads={threads} needs samples that have an index, and {type(dataset).__name__} is iterable: "
             "leave out threads, or make the dataset map-style"
         )
-
-
-def check_weights(dataset: Any, sampler: Any) -> None:
-    """Raise `ArgumentError` where the weights of a mixture would not be used."""
-    if isinstance(dataset, Mixture):
-        if sampler is not None and not isinstance(sampler, MixtureSampler):
-            raise ArgumentError(
-                f"a {type(sampler).__name__} does not use the weights of a Mixture: leave sampler= out, or "
-                "pass a fastload.MixtureSampler"
-            )
-        return
-    inside = getattr(dataset, "__dict__", {}).get("dataset")  # no property: that would run the user's code
-    if isinstance(inside, Mixture) or _has_mixture(see(dataset)):
-        raise ArgumentError(
-            f"a {type(dataset).__name__} of a Mixture does not use its weights: wrap each of its sources "
-            "instead, and mix the results"
-        )
-
-
-def _has_mixture(rows: Rows) -> bool:
-    return isinstance(rows, MixtureRows) or any(map(_has_mixture, rows.inner))
 
 
 def warn_of_lone_reads(dataset: Any) -> None:

@@ -7,16 +7,14 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from fastload.datasets.wrappers import see
-from fastload.distributed.sampler import indexed_length, known_length
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.argument_checks import whole_number
 from fastload.loader.context import LoaderContext
 from fastload.loader.revision import NEEDS_INDEX, enter
 from fastload.loader.samples_at import SampleAt, batch_at, find_step, samples_at
-from fastload.workers.dataset_state import is_stateful
-
-__all__ = ["BlackBox"]
+from fastload.order.order import is_stateful
+from fastload.order.sampler import indexed_length, known_length
 
 
 class BlackBox:
@@ -249,7 +247,7 @@ def _indices_of(dataset: Any, samples: list[Any]) -> list[int]:
             indices.append(index)
     if not keys:
         return indices
-    rows = see(dataset)
+    rows = view_of(dataset)
     found = rows.find(keys)
     if found is None:
         found = {}

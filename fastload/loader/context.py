@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.datasets.inner import fastload_datasets
-from fastload.loader.digest import Digest, find_part
+from fastload.datasets.wrappers import fastload_datasets
+from fastload.distributed import find_rank
 from fastload.loader.history import History
 from fastload.loader.left_out import LeftOut
-from fastload.loader.log_writer import LogWriter
 from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderState
-from fastload.metrics.bad_samples import BadSamples
-from fastload.metrics.counters import Counters
-from fastload.metrics.epoch import Meter
+from fastload.metrics.counters import BadSamples, Counters, Meter
 from fastload.store.allowance import Allowance, Asked
+from fastload.trace.digest import Digest, find_part
+from fastload.trace.log_writer import LogWriter
 from fastload.workers.autoscale import Autoscaler
 from fastload.workers.memory_limit import MemoryUse
 
 if TYPE_CHECKING:
     from fastload.gpu.decoding import Decoding
     from fastload.workers.witness import Witness
-
-__all__ = ["LoaderContext"]
 
 
 @dataclass
@@ -105,6 +102,10 @@ class LoaderContext:
             }
             for one in limited
         ]
+
+    def rank(self) -> int:
+        """This process's number among the ranks of its job."""
+        return find_rank()[0]
 
     def flush_log(self) -> None:
         """Write the sample log up to here."""

@@ -15,29 +15,26 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import default_collate
 
-from fastload.datasets.mixture import Mixture
-from fastload.datasets.wrappers import as_encoded_rows, as_streams
-from fastload.distributed import find_rank
-from fastload.distributed.mixture_sampler import MixtureSampler
-from fastload.distributed.sampler import ShardSampler
+from fastload.datasets.mixture import check_weights, new_sampler
+from fastload.datasets.wrappers import view_of
 from fastload.gpu.cuda import resolve_device
 from fastload.loader.argument_checks import (
     check_log,
     check_own,
     check_threads,
-    check_weights,
     warn_of_an_empty_epoch,
     warn_of_lone_reads,
 )
 from fastload.loader.black_box import BlackBox
 from fastload.loader.context import LoaderContext
-from fastload.loader.digest import find_part
 from fastload.loader.iterator import LoaderIterator
-from fastload.loader.log_writer import LogWriter
-from fastload.loader.made_from import describe
-from fastload.loader.saved_state import reading_state
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
-from fastload.metrics.platform import need_linux
+from fastload.metrics.machine import need_linux
+from fastload.order.sampler import ShardSampler
+from fastload.order.state import reading_state
+from fastload.trace.digest import find_part
+from fastload.trace.log_writer import LogWriter
+from fastload.trace.recipe import describe
 from fastload.workers.autoscale import Autoscaler, why_fixed
 from fastload.workers.memory_limit import MemoryLimit, most_workers
 
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
     from fastload.gpu.dali import Dali
     from fastload.gpu.decoding import Decoding
 
-__all__ = ["DataLoader"]
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -98,21 +94,20 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
             function of the batch, so that neither depends on the number of workers; and the order of
             `shuffle=True` and of torch's random samplers a function of (seed, epoch), that of a
             `DistributedSampler` with this seed on one rank, unless a `generator` was given. It covers torch's
-            CPU generator, Python's `random` and `np.random`, not generators of GPUs. After 100 samples that
-            drew from neither of the last two, the first sample that does is made twice. A `__getitems__` is
+            CPU generator, Python's `random` and `np.random`, not generators of GPUs. A `__getitems__` is
             called for one sample at a time. None: workers are seeded from torch's generator, as by torch.
             (With None too, fastload's fused transforms do not depend on the number of workers, unless a
             subclass of its datasets makes the samples.)
-        threads: of each worker (with num_workers=0: of this process) that make samples at the same time, for
-            a map-style dataset whose `__getitem__` may be called by several threads and waits for something,
-            such as a store. The samples of the coming index batches are made, which then wait in memory;
-            batches, errors and `on_error` are as without threads. A `__getitems__` makes several batches at
+        threads: number of threads per worker (with num_workers=0: in this process) that call `__getitem__`
+            concurrently, for a map-style dataset that is thread-safe and waits for something like a store.
+            The samples of the coming index batches are made, which then wait in memory; batches, errors and
+            `on_error` are as without threads. A `__getitems__` makes several batches at
             the same time. With `seed=` one thread runs at a time, and another one while it waits for a read
             of fastload's datasets; each sample gets the same random numbers as without threads. Without
             `seed=` the threads draw from the process's generators in any order. No effect on samples that
             fastload writes into the batch itself, and on shard datasets, which it reads ahead. 0: none.
-        memory_limit: of all worker processes and their batches together: bytes, or text such as "2GB", for
-            this rank; or "50%" of the memory of the machine or container, shared equally by the ranks of this
+        memory_limit: upper bound for all worker processes and their batches: bytes or text such as "2GB", of
+            this rank; or "50%" of the memory of the machine or container, shared equally by the ranks of the
             node. None: no limit. The workers share it equally, and measure themselves after each batch. What
             is read ahead gives way first, then batches made ahead; `stats()["memory"]` has what is used. What
             fastload cannot give back is counted but not reduced: batches that the training keeps, the
@@ -310,8 +305,8 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         with reading_state("state_dict", "load it as state_dict() returned it"):
             state_dict = context.position.load_state_dict(self, state_dict)
             context.history.load(state_dict)
-            context.left_out.load(state_dict.get("left_out", {}))
-            context.digest.load(state_dict.get("digest", {}), *find_part(self))
+            context.left_out.load(state_dict["left_out"])
+            context.digest.load(state_dict["digest"], *find_part(self))
         if context.log is not None:
             context.log.run_resumes()
         self._iterator = None
@@ -343,7 +338,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
         context.count_requests()
         epoch, gauges = context.meter.counters(), context.meter.gauges()
         return {
-            "rank": find_rank()[0],
+            "rank": context.rank(),
             "epochs": context.position.epoch,
             "counters": {"bad.samples": 0, **context.counters.as_dict()},
             "rates": gauges,
@@ -382,7 +377,7 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
 
         own_collate = self.collate_fn is not default_collate or self.batch_sampler is None
         check_decode(decode, self.dataset, self.device, not own_collate)
-        encoded = as_encoded_rows(self.dataset)
+        encoded = view_of(self.dataset).encoded()
         if encoded is not None:
             encoded.keep_raw()
         return Decoding(
@@ -396,8 +391,9 @@ class DataLoader(BlackBox, torch.utils.data.DataLoader[T_co]):
 
 def _own_sampler(dataset: Any, shuffle: bool | None, seed: int) -> tuple[Any, bool | None]:
     """(sampler, shuffle): the sampler of a dataset that has one of its own, else None."""
-    if isinstance(dataset, Mixture):
-        return MixtureSampler(dataset, shuffle=bool(shuffle), seed=seed), None
-    if as_streams(dataset) is not None:
+    mixed = new_sampler(dataset, shuffle=bool(shuffle), seed=seed)
+    if mixed is not None:
+        return mixed, None
+    if view_of(dataset).streams() is not None:
         return ShardSampler(dataset, shuffle=bool(shuffle), seed=seed), None
     return None, shuffle

@@ -11,12 +11,10 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.distributed.mixture_sampler import MixtureSampler
-from fastload.distributed.sampler import DistributedSampler
-from fastload.loader.order import Order
 from fastload.loader.position import Progress
-
-__all__ = ["EpochRecord", "History", "go_on", "segment_from"]
+from fastload.order.mixture_sampler import MixtureSampler
+from fastload.order.order import Order
+from fastload.order.sampler import DistributedSampler
 
 EpochRecord = dict[str, Any]
 """One epoch, as JSON.

@@ -20,14 +20,11 @@ from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
 from fastload.loader.reorder import ReorderBuffer
 from fastload.loader.revision import Revision, begin
-from fastload.loader.saved_state import reading_state
 from fastload.loader.schedule import IndexSchedule, Schedule
 from fastload.loader.stages import new_device, new_executor, new_schedule
-from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory
-from fastload.metrics.tracing import stage
+from fastload.metrics.torch_private import TorchIterator, is_exiting, pin_memory, stage
+from fastload.order.state import reading_state
 from fastload.workers.executor import Arrival, Executor
-
-__all__ = ["LoaderIterator"]
 
 
 class LoaderIterator(TorchIterator):

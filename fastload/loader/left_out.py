@@ -20,11 +20,9 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fastload.datasets.mixture import Mixture
 from fastload.datasets.substitutes import substitutes
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
-
-__all__ = ["LeftOut", "Reading", "Revised", "Rules"]
 
 Range = tuple[int, int]  # [first, end)
 Samples = dict[str, list[Range]]  # source of a mixture, else "" -> positions in it
@@ -118,7 +116,7 @@ class Rules:
         """The excluded indices; of a `Mixture` without the pass."""
         if self._excluded is None:
             firsts = _firsts(dataset)
-            lengths = dataset.lengths if isinstance(dataset, Mixture) else {"": len(dataset)}
+            lengths = view_of(dataset).lengths(len(dataset))
             found: set[int] = set()
             for source, ranges in self.samples.items():
                 if source not in firsts:
@@ -356,10 +354,8 @@ def _firsts(dataset: Any) -> dict[str, int]:
 
     A mixture may be resumed with other sources before these, which moves their indices.
     """
-    if not isinstance(dataset, Mixture):
-        return {"": 0}
     firsts, first = {}, 0
-    for name, length in dataset.lengths.items():
+    for name, length in view_of(dataset).lengths(len(dataset)).items():
         firsts[name] = first
         first += length
     return firsts
@@ -375,10 +371,8 @@ def _numbers(dataset: Any, indices: list[Any]) -> list[int]:
             f"{next(index for index in indices if not hasattr(index, '__index__'))!r}: leave the samples out "
             "in the sampler"
         ) from error
-    if isinstance(dataset, Mixture):
-        return [dataset.position(number) for number in numbers]
-    length = len(dataset)
-    return [number + length if number < 0 else number for number in numbers]
+    view, length = view_of(dataset), len(dataset)
+    return [view.position(number, length) for number in numbers]
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:

@@ -11,15 +11,12 @@ from typing import Any
 import torch.utils.data
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from fastload.distributed.mixture_sampler import MixtureSampler
-from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.history import EpochRecord, segment_from
-from fastload.loader.order import Order, check_of
-from fastload.workers.dataset_state import is_stateful
-from fastload.workers.turns import GeneratorStates
-
-__all__ = ["index_batch_at", "order_of_streams", "ranks_at", "record_to_come"]
+from fastload.order.mixture_sampler import MixtureSampler
+from fastload.order.order import Order, check_of, is_stateful
+from fastload.order.sampler import DistributedSampler
+from fastload.workers.sample_threads import GeneratorStates
 
 _NONE = object()
 _KNOWN_BY_EPOCH = (

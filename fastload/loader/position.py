@@ -1,4 +1,4 @@
-"""How much of an epoch was handed out, and what its order is made from (see `fastload.loader.order`).
+"""How much of an epoch was handed out, and what its order is made from (see `fastload.order.order`).
 
 The order itself is never kept: to resume is to make it again, and to pass over what was handed out.
 """
@@ -10,13 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from fastload.distributed.sampler import DistributedSampler
 from fastload.errors import ArgumentError
 from fastload.loader.left_out import Revised
-from fastload.loader.order import Order, check_of
 from fastload.loader.stream_epoch import StreamEpoch
-
-__all__ = ["GivenOut", "Progress", "Revise"]
+from fastload.order.order import Order, check_of
+from fastload.order.sampler import DistributedSampler
 
 Revise = Callable[
     [int, Any], Revised | None
@@ -114,8 +112,8 @@ class Progress:
         self.drawn = (self.batches, self.place["check"])
         self._settled = (saved["coming"] or {}).get("origin")
         self.base_seed = saved["base_seed"]
-        self._seeded_late = saved.get("num_workers") == 0
-        self.next_worker = saved["next_worker"] if saved.get("num_workers") == len(self.workers) else 0
+        self._seeded_late = saved["num_workers"] == 0
+        self.next_worker = saved["next_worker"] if saved["num_workers"] == len(self.workers) else 0
 
     def order_again(self, made: Iterator[Any]) -> Iterator[Any]:
         """The order of the epoch that is resumed, after what was handed out of it.

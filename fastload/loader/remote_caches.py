@@ -19,17 +19,14 @@ from torch.utils.data import BatchSampler, SubsetRandomSampler
 
 from fastload.cache import Cache
 from fastload.cache.remote import Remote, remote_of
-from fastload.datasets.inner import fastload_datasets
-from fastload.datasets.seen_rows import Reach
-from fastload.datasets.wrappers import see
+from fastload.datasets.views import Reach
+from fastload.datasets.wrappers import fastload_datasets, view_of
 from fastload.distributed import find_launched
-from fastload.distributed.partition import node_shares
-from fastload.distributed.sampler import DistributedSampler, indexed_length
 from fastload.errors import FastloadError
-from fastload.loader.digest import find_part
 from fastload.metrics.counters import Counters
-
-__all__ = ["RemoteCaches"]
+from fastload.order.partition import node_shares
+from fastload.order.sampler import DistributedSampler, indexed_length
+from fastload.trace.digest import find_part
 
 
 class RemoteCaches:
@@ -84,7 +81,7 @@ def _keys(loader: Any, datasets: list[Any]) -> Iterator[bytes]:
     """The cache keys of what a loader may read of some of its datasets; none of shards not indexed yet."""
     with contextlib.suppress(FastloadError, TypeError, AttributeError, IndexError):
         reached: dict[int, list[Reach]] = {}
-        for dataset, indices in see(loader.dataset).reached(_dealt(loader)):
+        for dataset, indices in view_of(loader.dataset).reached(_dealt(loader)):
             reached.setdefault(id(dataset), []).append(indices)
         for dataset in datasets:
             yield from _keys_of(dataset, reached.get(id(dataset), [None]))

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 
 from fastload.workers.executor import Arrival
 
-__all__ = ["ReorderBuffer"]
-
 
 class ReorderBuffer:
     """Sequence numbers name pieces of work.

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from fastload.distributed.sampler import DistributedSampler, ShardSampler, known_length
 from fastload.errors import ArgumentError
-from fastload.loader.identity import Contents, changes_since, check_identity
-from fastload.loader.order import Order, draw_seed
 from fastload.loader.position import Progress, Revise
 from fastload.loader.stream_epoch import Streams, check_streams
-from fastload.workers.dataset_state import load_dataset
+from fastload.order.order import Order, draw_seed
+from fastload.order.sampler import DistributedSampler, ShardSampler, known_length
+from fastload.order.state import VERSION, check_state
+from fastload.trace.identity import Contents, changes_since, check_identity
+from fastload.workers.sources import load_dataset
 
-__all__ = ["LoaderState"]
-
-_VERSION = 2
 _BEGINNING: dict[str, Any] = {"batches": 0, "ahead": [], "sampler": None}  # of an epoch
 
 
@@ -252,7 +250,8 @@ class LoaderState:
     def load_state_dict(self, loader: Any, state_dict: Any) -> Mapping[str, Any]:
         """Take up a state. Returns it."""
         order = Order(loader)
-        state = _of_this_version(state_dict)
+        state = check_state(state_dict, "state_dict")
+        _check_seeds(state)
         _check(loader, order, state)
         check_identity(loader, self._contents.identify(loader), state)
         order.load_sampler_state(state["sampler"])
@@ -280,7 +279,7 @@ def _description(loader: Any, order: Order) -> dict[str, Any]:
     """What has to be alike in the loader that resumes, or is compared in `_check`."""
     iterable = _is_iterable(loader)
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "dataset": "iterable" if iterable else "map-style",
         "length": None if iterable else known_length(loader.dataset),
         "samplers": order.kind,
@@ -292,12 +291,20 @@ def _description(loader: Any, order: Order) -> dict[str, Any]:
     }
 
 
+def _check_seeds(saved: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the seeds are such as torch draws: the next iteration hands them to it."""
+    coming = None if saved["coming"] is None else saved["coming"]["base_seed"]
+    drawn = [seed for seed in (saved["base_seed"], coming) if seed is not None]
+    if saved["begun"] and saved["base_seed"] is None:
+        raise ValueError("no seed of an epoch that has begun")
+    for seed in drawn:
+        if type(seed) is not int or not 0 <= seed < 1 << 63:
+            raise ValueError(f"the seed {seed!r}")
+
+
 def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
     """Raise ArgumentError unless `loader` can go on from `saved`."""
     own = _description(loader, order)
-    missing = sorted((own.keys() | _POSITION | {"history"}) - saved.keys())
-    if missing:
-        raise ArgumentError(f"state_dict lacks {missing}: load it whole, as state_dict() returned it")
     names = ["dataset", "length", "samplers", "seed"]
     workers = saved["workers"] or []
     if own["dataset"] == "map-style":
@@ -335,22 +342,6 @@ def _check(loader: Any, order: Order, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _of_this_version(saved: Any) -> Mapping[str, Any]:
-    """Return the state. Raises ArgumentError where it is none of this version."""
-    if not isinstance(saved, Mapping):
-        raise ArgumentError(f"state_dict must be a dict, found {type(saved).__name__}")
-    if saved.get("version") != _VERSION:
-        raise ArgumentError(
-            f"state_dict has version {saved.get('version')!r}, this fastload reads version {_VERSION}: "
-            "load what state_dict() of a fastload.DataLoader returned"
-        )
-    return saved
-
-
-_POSITION = {
-    *("begun", "epoch", "batches", "ahead", "origin", "check", "next_worker", "base_seed", "one_seed"),
-    *("generators", "sampler", "workers", "coming", "samples"),
-}
 _SAME_ORDER = "the order of the samples would differ"
 _ADVICE = {
     "dataset": "resume with the dataset of the saved run",

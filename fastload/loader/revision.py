@@ -10,16 +10,14 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.datasets.mixture import Mixture
 from fastload.datasets.substitutes import substitutes
-from fastload.distributed.sampler import DistributedSampler, indexed_length
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError
 from fastload.loader.left_out import LeftOut, Reading, Revised
-from fastload.loader.order import Order
 from fastload.loader.position import Progress
+from fastload.order.order import Order
+from fastload.order.sampler import DistributedSampler, indexed_length
 from fastload.workers.on_error import REPLACEMENTS
-
-__all__ = ["NEEDS_INDEX", "Revision", "begin", "enter", "reading_of", "samples_per_step"]
 
 NEEDS_INDEX = (
     "needs samples that have an index, and these shards are read as streams: index them first with "
@@ -83,7 +81,7 @@ class Revision:
 
     def _number(self, index: int) -> int:
         dataset = self._reading.dataset
-        return dataset.position(index) if isinstance(dataset, Mixture) else index
+        return view_of(dataset).position(index, len(dataset))
 
 
 def reading_of(

@@ -10,19 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset
 
-from fastload.datasets.inner import fastload_datasets, start_epoch
 from fastload.datasets.protocols import current_reader
 from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.wrappers import see
+from fastload.datasets.wrappers import fastload_datasets, start_epoch, view_of
 from fastload.errors import ArgumentError
 from fastload.images.crop import CropBox, noted_boxes
 from fastload.loader.argument_checks import whole_number
 from fastload.loader.history import go_on
 from fastload.loader.order_at import index_batch_at, order_of_streams, ranks_at, record_to_come
 from fastload.loader.revision import enter, reading_of, samples_per_step
-from fastload.workers.turns import GeneratorStates
-
-__all__ = ["SampleAt", "Step", "batch_at", "find_step", "samples_at"]
+from fastload.workers.sample_threads import GeneratorStates
 
 
 class SampleAt(NamedTuple):
@@ -133,7 +130,7 @@ def samples_at(loader: Any, found: Step) -> list[SampleAt]:
 
 def _sample_at(loader: Any, found: Step, index: Any) -> SampleAt:
     """The sample as it is made in that epoch; its row is left open."""
-    rows, seed, epoch = see(loader.dataset), found.seed or 0, found.epoch
+    rows, seed, epoch = view_of(loader.dataset), found.seed or 0, found.epoch
     seeds = contextlib.nullcontext() if loader.seed is None else SampleSeeds()
     boxes: list[tuple[CropBox, bool]] = []
     sample, key, error = None, None, ""

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from fastload.loader.order import Order
 from fastload.loader.stream_epoch import StreamEpoch
-
-__all__ = ["IndexSchedule", "Schedule", "StreamSchedule", "index_batches_ahead"]
+from fastload.order.order import Order
 
 # How far ahead samples are announced to a dataset that can read ahead: enough for 100 requests in flight, and
 # more than `prefetch_factor` batches where batches are small. It does not make more finished batches wait.

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import IterDataPipe, MapDataPipe
 from torch.utils.data.graph_settings import apply_sharding
 
-from fastload.datasets.wrappers import as_rows
+from fastload.datasets.wrappers import view_of
 from fastload.gpu.transfer import DevicePrefetcher
 from fastload.loader.context import LoaderContext
 from fastload.loader.position import Progress
@@ -19,8 +19,6 @@ from fastload.workers.executor import Executor, ProcessExecutor
 from fastload.workers.inline import InlineExecutor, allocator
 from fastload.workers.memory_limit import MemoryLimit
 from fastload.workers.protocol import WorkerSetup
-
-__all__ = ["new_device", "new_executor", "new_schedule"]
 
 
 def new_device(loader: Any, context: LoaderContext) -> DevicePrefetcher | None:
@@ -101,7 +99,7 @@ def new_schedule(
     if progress.streams is not None:  # each reads ahead by itself, so what is announced need not be more
         return StreamSchedule(progress.streams, ahead=1 if inline else loader.prefetch_factor)
     ahead = 1 if inline else context.batches_ahead(loader.prefetch_factor)
-    if as_rows(loader.dataset) is not None:
+    if view_of(loader.dataset).reads_ahead:
         ahead = 1 + index_batches_ahead(loader, 2) if inline else index_batches_ahead(loader, ahead)
     elif loader.threads:
         ahead = inline + index_batches_ahead(loader, ahead, 2 * loader.threads)

@@ -19,13 +19,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastload.datasets.protocols import StreamDataset
-from fastload.datasets.wrappers import as_streams
+from fastload.datasets.wrappers import view_of
 from fastload.distributed.agreement import Ranks, can_agree
-from fastload.distributed.sampler import ShardSampler, indexed_length
 from fastload.errors import ArgumentError, WorkerError
-from fastload.workers.stream_reader import TakeNext
-
-__all__ = ["StreamEpoch", "Streams", "check_streams"]
+from fastload.order.sampler import ShardSampler, indexed_length
+from fastload.workers.sources import TakeNext
 
 _Plan = list[dict[str, Any]]
 _ATTEMPTS = 5  # an index comes in when a shard was read to its end: seldom while an epoch begins
@@ -40,7 +38,7 @@ class Streams:
 
     def expected(self, loader: Any) -> bool:
         """Whether an epoch that begins now would be read as streams, as far as this rank knows."""
-        dataset = as_streams(loader.dataset)
+        dataset = view_of(loader.dataset).streams()
         if dataset is None or self._indexed or not isinstance(loader.sampler, ShardSampler):
             return False
         return dataset.must_stream()
@@ -55,7 +53,7 @@ class Streams:
         Raises:
             ArgumentError: the ranks' loaders are not alike, or the epoch cannot be read like that.
         """
-        sampler, dataset = loader.sampler, as_streams(loader.dataset)
+        sampler, dataset = loader.sampler, view_of(loader.dataset).streams()
         saved = None if again is None else again.get("streams")
         if dataset is not None and not isinstance(sampler, ShardSampler):
             indexed_length(dataset)  # its `len()` may be a hint, by which torch's samplers give indices
@@ -285,7 +283,7 @@ def check_streams(loader: Any, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
         return
     sampler = loader.sampler
-    if not isinstance(sampler, ShardSampler) or as_streams(loader.dataset) is None:
+    if not isinstance(sampler, ShardSampler) or view_of(loader.dataset).streams() is None:
         raise ArgumentError(
             "state_dict was saved in the middle of an epoch that was read as streams: resume with the same "
             "dataset and with the loader's own sampler or a fastload.ShardSampler"

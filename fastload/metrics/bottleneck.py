@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastload.metrics.bad_samples import FEW
-
-__all__ = ["BOTTLENECKS", "explain_bottleneck", "find_bottleneck"]
+from fastload.metrics.counters import FEW_BAD
 
 # A consumer that waits for less than this part of its time is the bottleneck itself.
 _FREE = 0.03
@@ -74,7 +72,7 @@ def explain_bottleneck(
 def _given_up(counters: Mapping[str, float]) -> str:
     """The end of the sentence where `on_error` changed more than a few samples."""
     bad = counters.get("bad.samples", 0.0)
-    return f"; {bad:,.0f} bad samples were skipped or replaced: see stats()['bad']" if bad > FEW else ""
+    return f"; {bad:,.0f} bad samples were skipped or replaced: see stats()['bad']" if bad > FEW_BAD else ""
 
 
 def _too_short(counters: Mapping[str, float]) -> str:
@@ -107,7 +105,14 @@ def _explain(stage: str, counters: Mapping[str, float], gauges: Mapping[str, flo
         )
     busy = sum(counters.get(f"{name}.seconds", 0.0) for name in _STAGES)
     share = counters.get(f"{stage}.seconds", 0.0) / busy if busy else 1.0
-    advice = {"get": _store, "cache": _disk}.get(stage, _cores)(counters, gauges, stage)
+    if stage == "get":
+        advice = _store(counters, gauges)
+    elif stage == "cache":
+        advice = (
+            "a faster SSD, mode 'shrunk' (a ninth of the bytes of 'decoded') or more free memory would help"
+        )
+    else:
+        advice = _cores(stage, gauges)
     return f"the slowest stage is {stage} ({_STAGES[stage]}, {share:.0%} of the workers' time): {advice}"
 
 
@@ -131,7 +136,7 @@ def _more_workers(gauges: Mapping[str, float]) -> str:
     return f"more workers would help (num_workers={workers:.0f} now, {idle:.1f} of {cores:.0f} cores idle)"
 
 
-def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
+def _store(counters: Mapping[str, float], gauges: Mapping[str, float]) -> str:
     hits, misses = counters.get("cache.hits", 0.0), counters.get("cache.misses", 0.0)
     if counters.get("get.alone", 0.0):
         return (
@@ -152,11 +157,7 @@ def _store(counters: Mapping[str, float], gauges: Mapping[str, float], stage: st
     )
 
 
-def _disk(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
-    return "a faster SSD, mode 'shrunk' (a ninth of the bytes of 'decoded') or more free memory would help"
-
-
-def _cores(counters: Mapping[str, float], gauges: Mapping[str, float], stage: str) -> str:
+def _cores(stage: str, gauges: Mapping[str, float]) -> str:
     less = "a cheaper collate_fn"
     if stage == "decode":
         less = "a cache in mode 'shrunk' or 'decoded', or decoding on the GPU"

@@ -11,8 +11,6 @@ from rich.text import Text
 
 from fastload.printable import printable
 
-__all__ = ["Console"]
-
 
 class Console(rich.console.Console):
     """Rich's console, for text that others may have chosen: keys, names of shards, a state's notes.

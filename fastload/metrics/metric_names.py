@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-__all__ = ["BOTTLENECK", "COUNTERS", "INFO", "METRICS", "Metric"]
-
 # counter: (unit by UCUM, which writes what is counted in braces; what it counts)
 COUNTERS = {
     "sampler.seconds": ("s", "The trainer's process drew index batches"),
@@ -41,7 +39,7 @@ COUNTERS = {
     "cache.pulled": ("{record}", "Records that a background pull has brought from the cache's remote"),
     "cache.pushed": ("{record}", "Records that were published at the cache's remote"),
     "cache.remote_failures": ("{failure}", "Background pulls and pushes of the cache's remote that failed"),
-    "cache.chose_raw": ("{process}", "Processes in which a cache in mode auto chose raw"),
+    "cache.chose_file": ("{process}", "Processes in which a cache in mode auto chose files"),
     "cache.chose_dct": ("{process}", "Processes in which a cache in mode auto chose dct"),
     "decode.samples": ("{sample}", "Samples decoded and transformed"),
     "decode.by_libjpeg": ("{image}", "JPEGs whose Huffman codes libjpeg decoded, and not the faster kernel"),

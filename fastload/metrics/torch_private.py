@@ -14,12 +14,18 @@ The module stands in the lowest room, since rooms from `metrics` to `loader` nee
 | `is_exiting` | at exit nothing may be ended that is half gone | tracebacks at exit |
 | `profiler_enabled` | a range costs nothing while no profiler runs | microseconds a batch |
 | `default_store` | ranks agree through torch.distributed's store | several ranks that read streams |
+
+`stage` makes the ranges for `torch.profiler`, named "fastload.<stage>". In the trainer's process: wait,
+unpack, sampler. In a worker with a profiler of its own (started from `worker_init_fn`, say): the stages that
+its counters time, such as decode, cache and collate.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+import torch
 import torch.utils.data
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.utils.data import _utils
@@ -28,21 +34,7 @@ from torch.utils.data._utils import pin_memory as _pin_memory
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-__all__ = [
-    "IterableFetcher",
-    "TorchIterator",
-    "collate_map",
-    "collate_tensors",
-    "default_device",
-    "default_store",
-    "handle_dead_workers_signals",
-    "is_exiting",
-    "numpy_seed",
-    "pin_memory",
-    "profiler_enabled",
-    "set_worker_info",
-    "shard_data_pipe",
-]
+from fastload.metrics import counters
 
 IterableFetcher = _IterableDatasetFetcher
 TorchIterator = _BaseDataLoaderIter
@@ -80,3 +72,17 @@ def default_device() -> torch.device:
 def default_store() -> Any:
     """The key-value store of torch.distributed."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def stage(name: str) -> contextlib.AbstractContextManager[object]:
+    """A range for the block, where a profiler runs in this thread.
+
+    The profiler is asked first, because `record_function` calls the dispatcher even without one.
+    """
+    return torch.profiler.record_function(f"fastload.{name}") if profiler_enabled() else _NOTHING
+
+
+counters.profiler_range = stage  # without torch, counters make no ranges

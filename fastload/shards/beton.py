@@ -26,17 +26,14 @@ from fastload.formats.beton import (
 )
 from fastload.images.decode import decode_image
 from fastload.shards.catalog import ShardList
-from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.index import RecordOffsets
+from fastload.shards.index import RecordId, RecordOffsets
 from fastload.shards.own_index import OwnIndexForm, read_head
 from fastload.shards.reader import Shard
-from fastload.shards.record_id import RecordId
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import Wanted
 from fastload.store import Store
 from fastload.store.retry import Wait, sleep
-
-__all__ = ["BetonDataset"]
 
 _NAMES = Wanted(
     r".*\.(?:beton|ffcv)",

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError, StoreError
 from fastload.formats.compression import HEAD, is_compressed
-from fastload.formats.shard_index import Offsets, parse_wids
+from fastload.formats.pieces import Offsets
+from fastload.formats.tar import parse_wids
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import Named, Wanted, is_index, listed_url, resolve
@@ -25,12 +26,11 @@ from fastload.store import Store, limited_together, open_store
 from fastload.store.listing import Selection
 from fastload.store.manifest import Manifest
 
-__all__ = ["ShardList"]
-
 _log = logging.getLogger("fastload")
 
 _READS = 64  # at once, of index files and of first bytes of shards
 _COMPRESSIONS = ("gzip", "zlib", "")
+_STEM_ENDINGS = ("tar", "tfrecord", "tfrecords", "tfrec")  # which wds2idx replaces by .idx
 
 
 class ShardList:
@@ -225,6 +225,16 @@ def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, i
         raise ArgumentError(f"url {os.fspath(urls)!r}: {error.message}") from None
     full = {listed_url(url, directory): count for url, count in listed}
     return list(full), full
+
+
+def index_name(shard: str) -> str:
+    """The name that wds2idx gives the index of a shard: "train-000.idx" of "train-000.tar".
+
+    A shard that is named in another way ("part-00000-of-00012") has ".idx" behind its whole name: without its
+    ending it could be that of another shard.
+    """
+    stem, dot, ending = shard.rpartition(".")
+    return f"{stem if dot and ending in _STEM_ENDINGS else shard}.idx"
 
 
 def _index_names(key: str, beside: bool) -> list[str]:

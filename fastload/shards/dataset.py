@@ -24,25 +24,21 @@ from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
-from fastload.errors import ArgumentError
+from fastload.errors import check_whole_number
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
 from fastload.shards.filling import ShardFilling
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.own_index import read_own_indexes
-from fastload.shards.pending import PendingRecords
 from fastload.shards.record_fields import ChosenFields
-from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
-from fastload.shards.stream import ShuffledStream, StreamedRecord
+from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
 from fastload.store.allowance import Allowance
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import sleep
-
-__all__ = ["SMALL_RECORD", "ShardDataset"]
 
 _OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard
@@ -100,10 +96,8 @@ class ShardDataset(FieldsDataset):
         listing_max_age: float | str = 0,
     ) -> None:
         self._options = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
-        if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-            raise ArgumentError(
-                f"num_samples must be a whole number >= 1 or None (not known), found {num_samples!r}"
-            )
+        if num_samples is not None:
+            check_whole_number("num_samples", num_samples)
         super().__init__(url, decode)
         self._fields, self._shape = fields, shape
         self.transform = transform
@@ -159,7 +153,7 @@ class ShardDataset(FieldsDataset):
         return self._shards.digests
 
     def indexed_length(self) -> int:
-        """See `fastload.distributed.sampler.indexed_length`."""
+        """See `fastload.order.sampler.indexed_length`."""
         if not self._index.complete():
             raise TypeError(f"this dataset has no length yet: {NOT_INDEXED}")
         return len(self._index)

@@ -14,20 +14,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fastload.cache import Cache
-from fastload.errors import ArgumentError
-from fastload.fetch.concurrency import process_share
+from fastload.errors import ArgumentError, check_whole_number
+from fastload.fetch.limits import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
-from fastload.metrics.memory import payload_limit
+from fastload.metrics.machine import payload_limit
 from fastload.metrics.units import parse_size
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.reader import CachedReader, ReadAhead, ShardReader
-from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat
 from fastload.shards.stream import BlockSize, Interleave, Reader, ShuffledStream, Span, StreamedRecord
-
-__all__ = ["NOT_INDEXED", "EpochStreams", "RecordBlocks", "StreamOptions", "StreamPlan", "open_shard_reader"]
 
 _log = logging.getLogger("fastload")
 
@@ -138,9 +135,8 @@ class StreamOptions(NamedTuple):
         Raises:
             ArgumentError: one of them is not what it must be.
         """
-        for name, value in (("cycle_length", cycle_length), ("block_length", block_length)):
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name} must be a whole number >= 1, found {value!r}")
+        check_whole_number("cycle_length", cycle_length)
+        check_whole_number("block_length", block_length)
         return cls(cycle_length, block_length, *_buffer(shuffle_buffer))
 
 

@@ -15,18 +15,15 @@ from typing import Any, NamedTuple
 from fastload.cache import Cache
 from fastload.datasets.warm import Outcome, ToRead, Warmed, put
 from fastload.errors import CacheError, DecodeError
-from fastload.fetch.concurrency import process_share
+from fastload.fetch.limits import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import RecordBlocks, open_shard_reader
-from fastload.shards.index import RecordOffsets, ShardIndex
+from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.reader import ReadAhead
-from fastload.shards.record_id import RecordId
 from fastload.shards.record_source import ShardFormat, record_name
 from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
-
-__all__ = ["ShardFilling"]
 
 _READERS = 2  # the one that is read, and the next
 _AHEAD_BYTES = 128 << 20

@@ -27,11 +27,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.errors import CacheError
-from fastload.formats.shard_index import Offsets
-from fastload.shards.record_id import RecordId
-from fastload.store.folder import open_kept, save_kept
-
-__all__ = ["Fault", "RecordOffsets", "ShardIndex"]
+from fastload.formats.pieces import Offsets
+from fastload.store.files import open_kept, save_kept
 
 _log = logging.getLogger("fastload")
 
@@ -273,3 +270,23 @@ class ShardIndex:
             save_kept(path, data)
         except OSError as error:
             _log.warning("the index of a shard cannot be kept in %s: %s", path.parent, error)
+
+
+_ORDINAL_BITS = 32
+_ORDINAL_MASK = (1 << _ORDINAL_BITS) - 1
+
+
+class RecordId(NamedTuple):
+    """Record `ordinal` of shard `shard`; packed, the integer `shard << 32 | ordinal`, a sample's index."""
+
+    shard: int
+    ordinal: int
+
+    def pack(self) -> int:
+        """The id as one integer."""
+        return self.shard << _ORDINAL_BITS | self.ordinal
+
+    @classmethod
+    def unpack(cls, record: int) -> RecordId:
+        """The id that `pack` made an integer of. The shard of a negative integer is negative."""
+        return cls(record >> _ORDINAL_BITS, record & _ORDINAL_MASK)

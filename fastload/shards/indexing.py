@@ -17,15 +17,13 @@ from typing import Literal, NamedTuple
 
 from fastload.errors import DecodeError, NotFoundError, ObjectChangedError, ShortReadError
 from fastload.fetch.threads import ReadPool
-from fastload.formats.shard_index import tfrecord_index, wds_index
-from fastload.formats.tar import Member, read_members
+from fastload.formats.tar import Member, read_members, wds_index
+from fastload.formats.tfrecord import tfrecord_index
 from fastload.metrics.counters import Counters
 from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.shards.record_source import ShardFormat
 from fastload.store import Store
-
-__all__ = ["IndexedShard", "Indexing"]
 
 _SHARDS = 8  # at a time
 _READS = 32  # at a time

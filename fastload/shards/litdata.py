@@ -14,28 +14,25 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.inflate import framed_size, zstd
+from fastload.formats.compression import framed_size, zstd
 from fastload.formats.litdata import (
     formats,
     is_image,
     opener,
     parse_frames,
     parse_index,
-    split_sample,
 )
-from fastload.formats.offset_table import parse_table, table_size
+from fastload.formats.packed import parse_table, split_values, table_size
 from fastload.formats.pieces import too_large
 from fastload.images.decode import decode_pil
-from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import OwnIndexForm, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
 from fastload.store import Store, limited_together
 from fastload.store.retry import Wait
-
-__all__ = ["LitDataset"]
 
 _ARROW = b"LDARW01\0"
 
@@ -174,7 +171,7 @@ class LitDataset(ShardDataset):
             storage_options=options,
         )
         counts = {shards[number].key: count for number, count in enumerate(told.chunks.values())}
-        split = functools.partial(split_sample, names=told.names)
+        split = functools.partial(split_values, sizes=[(name, None) for name in told.names])
         super().__init__(
             url,
             _Lit(counts, told.compression, shards.store.reading.max_inflated),

@@ -13,20 +13,17 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard, split_sample
-from fastload.formats.offset_table import parse_table, table_size
-from fastload.formats.packed import as_pil
+from fastload.formats.mds import IMAGES, MDSShard, encodings, opener, parse_shard
+from fastload.formats.packed import as_pil, parse_table, split_values, table_size
 from fastload.images.decode import Oriented, decode_pil
-from fastload.shards.column_fields import Column, ColumnFields, check_decode
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.own_index import OwnIndexForm, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
+from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
 from fastload.store import Store, limited_together
 from fastload.store.retry import Wait
-
-__all__ = ["MDSDataset"]
 
 
 class _MDS(OwnIndexForm):
@@ -131,7 +128,7 @@ class MDSDataset(ShardDataset):
             Listings.of(kept_in, listing_max_age),
             storage_options=options,
         )
-        split = functools.partial(split_sample, columns=columns)
+        split = functools.partial(split_values, sizes=[(column.name, column.size) for column in columns])
         super().__init__(
             url,
             _MDS({shards[number].key: one for number, one in enumerate(found.values())}),

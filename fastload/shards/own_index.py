@@ -11,18 +11,15 @@ from typing import Any
 
 from fastload.cache.listings import Listings
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.formats.inflate import Inflater
-from fastload.formats.offset_table import OffsetSplitter
-from fastload.formats.pieces import too_large
-from fastload.formats.shard_index import Offsets
+from fastload.formats.compression import Inflater
+from fastload.formats.packed import OffsetSplitter
+from fastload.formats.pieces import Offsets, too_large
 from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordOffsets, ShardIndex
-from fastload.shards.reader import Shard
+from fastload.shards.reader import Shard, read_in_turn
 from fastload.shards.urls import Wanted
 from fastload.store import Store, open_store
 from fastload.store.retry import Wait, sleep
-
-__all__ = ["OwnIndexForm", "list_shards", "read_head", "read_json", "read_own_indexes"]
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted
@@ -98,15 +95,8 @@ def read_head(store: Store, shard: Shard, size: int, wait: Wait, *, compressed: 
             f"the head of the compressed file would have {size:,} bytes, more than {_MOST_HEAD:,}: write the "
             "dataset with smaller shards"
         )
-    starts = iter(range(0, shard.size, _PIECE))
-
-    def more() -> Any:
-        for start in starts:
-            stop = min(start + _PIECE, shard.size)
-            return store.read_range(shard.key, start, stop, shard.version, wait=wait)
-        return None
-
-    inflate, head = Inflater(more), bytearray()
+    ranges = ((start, min(start + _PIECE, shard.size)) for start in range(0, shard.size, _PIECE))
+    inflate, head = Inflater(read_in_turn(store, shard, ranges, wait)), bytearray()
     while len(head) < size:
         piece = inflate()
         if piece is None:

@@ -12,13 +12,11 @@ from fastload.cache import Cache
 from fastload.datasets.prepare import LOSSLESS
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, FastloadError
-from fastload.formats.pieces import Splitter
-from fastload.formats.shard_index import Offsets
+from fastload.formats.pieces import Offsets, Splitter
 from fastload.images.crop import is_fused
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import RecordBlocks
-from fastload.shards.index import RecordOffsets
-from fastload.shards.record_id import RecordId
+from fastload.shards.index import RecordId, RecordOffsets
 from fastload.shards.record_source import RecordSource
 from fastload.shards.urls import Wanted
 from fastload.store.base import Buffer
@@ -27,8 +25,6 @@ from fastload.store.retry import Wait
 
 if TYPE_CHECKING:
     from fastload.shards.row_groups import RowGroups, Rows
-
-__all__ = ["ParquetDataset"]
 
 _PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
 
@@ -199,8 +195,7 @@ class ParquetDataset(ShardDataset):
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
         from fastload.shards.parquet_fields import ParquetFields
-        from fastload.shards.parquet_files import ParquetFiles
-        from fastload.shards.parquet_filter import RowFilter
+        from fastload.shards.parquet_files import ParquetFiles, RowFilter
 
         shape = None if fields is None else Shape(fields)
         columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})

@@ -15,10 +15,8 @@ import pyarrow as pa
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
-from fastload.formats.packed_row import load_row
+from fastload.formats.sample import load_row
 from fastload.images.decode import decode_pil, is_image
-
-__all__ = ["ParquetFields", "column_values"]
 
 _FILE = {"bytes", "path"}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -21,14 +21,13 @@ import numpy as np
 from fastload.cache import Cache
 from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.threads import ReadPool
-from fastload.formats.compression import HEAD, is_compressed
-from fastload.formats.inflate import Inflater
+from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Record, Splitter
 from fastload.metrics.counters import Counters
 from fastload.shards.index import Fault, RecordOffsets
 from fastload.store import Store
-
-__all__ = ["PIECES", "CachedReader", "PieceSizes", "ReadAhead", "Shard", "ShardReader"]
+from fastload.store.base import Buffer
+from fastload.store.retry import Wait
 
 
 class PieceSizes(NamedTuple):
@@ -49,6 +48,24 @@ class Shard(NamedTuple):
     size: int
     version: str
     compressed: bool | None
+
+
+def read_in_turn(
+    store: Store, shard: Shard, ranges: Iterable[tuple[int, int]], wait: Wait
+) -> Callable[[], Buffer | None]:
+    """Return a function that reads the next one of these ranges of a shard; None behind the last.
+
+    Args:
+        wait: as in `Store.read`.
+    """
+    following = iter(ranges)
+
+    def read_next() -> Buffer | None:
+        for start, stop in following:
+            return store.read_range(shard.key, start, stop, shard.version, wait=wait)
+        return None
+
+    return read_next
 
 
 class ReadAhead(NamedTuple):

@@ -8,18 +8,13 @@ from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
 from fastload.fetch.source import plan_ranges
-from fastload.formats.compression import HEAD, is_compressed
-from fastload.formats.inflate import Inflater
-from fastload.formats.pieces import Record, Splitter
-from fastload.formats.shard_index import Offsets
+from fastload.formats.compression import HEAD, Inflater, is_compressed
+from fastload.formats.pieces import Offsets, Record, Splitter
 from fastload.shards.catalog import ShardList
-from fastload.shards.index import RecordOffsets, ShardIndex
-from fastload.shards.reader import PIECES, Shard
-from fastload.shards.record_id import RecordId
+from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
+from fastload.shards.reader import PIECES, Shard, read_in_turn
 from fastload.store.base import Buffer, Store
 from fastload.store.retry import Wait
-
-__all__ = ["RECORD_MARK", "RecordSource", "ShardFormat", "record_name"]
 
 _log = logging.getLogger("fastload")
 
@@ -147,13 +142,9 @@ class RecordSource:
         shard = self._shards[where.shard]
         compressed = self._index.compressed(where.shard)
         start = 0 if compressed else where.offset
-        ranges = iter(plan_ranges(shard.size - start, piece) if start < shard.size else [])
-
-        def more() -> Any:
-            for first, stop in ranges:
-                return self.store.read_range(shard.key, start + first, start + stop, shard.version, wait=wait)
-            return None
-
+        planned = plan_ranges(shard.size - start, piece) if start < shard.size else []
+        ranges = ((start + first, start + stop) for first, stop in planned)
+        more = read_in_turn(self.store, shard, ranges, wait)
         # A compressed shard can only be read from its start. The cache makes this rare.
         return Inflater(more, skip=where.offset) if compressed else more
 

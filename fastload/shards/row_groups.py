@@ -19,9 +19,9 @@ import numpy as np
 from fastload.errors import DecodeError, FastloadError
 from fastload.fetch.source import plan_ranges
 from fastload.fetch.threads import ReadPool
-from fastload.formats.packed_row import dump_row
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
+from fastload.formats.sample import dump_row
 from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.parquet_fields import column_values
@@ -29,8 +29,6 @@ from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
 from fastload.store.retry import Wait
-
-__all__ = ["RowGroupReader", "RowGroups", "Rows"]
 
 _log = logging.getLogger("fastload")
 

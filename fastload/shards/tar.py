@@ -8,14 +8,12 @@ from typing import Any
 
 from fastload.cache import Cache
 from fastload.errors import ArgumentError
-from fastload.formats.shard_index import Offsets, parse_wds_index
-from fastload.formats.tar import TarSplitter
+from fastload.formats.pieces import Offsets
+from fastload.formats.tar import TarSplitter, parse_wds_index
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.record_fields import ChosenFields, MemberFields
 from fastload.shards.urls import Wanted
-
-__all__ = ["FORM", "NAMES", "TarDataset"]
 
 # The objects below a prefix that are shards.
 NAMES = Wanted(

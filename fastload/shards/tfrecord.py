@@ -9,16 +9,13 @@ from typing import Any
 from fastload.cache import Cache
 from fastload.datasets.fields import Fields
 from fastload.errors import ArgumentError
-from fastload.formats.example import Spec, check_spec
-from fastload.formats.shard_index import Offsets, parse_tfrecord_index
-from fastload.formats.tfrecord import TFRecordSplitter, unframe
+from fastload.formats.pieces import Offsets
+from fastload.formats.tfrecord import Spec, TFRecordSplitter, check_spec, parse_tfrecord_index, unframe
 from fastload.images.crop import is_fused
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.index import RecordOffsets
 from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
 from fastload.shards.urls import Wanted
-
-__all__ = ["FORM", "NAMES", "TFRecordDataset"]
 
 # The objects below a prefix that are shards: "train.tfrecord", "train-00001-of-01024", "part.tfrecords.gz"
 NAMES = Wanted(

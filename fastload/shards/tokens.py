@@ -26,7 +26,7 @@ from fastload.cache.listings import Listings
 from fastload.datasets.base import StoreDataset
 from fastload.datasets.prepare import PrepareStep
 from fastload.datasets.protocols import Allocate, RowErrors
-from fastload.errors import ArgumentError, DecodeError, ObjectChangedError
+from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
@@ -35,8 +35,6 @@ from fastload.shards.record_source import record_name
 from fastload.shards.urls import Wanted
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
-
-__all__ = ["TokenDataset"]
 
 # The objects below a prefix that hold tokens.
 _NAMES = Wanted(
@@ -109,8 +107,8 @@ class TokenDataset(StoreDataset):
     ) -> None:
         super().__init__(url, None)
         self.dtype = _checked_dtype(dtype)
-        _check_number("block", block, 1)
-        _check_number("overlap", overlap, 0)
+        check_whole_number("block", block)
+        check_whole_number("overlap", overlap, 0)
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
         self._step = PrepareStep(kept_in, None)
@@ -373,8 +371,3 @@ def _checked_dtype(value: Any) -> np.dtype[Any]:
         "dtype must be an integer type of numpy that fits into int64, such as 'uint16' or '>u2', found "
         f"{value!r}"
     )
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentError(f"{name} must be a whole number >= {least}, found {value!r}")

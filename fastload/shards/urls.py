@@ -18,17 +18,6 @@ from typing import Any, NamedTuple
 from fastload.errors import ArgumentError
 from fastload.store.listing import Selection
 
-__all__ = [
-    "Named",
-    "Wanted",
-    "check_name",
-    "expand_braces",
-    "glob_pattern",
-    "is_index",
-    "listed_url",
-    "resolve",
-]
-
 _MOST_SHARDS = 1_000_000
 _SPECIAL = re.compile(r"[*?\[]")
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")

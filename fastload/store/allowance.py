@@ -26,11 +26,9 @@ from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
 from fastload.errors import LimitError, StoreTimeoutError
-from fastload.metrics.platform import memory_file
+from fastload.metrics.machine import memory_file
 from fastload.metrics.units import format_size
 from fastload.store.process import ProcessLocal
-
-__all__ = ["Allowance", "Asked", "Limits"]
 
 # The memory is an array of `Asked`, each as `_WIDTH` numbers of 64 bits. The first one holds how many
 # processes have one of their own; the second one is for all. Pages that nobody has written take no memory.

@@ -19,6 +19,7 @@ from fastload.errors import (
     ShortReadError,
     StoreError,
     address,
+    check_whole_number,
 )
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.store import retry
@@ -26,8 +27,6 @@ from fastload.store.allowance import Allowance
 from fastload.store.client_process import ClientProcess, clients_live_here
 from fastload.store.ranged_file import RangedFile
 from fastload.store.retry import Wait
-
-__all__ = ["Buffer", "ObjectInfo", "Page", "Reading", "Store"]
 
 T = TypeVar("T")
 
@@ -226,8 +225,7 @@ class Store(ABC):
             ArgumentError: of `buffer_size`.
             NotFoundError, ObjectChangedError, StoreError: here, or by a read.
         """
-        if not isinstance(buffer_size, int) or buffer_size < 1:
-            raise ArgumentError(f"buffer_size must be a whole number >= 1, found {buffer_size!r}")
+        check_whole_number("buffer_size", buffer_size)
         info = self.head(key)
         return io.BufferedReader(RangedFile(self, key, info.size, info.version), buffer_size)
 

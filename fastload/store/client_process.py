@@ -36,27 +36,21 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fastload.errors import FastloadError, StoreError, StoreTimeoutError
-from fastload.metrics.memory import use_one_arena
-from fastload.store.client_messages import (
-    BYTES,
-    ERROR,
-    ITEM,
-    RESULT,
-    FileArgument,
-    receive,
-    receive_request,
-    send,
-)
-
-__all__ = ["ClientProcess", "clients_live_here", "keep_clients_here"]
+from fastload.metrics.machine import call_in_forks, use_one_arena
 
 IDLE_SECONDS = 10.0  # without a request, after which it ends; the next request forks a new one
 _LOOK_SECONDS = 1.0
 _START_SECONDS = 60.0
 _SILENT_SECONDS = 60.0  # without an answer, after which the process is asked whether it lives
+_ITEM_SECONDS = 600.0  # between two items: longer than the store's own retries of one page can take
 _BUFFER = 4 << 20  # asked for as a socket's buffer; the kernel grants what the system allows
 _PING = pickle.dumps(("", []))
 _PR_SET_NAME = 15
+
+# A message is a kind, a length, and that many bytes.
+_BYTES, _RESULT, _ITEM, _ERROR = range(4)  # kinds
+_HEADER = struct.Struct("<BQ")  # kind and length
+_MOST_FILES = 4  # sent with a request
 
 _keep_here = False
 
@@ -102,7 +96,7 @@ class ClientProcess:
         # The client process may have another working directory: files are sent as open descriptors.
         paths = [argument for argument in arguments if isinstance(argument, Path)]
         request = pickle.dumps(
-            (method, [FileArgument() if isinstance(one, Path) else one for one in arguments])
+            (method, [_FileArgument() if isinstance(one, Path) else one for one in arguments])
         )
         with contextlib.ExitStack() as opened:
             files = [opened.enter_context(path.open("rb")) for path in paths]
@@ -116,28 +110,38 @@ class ClientProcess:
                     if last:
                         raise _killed() from None
                     before_repeat()
-        if kind == ERROR:
+        if kind == _ERROR:
             raise value
         return value
 
     def iterate(self, target: Any, method: str) -> Iterator[Any]:
         """The items of the generator `target.method()`, made there. Raises as `call`."""
         started = False
+        heard = time.monotonic()
+
+        def check() -> None:
+            running.check()
+            if time.monotonic() - heard > _ITEM_SECONDS:
+                raise StoreTimeoutError(
+                    f"the listing made no progress for {_ITEM_SECONDS:.0f} s", stage="list"
+                )
+
         while True:
             running = self._start(target)
             try:
                 with running.connection() as connection:  # one that is left half-way is closed
-                    send(connection, RESULT, pickle.dumps((method, [])))
-                    while (answer := receive(connection, running.check))[0] == ITEM:
+                    _send(connection, _RESULT, pickle.dumps((method, [])))
+                    while (answer := _receive(connection, check))[0] == _ITEM:
                         started = True
                         yield answer[1]
+                        heard = time.monotonic()
                 break
             except (EOFError, ConnectionError):
                 running.close()
                 if started:
                     raise _killed() from None
                 started = True
-        if answer[0] == ERROR:
+        if answer[0] == _ERROR:
             raise answer[1]
 
     def _start(self, target: Any) -> _Running:
@@ -173,8 +177,8 @@ class _Running:
     def ask(self, request: bytes, files: Sequence[int] = ()) -> tuple[int, Any]:
         """Send one request, and these descriptors with it; the answer's kind and value."""
         with self.connection() as connection:
-            send(connection, RESULT, request, files)
-            return receive(connection, self.check)
+            _send(connection, _RESULT, request, files)
+            return _receive(connection, self.check)
 
     def check(self) -> None:
         """Ask whether it lives, when an answer takes long: requests have the client's own deadlines.
@@ -183,8 +187,8 @@ class _Running:
             StoreTimeoutError: it does not answer.
         """
         with self.connection() as connection:
-            send(connection, RESULT, _PING)
-            receive(connection, self._give_up)
+            _send(connection, _RESULT, _PING)
+            _receive(connection, self._give_up)
 
     def _give_up(self) -> None:
         self.close()
@@ -346,11 +350,11 @@ class _Work:
         """Answer the requests of one connection until it is closed."""
         with connection, contextlib.suppress(EOFError, ConnectionError):
             while True:
-                files, (method, arguments) = receive_request(connection)
+                files, (method, arguments) = _receive_request(connection)
                 self._busy.add(connection)
                 try:
                     for kind, body in self._answer(method, arguments):
-                        send(connection, kind, body)
+                        _send(connection, kind, body)
                 finally:
                     for file in files:
                         os.close(file)
@@ -363,19 +367,75 @@ class _Work:
             result: Any = getattr(self._target, method)(*arguments) if method else None
             if isinstance(result, types.GeneratorType):
                 for item in result:
-                    yield ITEM, pickle.dumps(item)
+                    yield _ITEM, pickle.dumps(item)
                 result = None
             try:
-                yield BYTES, memoryview(result)
+                yield _BYTES, memoryview(result)
             except TypeError:
-                yield RESULT, pickle.dumps(result)
+                yield _RESULT, pickle.dumps(result)
         except FastloadError as error:
-            yield ERROR, pickle.dumps(error)
+            yield _ERROR, pickle.dumps(error)
         except GeneratorExit:  # the other side has gone
             raise
         except BaseException:  # a panic of the client is no Exception
             said = f"the client process of the store failed:\n{traceback.format_exc()}"
-            yield ERROR, pickle.dumps(StoreError(said))
+            yield _ERROR, pickle.dumps(StoreError(said))
+
+
+# --- messages
+
+
+class _FileArgument:
+    """Stands for a file among the arguments of a request: its descriptor comes with the message."""
+
+
+def _send(connection: socket.socket, kind: int, body: Any, files: Sequence[int] = ()) -> None:
+    """Send one message, and these descriptors with it."""
+    header = _HEADER.pack(kind, len(body))
+    # All at once: the other side is woken once.
+    sent = socket.send_fds(connection, (header, body), files) if files else connection.sendmsg((header, body))
+    if sent < len(header) + len(body):
+        connection.sendall(header[sent:])
+        connection.sendall(memoryview(body)[max(sent - len(header), 0) :])
+
+
+def _receive_request(connection: socket.socket) -> tuple[list[int], tuple[str, list[Any]]]:
+    """(descriptors that came with it, (method, arguments)). Raises EOFError when the sender has closed."""
+    header, files, _, _ = socket.recv_fds(connection, _HEADER.size, _MOST_FILES)
+    if not header:
+        raise EOFError
+    method, arguments = pickle.loads(_exactly(connection, _HEADER.unpack(header)[1], lambda: None))
+    left = iter(files)
+    arguments = [
+        Path(f"/proc/self/fd/{next(left)}") if isinstance(one, _FileArgument) else one for one in arguments
+    ]
+    return files, (method, arguments)
+
+
+def _receive(connection: socket.socket, silent: Callable[[], None]) -> tuple[int, Any]:
+    """(kind, body or object); `silent` is called from time to time while nothing comes, and may raise.
+
+    Raises:
+        EOFError: the other side has ended.
+    """
+    kind, length = _HEADER.unpack(_exactly(connection, _HEADER.size, silent))
+    body = _exactly(connection, length, silent)
+    return kind, body if kind == _BYTES else pickle.loads(body)
+
+
+def _exactly(connection: socket.socket, length: int, silent: Callable[[], None]) -> bytes:
+    parts: list[bytes] = []  # more than one: a signal came between, or it is larger than one call gives
+    missing = length
+    while missing:
+        try:
+            parts.append(connection.recv(missing, socket.MSG_WAITALL))
+        except BlockingIOError:
+            silent()
+            continue
+        if not parts[-1]:
+            raise EOFError
+        missing -= len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _timeval(seconds: float) -> bytes:
@@ -388,4 +448,4 @@ def _forget_all() -> None:
 
 
 _all: weakref.WeakSet[ClientProcess] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_forget_all)
+call_in_forks(_forget_all)

@@ -1,16 +1,25 @@
-"""Files on this machine: written whole or not at all, and the nearest directory that exists."""
+"""Files on this machine that appear whole or not at all, and folders that only this user can change.
+
+Listings and shard indexes are kept in such folders. A kept file is read only if no other user can have
+written it: a listing decides which objects and labels a training gets. Everything is checked by its
+descriptor: a path may lead to another file when it is opened.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import secrets
+import stat
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["is_part", "nearest_existing", "whole_file"]
+from fastload.errors import CacheError
 
+DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _PART = ".part"
 
 
@@ -61,3 +70,134 @@ def nearest_existing(path: str | Path) -> Path:
     while not here.exists() and here != here.parent:
         here = here.parent
     return here
+
+
+def refuse_unsafe(path: str, found: os.stat_result) -> None:
+    """Raise CacheError unless `path` is a directory into which no other user can put files.
+
+    Its owner must be this user or root. World-writable is accepted with the sticky bit only (as /tmp).
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        raise CacheError(f"path={path!r} is not a directory; give the cache a directory of its own")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise CacheError(
+            f"path={path!r} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}; "
+            "give a directory of your own, for example a new one inside it"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise CacheError(f"path={path!r} is writable for everybody; type: chmod o-w {path}")
+
+
+def make_root(path: str | Path) -> None:
+    """Make the directory of a cache, for this user only, unless it exists.
+
+    Raises:
+        CacheError: it exists, and other users can put files into it.
+        OSError: it cannot be made.
+    """
+    Path(path).mkdir(0o700, parents=True, exist_ok=True)
+    refuse_unsafe(str(path), Path(path).stat())
+
+
+def _refuse_foreign(path: Path, found: os.stat_result) -> None:
+    """Raise CacheError unless only this user or root can have made and can change it."""
+    if found.st_uid not in (os.geteuid(), 0):
+        raise CacheError(f"{path} belongs to user id {found.st_uid}, this process runs as {os.geteuid()}")
+    if found.st_mode & 0o022:
+        raise CacheError(f"{path} can be written by other users")
+
+
+def _open_folder(folder: Path) -> int:
+    fd = os.open(folder, DIR_FLAGS)
+    try:
+        _refuse_foreign(folder, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _make_folder(folder: Path) -> int:
+    """A descriptor of a folder of kept files, made with the cache's directory around it."""
+    make_root(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(0o700)
+    return _open_folder(folder)
+
+
+def may_keep(folder: Path) -> bool:
+    """Whether the files in a folder can be trusted, and more kept there; a RuntimeWarning tells why not."""
+    try:
+        os.close(_open_folder(folder))
+    except CacheError as error:
+        warnings.warn(
+            f"listings are not read or kept: {error.message}; remove it, or give the cache another path",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+    except OSError:  # it does not exist yet, or the next read or write reports the error
+        return True
+    return True
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a folder exists and only this user or root can have written the files in it."""
+    try:
+        os.close(_open_folder(folder))
+    except OSError:
+        return False
+    return True
+
+
+def open_kept(path: Path) -> int:
+    """A descriptor of a kept file, to read.
+
+    Raises:
+        CacheError: other users can have written it.
+        OSError: it does not exist, or cannot be opened.
+    """
+    folder = _open_folder(path.parent)
+    try:
+        fd = os.open(path.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    try:
+        found = os.fstat(fd)
+        _refuse_foreign(path, found)
+        if not stat.S_ISREG(found.st_mode):
+            raise CacheError(f"{path} is not a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of an empty file beside kept ones, to lock; it is made where it is not there.
+
+    Raises:
+        CacheError: other users can write there.
+        OSError: it cannot be made or opened.
+    """
+    folder = _make_folder(path.parent)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path.name, flags, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def save_kept(path: Path, content: bytes | mmap.mmap) -> None:
+    """Write a kept file, whole or not at all. Makes its folder and the cache's directory around it.
+
+    Raises:
+        CacheError: other users can write there.
+        OSError: the disk is full, or cannot be written.
+    """
+    folder = _make_folder(path.parent)
+    try:
+        with whole_file(path.name, folder=folder) as file:
+            file.write(content)
+    finally:
+        os.close(folder)

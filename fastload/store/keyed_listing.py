@@ -14,8 +14,6 @@ from fastload.errors import ArgumentError, NotFoundError
 from fastload.store.base import ObjectInfo, Store
 from fastload.store.listing import Columns, has_listing, write_manifest
 
-__all__ = ["Keys", "as_keys", "write_keys"]
-
 _FEW = 1000  # keys that are looked up one by one
 _AT_ONCE = 64
 _SHOWN = 5  # keys in a message

@@ -10,14 +10,17 @@ other, and their offsets are uint64 of count + 1. Labels may be of length 0. The
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import struct
+import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,19 +31,7 @@ from fastload.errors import NotFoundError
 from fastload.store.base import ObjectInfo, Page, Store
 from fastload.store.local import LocalStore
 
-__all__ = [
-    "FORMAT",
-    "HEADER",
-    "IMAGE_EXTENSIONS",
-    "MAGIC",
-    "SECTIONS",
-    "TABLE",
-    "Columns",
-    "Selection",
-    "has_listing",
-    "write_listing",
-    "write_manifest",
-]
+_log = logging.getLogger("fastload")
 
 MAGIC = b"fastload"
 FORMAT = 2  # 2: classes are all folders, also those without images
@@ -63,6 +54,8 @@ _SHARDS = {
     (".parquet", ".pq"): ("Parquet", "ParquetDataset"),
 }
 _HEADS = 32  # at once
+_QUIET_SECONDS = 2.0
+_LOG_EVERY_SECONDS = 30.0
 
 
 class Selection(NamedTuple):
@@ -311,3 +304,51 @@ def _offsets(lengths: array[int]) -> npt.NDArray[np.uint64]:
     offsets = np.zeros(len(lengths) + 1, dtype=np.uint64)
     np.cumsum(np.frombuffer(lengths, dtype=np.uint64), out=offsets[1:])
     return offsets
+
+
+class ListingProgress:
+    """Called with the number of objects listed so far; silent for the first 2 s."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._show_at = time.monotonic() + _QUIET_SECONDS
+        self._live: Any = None
+
+    def __enter__(self) -> ListingProgress:
+        return self
+
+    def __call__(self, listed: int) -> None:
+        self._show(f"listing {self._url}: {listed:,} objects")
+
+    def wait(self) -> None:
+        """Called from time to time while another process lists the same."""
+        self._show(f"listing {self._url}: waiting for another process, which lists it for this one too")
+
+    def _show(self, text: str) -> None:
+        now = time.monotonic()
+        if now < self._show_at:
+            return
+        is_terminal = getattr(sys.stderr, "isatty", None)  # what scripts put in its place may lack it
+        if is_terminal is None or not is_terminal():
+            _log.info(text)
+            self._show_at = now + _LOG_EVERY_SECONDS
+            return
+        self._show_at = now + 0.1
+        self._line().update(text, refresh=True)
+
+    def _line(self) -> Any:
+        if self._live is None:
+            from rich.live import Live
+
+            from fastload.metrics.console import Console
+
+            # No refresh thread: workers are forked right after this.
+            self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+            self._live.start()
+        return self._live
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()

@@ -25,8 +25,6 @@ from fastload.store.base import (
 from fastload.store.files import whole_file
 from fastload.store.translate import StoreLocation
 
-__all__ = ["LocalStore"]
-
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
 _PAGE = 1000
 _COPY = 8 << 20

@@ -20,17 +20,21 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fastload.errors import CacheError
+from fastload.errors import ArgumentError, CacheError, NotFoundError
 from fastload.store.base import Store
-from fastload.store.child import run_in_child
-from fastload.store.classes import check_classes
-from fastload.store.client_process import clients_live_here
-from fastload.store.folder import open_kept, save_kept
+from fastload.store.files import open_kept, save_kept
 from fastload.store.keyed_listing import Keys, write_keys
-from fastload.store.listing import FORMAT, HEADER, MAGIC, SECTIONS, TABLE, Selection, write_listing
-from fastload.store.shared_file import SharedFile
-
-__all__ = ["Manifest"]
+from fastload.store.listing import (
+    FORMAT,
+    HEADER,
+    IMAGE_EXTENSIONS,
+    MAGIC,
+    SECTIONS,
+    TABLE,
+    Selection,
+    write_listing,
+)
+from fastload.store.process import SharedFile
 
 _log = logging.getLogger("fastload")
 
@@ -161,9 +165,6 @@ class Manifest:
     ) -> Manifest:
         """List a store into memory.
 
-        A listing that would start a native client runs in a short-lived child, so that this process can
-        still fork its workers.
-
         Args:
             store: what to list.
             images_only, labels, selection: what to take; see `write_listing`.
@@ -177,23 +178,17 @@ class Manifest:
         """
 
         def write(descriptor: int) -> None:
-            def work(report: Callable[[int], None]) -> None:
-                if keys is not None:
-                    write_keys(store, descriptor, keys, labels=labels, progress=report)
-                    return
-                write_listing(
-                    store,
-                    descriptor,
-                    images_only=images_only,
-                    labels=labels,
-                    selection=selection,
-                    progress=report,
-                )
-
-            if store.native and not clients_live_here():
-                run_in_child(work, progress)
-            else:
-                work(progress)
+            if keys is not None:
+                write_keys(store, descriptor, keys, labels=labels, progress=progress)
+                return
+            write_listing(
+                store,
+                descriptor,
+                images_only=images_only,
+                labels=labels,
+                selection=selection,
+                progress=progress,
+            )
 
         file = SharedFile.written("fastload-manifest", write)
         store.reached = True
@@ -307,3 +302,47 @@ def _is_whole(descriptor: int) -> bool:
             return False
         with memoryview(content) as view, view[HEADER.size :] as body:
             return bool(xxhash.xxh3_64_intdigest(body) == checksum)
+
+
+_NAMED = 10  # of the names that an error is about
+
+
+def check_classes(
+    url: str,
+    folders: Sequence[str],
+    labels: npt.NDArray[np.int64],
+    classes: Sequence[str] | None,
+    allow_empty: bool,
+) -> None:
+    """Compare the folders that were listed with the classes that are wanted.
+
+    Args:
+        folders: the names of the folders.
+        labels: int64, shape (n,), the folder of each image, as an index into `folders`.
+        classes: None: every folder is a class.
+        allow_empty: a class may be without images.
+
+    Raises:
+        ArgumentError: a folder is not among `classes`.
+        NotFoundError: a class has no image.
+    """
+    others = sorted(set(folders) - set(classes)) if classes is not None else []
+    if others:
+        raise ArgumentError(
+            f"{url!r}: classes= does not name the folders {_named(others)}. Add them to classes=, or move "
+            "them out of url"
+        )
+    full = {folders[label] for label in np.unique(labels).tolist()}
+    empty = [name for name in (folders if classes is None else classes) if name not in full]
+    if empty and not allow_empty:
+        raise NotFoundError(
+            f"{url!r}: no valid image for the classes {_named(empty)}. Supported extensions: "
+            f"{', '.join(IMAGE_EXTENSIONS)}. Add images, remove the folders, or keep these as classes "
+            "without samples: allow_empty=True",
+            stage="list",
+        )
+
+
+def _named(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(map(repr, shown[:_NAMED])) + (", ..." if len(shown) > _NAMED else "")

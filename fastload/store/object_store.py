@@ -37,8 +37,6 @@ from fastload.store.translate import StoreLocation, as_bucket, public_url
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta
 
-__all__ = ["NATIVE_PROTOCOLS", "NativeStore"]
-
 NATIVE_PROTOCOLS = {
     "s3": "s3",
     "s3a": "s3",

@@ -15,8 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Answer", "OnePass"]
-
 _OPEN = 64  # answers that are kept open: as many shards may be read by turns
 _KEPT_BYTES = 64 << 20  # of all objects, passed over: several threads read one, not quite in order
 _OVERLAP = 64 << 10  # of a range, which the next one may want too

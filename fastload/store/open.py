@@ -1,4 +1,13 @@
-"""`open_store`: the store class for a URL."""
+"""`open_store`: the store class for a URL; and the places that a file names, such as a state or a table.
+
+Such a file may be somebody else's, so it may name no more than this:
+
+    protocol    one of `PROTOCOLS`: no file system that writes files, runs commands or leads to another one
+    options     those of `public_options`: none of them sends a secret or a file anywhere
+    server      the environment's or the user's own, never the file's
+
+Everything else has to come from the user.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +18,16 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, check_whole_number
 from fastload.formats.pieces import MAX_INFLATED
-from fastload.metrics.platform import need_linux
+from fastload.metrics.machine import need_linux
 from fastload.metrics.units import parse_size
 from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
 from fastload.store.local import LocalStore
+from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
+from fastload.store.options import check_host_part, endpoint_in, public_options, without_endpoint
 from fastload.store.translate import public_url, redacted
-
-__all__ = ["checked_options", "limited_together", "open_store"]
 
 # fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
 _CHAIN = re.compile(
@@ -91,8 +100,8 @@ def _reading(options: dict[str, Any]) -> Reading:
     """Take the options that are for the loader out of `options`."""
     most, hedge = options.pop("max_requests", None), options.pop("hedge", False)
     inflated = parse_size(options.pop("max_inflated", MAX_INFLATED), "storage option max_inflated")
-    if most is not None and (not isinstance(most, int) or most < 1):
-        raise ArgumentError(f"storage option max_requests must be a whole number >= 1, found {most!r}")
+    if most is not None:
+        check_whole_number("storage option max_requests", most)
     if not isinstance(hedge, bool):
         raise ArgumentError(f"storage option hedge must be True or False, found {hedge!r}")
     return Reading(most, hedge, inflated)
@@ -126,8 +135,8 @@ def _allowance(options: dict[str, Any]) -> Allowance:
     gets, egress = options.pop("max_gets", None), options.pop("max_egress", None)
     if isinstance(gets, Allowance):
         return gets
-    if gets is not None and (not isinstance(gets, int) or isinstance(gets, bool) or gets < 1):
-        raise ArgumentError(f"storage option max_gets must be a whole number >= 1, found {gets!r}")
+    if gets is not None:
+        check_whole_number("storage option max_gets", gets)
     size = None if egress is None else parse_size(egress, "storage option max_egress")
     return Allowance(Limits(gets, size))
 
@@ -142,7 +151,6 @@ def _open(url: str, storage_options: dict[str, Any]) -> Store:
     _refuse_console(url)
     _refuse_query(url, protocol)
     need_linux()
-    from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 
     client = storage_options.get("client")
     if client is not None and (client != "s3fs" or NATIVE_PROTOCOLS.get(protocol) != "s3"):
@@ -210,7 +218,6 @@ def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
     import fsspec
 
     from fastload.store.fsspec import FsspecStore
-    from fastload.store.object_store import NATIVE_PROTOCOLS
 
     if protocol == "obs":
         raise ArgumentError(
@@ -228,3 +235,66 @@ def _open_fsspec(url: str, protocol: str, options: dict[str, Any]) -> Store:
         why = "pip install huggingface_hub" if protocol == "hf" else error
         raise ArgumentError(f"url scheme {protocol!r} needs a package that is not installed: {why}") from None
     return FsspecStore(url, protocol, options)
+
+
+PROTOCOLS = frozenset({*NATIVE_PROTOCOLS, "file", "local", "memory"})
+_IN_BUCKETS = frozenset({"s3", "gs", "az"})
+
+
+def check_protocol(url: Any, named_by: str, instead: str) -> str:
+    """Return the protocol of a URL that a file names; of a path it is "file".
+
+    Args:
+        named_by: the file, in words.
+        instead: what the user may do to open it, in words.
+
+    Raises:
+        ArgumentError: it is none of `PROTOCOLS`.
+    """
+    if not isinstance(url, str):
+        raise ArgumentError(f"{named_by} has the url {url!r}, which is no text: {instead}")
+    protocol, separator, _ = url.partition("://")
+    protocol = protocol.lower() if separator else "file"
+    if protocol not in PROTOCOLS or "::" in url:
+        raise ArgumentError(
+            f"{named_by} names {redacted(url)!r}, a place that only you may name (a file may name one of "
+            f"{', '.join(sorted(PROTOCOLS))}): if you know it, {instead}"
+        )
+    return protocol
+
+
+def options_from_file(
+    url: Any, options: Mapping[str, Any], given: Mapping[str, Any], named_by: str
+) -> dict[str, Any]:
+    """Return the options to open a place that a file names. Nothing is sent meanwhile.
+
+    Args:
+        url, options: what the file says.
+        given: the options of the user, which count more.
+        named_by: the file, in words.
+
+    Raises:
+        ArgumentError: the file says something that only the user may say; the message names it.
+    """
+    protocol = check_protocol(url, named_by, "pass --data URL")
+    if NATIVE_PROTOCOLS.get(protocol) in _IN_BUCKETS:
+        bucket = url.partition("://")[2].partition("/")[0]
+        for part in bucket.split("@", 1):  # a container of an account
+            check_host_part(f"{named_by}: the bucket of its url", part)
+    said, refused = public_options({name: value for name, value in options.items() if name not in given})
+    if refused:
+        raise ArgumentError(
+            f"{named_by} sets the storage option {refused[0]!r}, which only you may set: if you need it, "
+            f"pass --storage-option {refused[0]}=VALUE, else --data URL"
+        )
+    found = {**without_endpoint(said), **given}
+    server = endpoint_in(said)
+    if server and not endpoint_in(given):
+        own = endpoint_in(open_store(url, **found).public_options()[0])
+        if server != own:
+            raise ArgumentError(
+                f"{named_by} names the server {server!r}, and your environment names "
+                f"{repr(own) if own else 'no server'}. Requests may carry your credentials: if you know that "
+                "server, pass it with --endpoint-url"
+            )
+    return found

@@ -19,21 +19,6 @@ from urllib.parse import unquote, urlsplit
 from fastload.errors import ArgumentError
 from fastload.store.translate import public_url
 
-__all__ = [
-    "Connection",
-    "azure",
-    "check_host_part",
-    "endpoint_in",
-    "gcs",
-    "http",
-    "public_options",
-    "refuse_user",
-    "s3",
-    "s3fs",
-    "secret_values",
-    "without_endpoint",
-]
-
 _S3_OWN = (
     *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),
     *("requester_pays", "use_ssl", "client", "credential_provider"),

@@ -1,24 +1,32 @@
-"""Values that belong to one process: a forked child must not use its parent's clients, threads and locks.
+"""What belongs to one process, and what all processes of a node share.
 
-`ProcessLocal` is the rule for values. Five modules need more than that when a process forks, and register
-hooks of their own:
+A forked child must not use its parent's clients, threads and locks. `ProcessLocal` is the rule for values.
+Some modules need more than that when a process forks, and register hooks of their own:
 
 * `store.client_process` closes the parent's connections in the child, so that the client process can see its
   trainer end.
-* `cache.registry` lets no LMDB transaction be open at a fork, and closes the environment in the child.
-* `metrics.counters` starts the child's counters at zero.
-* `workers.channel` and `workers.slot_map` close the trainer's ends of pipes and mappings in the child.
+* `cache.access` lets no LMDB transaction be open at a fork, and closes the environment in the child.
+* `metrics.counters` starts the child's counters at zero, and `metrics.machine` lifts the limits of payloads.
+* `distributed.agreement` leaves the connection of torch's key-value store to the parent.
+* `workers.protocol` closes the trainer's ends of channels in the child; `workers.slots` uses the slots that
+  the child can see no more.
+
+A `SharedFile` is bytes in one file that all processes of a node map. Forked processes share the mapping. A
+process that is being spawned gets a descriptor of the same file.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from multiprocessing import context, reduction
 from typing import Any, Generic, TypeVar
 
-__all__ = ["ProcessLocal", "speaks"]
+from fastload.metrics.machine import call_in_forks, memory_file
 
 T = TypeVar("T")
 
@@ -87,7 +95,7 @@ def _count_fork() -> None:
     _generation += 1
 
 
-os.register_at_fork(after_in_child=_count_fork)
+call_in_forks(_count_fork)
 
 
 def speaks() -> bool:
@@ -95,3 +103,56 @@ def speaks() -> bool:
     torch_data = sys.modules.get("torch.utils.data")  # else this is no worker
     worker = torch_data.get_worker_info() if torch_data is not None else None
     return worker is None or worker.id == 0
+
+
+class SharedFile:
+    """A mapped file that is only read. Pickling it for a process that is being spawned passes a descriptor.
+
+    Any other pickle has the bytes; a copy is the file itself.
+
+    Args:
+        descriptor: of the file, with all of its content. This object owns it from here on.
+
+    Attributes:
+        map: its content.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self.map = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+    @classmethod
+    def written(cls, name: str, write: Callable[[int], None]) -> SharedFile:
+        """A file in memory with what `write(descriptor)` puts there.
+
+        Raises:
+            What `write` raises.
+        """
+        descriptor = memory_file(name)
+        try:
+            write(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(descriptor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedFile:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if context.get_spawning_popen() is not None:
+            return _from_handle, (reduction.DupFd(self._descriptor),)
+        return _from_bytes, (self.map[:],)
+
+
+def _from_handle(handle: Any) -> SharedFile:
+    return SharedFile(handle.detach())
+
+
+def _from_bytes(content: bytes) -> SharedFile:
+    def write(descriptor: int) -> None:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+
+    return SharedFile.written("fastload-shared", write)

@@ -12,8 +12,6 @@ import io
 import os
 from typing import Any, Protocol
 
-__all__ = ["RangedFile"]
-
 
 class _Ranged(Protocol):
     """The part of a `Store` that a file needs. `base` imports this module, so it cannot be named here."""

@@ -13,8 +13,6 @@ from typing import NamedTuple, TypeVar
 
 from fastload.errors import StoreError
 
-__all__ = ["CONTACT_SECONDS", "READ", "Attempts", "Policy", "Wait", "retried", "sleep"]
-
 T = TypeVar("T")
 Wait = Callable[[StoreError, float], None]  # (what failed, seconds to pause); may raise to give up
 

@@ -31,8 +31,6 @@ from fastload.store.base import (
 from fastload.store.process import ProcessLocal
 from fastload.store.translate import StoreLocation, public_url
 
-__all__ = ["S3fsStore"]
-
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.
 _CONTACT_SECONDS = 7.0
 _MOST_IN_A_PUT = 5 << 30  # S3's own limit
@@ -76,25 +74,28 @@ class S3fsStore(Store):
         contact = {**request, "Prefix": f"{self._prefix}.fastload-contact/", "MaxKeys": 1}
         with self._location.errors("list"):
             self._call("list_objects_v2", contact, _CONTACT_SECONDS)
-        while True:
-            answer = self._retried(lambda: self._page(request))
+        for answer in self._pages(request):
             entries = answer.get("Contents", ())
-            found = [entry for entry in entries if entry["Size"] or not entry["Key"].endswith("/")]
-            yield [self._info(entry["Key"][len(self._prefix) :], entry["Size"], entry) for entry in found]
-            if not answer.get("IsTruncated"):
-                return
-            request["ContinuationToken"] = answer["NextContinuationToken"]
+            objects = [entry for entry in entries if entry["Size"] or not entry["Key"].endswith("/")]
+            yield [self._info(entry["Key"][len(self._prefix) :], entry["Size"], entry) for entry in objects]
 
     def _folders(self) -> set[str]:
         request = {"Bucket": self._bucket, "Prefix": self._prefix, "Delimiter": "/"}
-        found: set[str] = set()
-        while True:
-            answer = self._retried(lambda: self._page(request))
+        folders: set[str] = set()
+        for answer in self._pages(request):
             prefixes = [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
-            found.update(prefix[len(self._prefix) :].rstrip("/") for prefix in prefixes)
+            folders.update(prefix[len(self._prefix) :].rstrip("/") for prefix in prefixes)
+        return folders
+
+    def _pages(self, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The answers to a request for a listing, each with retries of its own."""
+        asked = dict(request)
+        while True:
+            answer = self._retried(lambda: self._page(asked))
+            yield answer
             if not answer.get("IsTruncated"):
-                return found
-            request["ContinuationToken"] = answer["NextContinuationToken"]
+                return
+            asked["ContinuationToken"] = answer["NextContinuationToken"]
 
     def _page(self, request: Mapping[str, Any]) -> dict[str, Any]:
         with self._location.errors("list"):

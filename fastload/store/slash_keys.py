@@ -21,8 +21,6 @@ from typing import Any
 from fastload.errors import StoreError
 from fastload.store.base import ObjectInfo, Page
 
-__all__ = ["SlashKeys"]
-
 _THREADS = 16
 _FEW = 64  # HEADs that are always made; and keys without an extension that are asked for
 _PAGE = 1000

@@ -22,8 +22,6 @@ from fastload.errors import (
     StoreTimeoutError,
 )
 
-__all__ = ["StoreLocation", "as_bucket", "public_url", "redacted"]
-
 # Matched against a text without URLs, quoted names, the key, times and sizes: a key may be called "403", and
 # a 503 may have come "in 404.1ms".
 _DENIED = re.compile(

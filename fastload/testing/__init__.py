@@ -7,8 +7,7 @@ A subclass defines `make`, and pytest collects one test a promise. pytest is not
 
 from __future__ import annotations
 
-from fastload.testing.dataset_tests import DatasetTests
-from fastload.testing.iterable_tests import IterableDatasetTests
+from fastload.testing.dataset_tests import DatasetTests, IterableDatasetTests
 from fastload.testing.sampler_tests import SamplerTests
 from fastload.testing.store_tests import StoreTests
 from fastload.testing.transform_tests import TransformTests

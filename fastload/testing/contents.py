@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Contents", "Difference", "contents", "difference"]
-
 # (where in the sample, what is there) of each part, in the order of the sample.
 Contents = tuple[tuple[str, Hashable], ...]
 

@@ -15,23 +15,7 @@ import torch
 
 from fastload.loader.dataloader import DataLoader
 from fastload.testing.contents import Contents, difference
-from fastload.workers.turns import GeneratorStates
-
-__all__ = [
-    "OTHER_SEED",
-    "SEED",
-    "as_it_is",
-    "batch_size",
-    "broken",
-    "check_once",
-    "check_same",
-    "check_same_lists",
-    "close",
-    "in_processes",
-    "loader_of",
-    "not_promised",
-    "seeded",
-]
+from fastload.workers.sample_threads import GeneratorStates
 
 SEED, OTHER_SEED = 1, 2
 _BATCHES = 6  # of an epoch at most: the state at the end of each one is resumed

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal
 
 from fastload.testing.promises import SEED, broken, loader_of, not_promised, seeded
 
-__all__ = ["SamplerTests"]
-
 _ONCE = "in an epoch all ranks together give every index once"
 
 

@@ -14,8 +14,6 @@ from fastload.errors import ArgumentError, NotFoundError, ObjectChangedError, Sh
 from fastload.store.base import ObjectInfo, Store, is_time_version
 from fastload.testing.promises import broken, not_promised
 
-__all__ = ["StoreTests"]
-
 _THREADS = 8
 _ABSENT = "absent/key"
 

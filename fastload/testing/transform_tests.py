@@ -23,8 +23,6 @@ from fastload.testing.promises import (
     seeded,
 )
 
-__all__ = ["TransformTests"]
-
 _SAME = "a transform gives the same result for the same seed and input"
 _DRAW = (
     "draw random numbers from torch, random or np.random when the transform is called, and keep nothing of "

@@ -22,13 +22,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from fastload.datasets.wrappers import as_streams
+from fastload.datasets.wrappers import view_of
 from fastload.distributed import cores_of_rank, local_ranks
 from fastload.metrics.bottleneck import find_bottleneck
-from fastload.metrics.cores import Cores
 from fastload.metrics.counters import Counters
-
-__all__ = ["Autoscaler", "ceiling", "why_fixed"]
+from fastload.metrics.machine import Cores
 
 _log = logging.getLogger("fastload")
 
@@ -65,7 +63,7 @@ def why_fixed(dataset: Any) -> str:
     """Why the number of workers cannot change while an epoch runs; "" where it can."""
     if isinstance(dataset, IterableDataset):
         return "an iterable dataset is split by worker"
-    if as_streams(dataset) is not None:
+    if view_of(dataset).streams() is not None:
         return "shards are read as one stream per worker"
     if callable(getattr(dataset, "state_dict", None)):
         return "the dataset keeps a state in each worker"

@@ -11,24 +11,29 @@ batch. A subclass with a `__getitem__` of its own is prefetched, and asked for i
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastload.datasets.inner import fastload_datasets, inner_datasets, start_epoch
-from fastload.datasets.protocols import Allocate, CacheFilling
+from fastload.datasets.columns import ordinary_memory
+from fastload.datasets.protocols import (
+    Allocate,
+    CacheFilling,
+    EncodedRows,
+    RowErrors,
+    RowRequests,
+)
 from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.wrappers import see
+from fastload.datasets.views import View
+from fastload.datasets.wrappers import fastload_datasets, inner_datasets, start_epoch, view_of
+from fastload.errors import ArgumentError
 from fastload.metrics.counters import Counters
-from fastload.workers.collate import Collation
+from fastload.workers.collate import Collation, tell_mismatch
 from fastload.workers.on_error import ErrorPolicy
-from fastload.workers.readahead import ReadAhead
-from fastload.workers.rows import EncodedRowBatches, RowBatches
-from fastload.workers.sample_reader import SampleReader
+from fastload.workers.reading import ReadAhead, SampleReader
 from fastload.workers.sample_threads import SampleThreads
 from fastload.workers.witness import Witness, Witnesses
-
-__all__ = ["BatchCounters", "BatchMaker"]
 
 
 class BatchCounters(Counters):
@@ -83,7 +88,7 @@ class BatchMaker:
         shares: bool = False,
         logged: bool = False,
     ) -> None:
-        rows = see(dataset)
+        rows = view_of(dataset)
         seeds = SampleSeeds() if seeded else None
         # Streamed ids are not announced, and shard datasets hand out a stream's records to one thread.
         threaded = threads > 0 and rows.streams() is None
@@ -91,14 +96,14 @@ class BatchMaker:
         self._collation = Collation(collate_fn, auto_collation=auto_collation)
         self._errors = ErrorPolicy(dataset, on_error, self.counters)
         self._ahead = ReadAhead(
-            rows if rows.ahead else None, auto_collation=auto_collation, threaded=threaded
+            rows if rows.reads_ahead else None, auto_collation=auto_collation, threaded=threaded
         )
         self._seeds = seeds
         self._epoch = (0, 0)  # seed, epoch
         self._datasets = fastload_datasets(dataset)
         self._rows: RowBatches | None = None
         self._encoded: EncodedRowBatches | None = None
-        if rows.ahead and rows.own is None:
+        if rows.reads_ahead and rows.override is None:
             self._rows = RowBatches(rows, self._collation, seeds, allocate, self._errors.name)
         encoded = rows.encoded()
         if encoded is not None:
@@ -218,3 +223,113 @@ class BatchMaker:
                 made = form.finish(batch, settled)
         self.counters.made_batch(len(indices))
         return made
+
+
+# --- batches whose rows a dataset writes itself: as pixels, or as encoded images for the device to decode
+
+
+class _Batches(ABC):
+    """Batches that `rows` fills."""
+
+    def __init__(
+        self, rows: View, collation: Collation, seeds: SampleSeeds | None, allocate: Allocate
+    ) -> None:
+        self._rows = rows
+        self._collation = collation
+        self._seeds = seeds
+        self._allocate = allocate
+
+    @abstractmethod
+    def new_batch(self, n: int) -> Any | None:
+        """An empty batch of `n` rows; None where the dataset has to be read sample by sample."""
+
+    def fill(self, batch: Any, requests: RowRequests, seed: int, epoch: int) -> RowErrors:
+        """Wait for the payloads of these samples, and decode them into their rows."""
+        with self._seeds or contextlib.nullcontext():
+            return self._rows.fill(batch, requests, seed, epoch)
+
+    def copy_row(self, batch: Any, target: int, source: int) -> None:
+        """Make row `target` equal to row `source`."""
+        self._rows.copy_row(batch, target, source)
+
+    @abstractmethod
+    def finish(self, batch: Any, indices: list[Any]) -> Any:
+        """The filled batch in the form that the loader hands over. `indices`: the sample in each row."""
+
+
+class RowBatches(_Batches):
+    """Batches of pixels and columns: no sample objects, no stacking.
+
+    Args:
+        rows: of the loader's dataset.
+        collation: the loader's.
+        seeds: of the loader's `seed`, or None.
+        allocate: memory for batches that need no `collate_fn`, such as a slot.
+        name: index of a sample -> its name, for errors.
+    """
+
+    def __init__(
+        self,
+        rows: View,
+        collation: Collation,
+        seeds: SampleSeeds | None,
+        allocate: Allocate,
+        name: Callable[[Any], str],
+    ) -> None:
+        super().__init__(rows, collation, seeds, allocate)
+        self._name = name
+
+    def new_batch(self, n: int) -> Any | None:
+        return self._rows.new_batch(n, self._allocate if self._collation.direct else ordinary_memory)
+
+    def finish(self, batch: Any, indices: list[Any]) -> Any:
+        """The batch itself, or that which a user's `collate_fn` makes of its rows."""
+        if not self._collation.direct:
+            samples = self._samples(batch, indices)
+            if self._seeds is not None and indices:
+                self._seeds.set(indices[-1])
+            return self._collation(samples, lambda row: self._name(indices[row]))
+        with self._collation.on_host():
+            try:
+                return self._rows.finish_batch(batch)
+            except Exception as error:
+                tell_mismatch(error, self._samples(batch, indices), lambda row: self._name(indices[row]))
+                raise
+
+    def _samples(self, batch: Any, indices: list[Any]) -> list[Any]:
+        return [self._rows.sample(batch, row) for row in range(len(indices))]
+
+
+class EncodedRowBatches(_Batches):
+    """Batches with `EncodedImages` in place of pixels.
+
+    Args:
+        rows, encoded: the same dataset, in both of its roles.
+        collation, seeds, allocate: as for `RowBatches`.
+    """
+
+    def __init__(
+        self,
+        rows: View,
+        encoded: EncodedRows,
+        collation: Collation,
+        seeds: SampleSeeds | None,
+        allocate: Allocate,
+    ) -> None:
+        super().__init__(rows, collation, seeds, allocate)
+        self._encoded = encoded
+
+    def new_batch(self, n: int) -> Any:
+        """An empty batch of `n` rows.
+
+        Raises:
+            ArgumentError: the dataset's transform, which may have changed, needs pixels.
+        """
+        why = self._encoded.why_not_encoded()
+        if why is not None:
+            raise ArgumentError(f"decode= of the loader does not work here: {why}")
+        return self._encoded.new_encoded_batch(n, self._allocate)
+
+    def finish(self, batch: Any, indices: list[Any]) -> Any:
+        with self._collation.on_host():
+            return self._encoded.finish_encoded_batch(batch)

@@ -17,15 +17,12 @@ from typing import Any, Protocol
 
 import torch.multiprocessing
 
-from fastload.metrics.bad_samples import BadSamples
-from fastload.metrics.counters import Counters
+from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.memory_limit import MemoryUse
 from fastload.workers.pool import WorkerPool
 from fastload.workers.protocol import Failure, Result, WorkerSetup
 from fastload.workers.slot_memory import Pin
 from fastload.workers.witness import Witness
-
-__all__ = ["PRELOADED", "Arrival", "Executor", "ProcessExecutor"]
 
 # By the fork server; obstore starts its threads with its first request, not on import.
 PRELOADED = ("torch", "fastload.workers.worker", "fastload.datasets.image_folder", "obstore.store")

@@ -13,17 +13,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.datasets.protocols import Allocate
-from fastload.metrics.bad_samples import BadSamples
-from fastload.metrics.counters import Counters
-from fastload.metrics.memory import limit_payloads
+from fastload.metrics.counters import BadSamples, Counters
+from fastload.metrics.machine import limit_payloads
 from fastload.workers.collate import note_sample
 from fastload.workers.executor import Arrival
 from fastload.workers.protocol import EpochStart, Work, WorkerSetup
-from fastload.workers.sources import open_source
-from fastload.workers.stream_reader import StreamOver, TakeNext
-from fastload.workers.turns import GeneratorStates
-
-__all__ = ["InlineExecutor", "allocator"]
+from fastload.workers.sample_threads import GeneratorStates
+from fastload.workers.sources import StreamOver, TakeNext, open_source
 
 
 class InlineExecutor:

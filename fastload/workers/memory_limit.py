@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 
 from fastload.distributed import known_local_ranks
 from fastload.errors import ArgumentError
-from fastload.fetch.byte_budget import budgeted_bytes
-from fastload.metrics.memory import anonymous_bytes, limit_payloads, private_bytes, trim, usable_bytes
+from fastload.fetch.limits import budgeted_bytes
+from fastload.metrics.machine import anonymous_bytes, limit_payloads, private_bytes, trim, usable_bytes
 from fastload.metrics.units import format_size, parse_size
 from fastload.workers.autoscale import ceiling
-
-__all__ = ["MemoryLimit", "MemoryUse", "WorkerMemory", "most_workers"]
 
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", re.ASCII)
 

@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastload.datasets.mixture import Mixture
 from fastload.datasets.protocols import RowErrors, RowRequests
 from fastload.datasets.substitutes import substitutes
-from fastload.datasets.wrappers import key_of
+from fastload.datasets.wrappers import view_of
 from fastload.errors import (
     FastloadError,
     NotFoundError,
@@ -20,8 +19,6 @@ from fastload.errors import (
 )
 from fastload.metrics.counters import Counters
 from fastload.workers.collate import tell_sample
-
-__all__ = ["REPLACEMENTS", "ErrorPolicy"]
 
 REPLACEMENTS = 16  # how many other samples `on_error="replace"` tries before it gives up
 
@@ -120,9 +117,9 @@ class ErrorPolicy:
         """ "sample 3 'cat/3.jpg'": with its key, where the dataset knows it."""
         name = f"sample {index!r}"
         with contextlib.suppress(Exception):  # not indexed, or out of range: that may be the very error
-            if isinstance(self._dataset, Mixture):
-                name = self._dataset.sample_name(index)
-            key = key_of(self._dataset, index)
+            view = view_of(self._dataset)
+            name = view.sample_name(index)
+            key = view.key(index)
             if key is not None:
                 return f"{name} {key!r}"
         return name

@@ -18,13 +18,10 @@ from multiprocessing import resource_tracker
 from typing import Any, ClassVar
 
 from fastload.errors import WorkerError
-from fastload.workers.packing import PackedBatch
 from fastload.workers.protocol import Channel, EpochStart, LeaveOut, Result, Work, WorkerSetup
-from fastload.workers.slot_memory import Pin
+from fastload.workers.slot_memory import PackedBatch, Pin
 from fastload.workers.slots import SlotMap, forking_a_worker
 from fastload.workers.worker import worker_main
-
-__all__ = ["WorkerPool"]
 
 _LIVENESS_INTERVAL = 0.5  # seconds between checks of the processes while waiting for a batch
 # torch's wording, which scripts may filter or tests expect.

@@ -22,12 +22,10 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from fastload.errors import FastloadError
+from fastload.metrics.machine import call_in_forks
 from fastload.workers.memory_limit import MemoryLimit
-from fastload.workers.packing import PackedBatch
-from fastload.workers.slot_memory import anonymous_file
+from fastload.workers.slot_memory import PackedBatch, anonymous_file
 from fastload.workers.witness import Witness
-
-__all__ = ["Channel", "EpochStart", "Failure", "LeaveOut", "Result", "Work", "WorkerSetup"]
 
 # Above this a message travels as an anonymous file: the socket's send buffer (208 KiB) bounds a packet.
 _PACKET_LIMIT = 64 << 10
@@ -53,7 +51,7 @@ class WorkerSetup:
     threads: int
     batch_size: int
     memory_limit: MemoryLimit | None
-    positions: list[dict[str, Any]] | None  # where each worker resumes the dataset, see `dataset_state`
+    positions: list[dict[str, Any]] | None  # where each worker resumes the dataset
 
 
 class EpochStart(NamedTuple):
@@ -277,4 +275,4 @@ def _close_trainer_ends() -> None:
         channel.close()
 
 
-os.register_at_fork(after_in_child=_close_trainer_ends)
+call_in_forks(_close_trainer_ends)

@@ -32,19 +32,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastload.workers.packing import PackedBatch, dump, load
 from fastload.workers.slot_memory import (
     Bytes,
     Lease,
+    PackedBatch,
     Pin,
     anonymous_file,
     contiguous_stride,
+    dump,
     extent,
+    load,
     map_shared,
     tensor_over,
 )
-
-__all__ = ["SlotMap", "SlotPool", "forking_a_worker"]
 
 _ALIGN = 64
 # A batch below this travels inside the message: one copy of a few KiB is cheaper than a slot, and users who

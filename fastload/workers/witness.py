@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fastload.datasets.seen_rows import Rows, numbers_of
-
-__all__ = ["LANES", "Witness", "Witnesses", "sums_of"]
+from fastload.datasets.views import View, numbers_of
 
 LANES = 4
 _FACTORS = np.array(
@@ -56,13 +54,13 @@ class Witnesses:
         logged: there is a sample log, which needs each row.
     """
 
-    def __init__(self, rows: Rows, *, seeded: bool, logged: bool) -> None:
+    def __init__(self, rows: View, *, seeded: bool, logged: bool) -> None:
         self._rows = rows
         self._seeded = seeded
         self._logged = logged
 
     def of(self, indices: list[Any], seed: int, epoch: int) -> Witness:
         """Of the samples that stand in the rows of a batch, substitutes of bad ones included."""
-        found = self._rows.witnesses(indices, seed, epoch, seeded=self._seeded)
+        found = self._rows.fingerprints(indices, seed, epoch, seeded=self._seeded)
         rows = (numbers_of(indices), found) if self._logged else None
         return Witness(len(indices), sums_of(found), rows)

@@ -21,17 +21,13 @@ import numpy.random  # numpy itself imports it late: 12 ms in each worker before
 import torch
 
 from fastload.metrics.counters import Counters
-from fastload.metrics.memory import use_one_arena
+from fastload.metrics.machine import use_one_arena
 from fastload.metrics.torch_private import handle_dead_workers_signals, numpy_seed, set_worker_info
 from fastload.workers.collate import collate_into
-from fastload.workers.dataset_state import load_dataset
 from fastload.workers.memory_limit import WorkerMemory
 from fastload.workers.protocol import Channel, EpochStart, Failure, LeaveOut, Result, Work, WorkerSetup
 from fastload.workers.slots import SlotPool
-from fastload.workers.sources import BatchSource, open_source
-from fastload.workers.stream_reader import StreamOver, TakeNext
-
-__all__ = ["worker_main"]
+from fastload.workers.sources import BatchSource, StreamOver, TakeNext, load_dataset, open_source
 
 # From <malloc.h>; the most that glibc allows on 64-bit machines is 32 MiB for the second.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from fastload.cache import Cache, write_queue
+from fastload.cache import Cache
 from fastload.cache import writer as writer_module
 from fastload.cache.directory import Directory
 from fastload.cache.segment import Entry, SegmentWriter, record_size
@@ -178,7 +178,7 @@ def killed_at(path: Path, moment: str, index_before_bytes: bool = False) -> None
         if index_before_bytes:
             writer_module.Writer._append = index_first  # type: ignore[method-assign]
         die_at(moment)
-        write_queue.LINGER = PATIENCE  # all ten are one batch, which `flush` ends
+        writer_module.LINGER = PATIENCE  # all ten are one batch, which `flush` ends
         for i in range(10):
             name = f"{moment}-{i}"
             cache.write(cache.key(name), payload_of(name))
@@ -197,7 +197,9 @@ def index_first(self: writer_module.Writer, items: list[writer_module.Item]) -> 
         entries.append((item.key, Entry(self._number, end, len(item.payload), item.checksum)))
         end += record_size(len(item.payload))
     self._index.publish(self._number, entries)
-    SegmentWriter.append(self._segment, self._number, [(i.key, i.payload, i.checksum) for i in items])
+    SegmentWriter.append(
+        self._segment, self._number, [(i.key, (i.head, i.payload), i.checksum) for i in items]
+    )
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -27,7 +27,7 @@ import xxhash
 import fastload
 from fastload import Cache, DataLoader, open_store
 from fastload.cache import pull, push
-from fastload.cache.pack import Pack, tail_size
+from fastload.cache.packs import Pack, tail_size
 from fastload.store import Store
 from tests.bucketdata import Bucket
 from tests.cachedata import payload_of
@@ -97,7 +97,7 @@ class Trainer:
 
     def background(self) -> list[psutil.Process]:
         """The processes that pull and push for it."""
-        return [one for one in self.users() if any("remote_work" in word for word in _command(one))]
+        return [one for one in self.users() if any("cache.remote import" in word for word in _command(one))]
 
     def users(self) -> list[psutil.Process]:
         """The processes that it has started, or that have files of its cache open."""

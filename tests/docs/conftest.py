@@ -29,9 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fastload.demo.s3_server import delay_proxy, serve_s3
-from fastload.formats.example import encode_example
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from fastload.formats.tar import TarWriter
+from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from tests.docs.pages import run_page
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene

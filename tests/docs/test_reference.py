@@ -20,9 +20,8 @@ import fastload
 from fastload import errors, testing
 from fastload.cache.cache import Mode
 from fastload.cli.app import app
-from fastload.demo.photos import make_dataset
-from fastload.metrics.counters import Counters
-from fastload.metrics.epoch import Meter, rates
+from fastload.cli.demo.photos import make_dataset
+from fastload.metrics.counters import Counters, Meter, rates
 from fastload.metrics.metric_names import COUNTERS, METRICS
 from fastload.store import options as store_options
 from tests.docs.pages import RUN, SHOWN, blocks
@@ -178,7 +177,7 @@ def test_every_message_is_on_the_page_of_errors() -> None:
         longest = max(
             map(words, re.split("\0|pip (?:un)?install[^\0]*|`fastload doctor`|See ", message)), key=len
         ).strip(" .:;,'\"()")
-        if place.startswith("demo/") or len(longest) < 8:
+        if place.startswith("cli/demo/") or len(longest) < 8:
             continue
         if longest not in page:
             missing.append(f"{place} {longest}")

@@ -1,6 +1,6 @@
-/* Mutates real JPEGs, and records of them, and decodes both with the kernel's own code, under AddressSanitizer and UBSan.
- * The record of a mutated JPEG must give the pixels of that JPEG, and our Huffman decoder must give those of libjpeg's, and
- * its errors.
+/* Mutates real JPEGs, records of them and JPEGs with an index of their rows, and decodes all with the kernel's own code, under
+ * AddressSanitizer and UBSan. The record of a mutated JPEG must give the pixels of that JPEG, with an index of its rows it
+ * must give the same, and our Huffman decoder must give those of libjpeg's, and its errors.
  *
  *     kernel_fuzz SECONDS SEED MAX_PIXELS FILE...
  *
@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <time.h>
 
-#include "../../fastload/images/dct_write.h"
+#include "../../fastload/images/write.h"
 
 #include <sanitizer/asan_interface.h>
 
@@ -30,6 +30,13 @@ static void keep(void) {
     if (!file) return;
     fwrite(data, 1, size, file);
     fclose(file);
+}
+
+static void die(const char *why) {
+    printf("%s\n", why);
+    fflush(stdout);
+    keep();
+    abort();
 }
 
 static uint8_t *load(const char *path, size_t *n) {
@@ -96,18 +103,51 @@ static void compare(uint64_t max_pixels) {
         Buffer cmyk = {NULL, 0};
         const bool plain = jpeg_decode(data, size, &limits, denominator, pixels[0], w, h, &cmyk, message);
         const bool kept = jpeg_decode(exact, record.size, &limits, denominator, pixels[1], w, h, &cmyk, message);
-        if (plain && (!kept || memcmp(pixels[0], pixels[1], (size_t)w * h * 3))) {
-            printf("a record of other pixels: %d\n", kept);
-            fflush(stdout);
-            keep();
-            abort();
-        }
+        if (plain && !kept) die("a record is refused");
+        if (plain && memcmp(pixels[0], pixels[1], (size_t)w * h * 3)) die("a record of other pixels");
         buffer_free(&cmyk);
         free(pixels[0]);
         free(pixels[1]);
         free(exact);
     }
     free(record.data);
+}
+
+/* Dies where a crop of the mutant has other pixels with an index of its rows, or makes another index on the way. */
+static void compare_rows(uint64_t max_pixels) {
+    enum { SIDE = 40 };
+    char message[MESSAGE_SIZE];
+    const Limits limits = {max_pixels, draw(2)};
+    Record index = {NULL, 0, 0};
+    int width, height;
+    use_huffman = true;
+    if (jpeg_to_rows(data, size, max_pixels, &index, message) && jpeg_header(data, size, &limits, &width, &height, message)) {
+        uint8_t *exact = malloc(index.size + size); /* a read behind it is seen */
+        memcpy(exact, index.data, index.size);
+        memcpy(exact + index.size, data, size);
+        Box box = {draw((uint32_t)width), draw((uint32_t)height), 0, 0};
+        box.x1 = box.x0 + 1 + draw((uint32_t)(width - box.x0));
+        box.y1 = box.y0 + 1 + draw((uint32_t)(height - box.y0));
+        uint8_t *pixels[2] = {malloc(SIDE * SIDE * 3), malloc(SIDE * SIDE * 3)}, *made = calloc(1, index.size);
+        Scratch scratch;
+        memset(&scratch, 0, sizeof scratch);
+        for (int indexed = 0; indexed < 2; indexed++) {
+            const Target target = {pixels[indexed], SIDE, SIDE * SIDE};
+            const IndexRoom room = {indexed ? NULL : made, index.size};
+            const uint8_t *from = indexed ? exact : data;
+            if (!jpeg_crop_resize(from, indexed ? index.size + size : size, &limits, box, SIDE, SIDE, true, false, target, room,
+                                  &scratch, message))
+                die("a file with an index is refused");
+        }
+        scratch_free(&scratch);
+        if (memcmp(pixels[0], pixels[1], SIDE * SIDE * 3)) die("other pixels with an index of rows");
+        if (memcmp(made, index.data, index.size)) die("a crop makes another index of rows");
+        free(pixels[0]);
+        free(pixels[1]);
+        free(made);
+        free(exact);
+    }
+    free(index.data);
 }
 
 static size_t attempted; /* bytes of pixels */
@@ -140,7 +180,7 @@ static bool attempt(uint64_t max_pixels, char *message, uint8_t *out) {
     Scratch scratch;
     memset(&scratch, 0, sizeof scratch);
     const bool done = jpeg_crop_resize(data, size, &limits, box, out_width, out_height, draw(2), draw(2), target,
-                                       &scratch, message);
+                                       (IndexRoom){NULL, 0}, &scratch, message);
     scratch_free(&scratch);
     memcpy(out, exact, attempted = (size_t)out_width * out_height * 3);
     free(exact);
@@ -153,6 +193,7 @@ static bool attempts(uint64_t max_pixels) {
     char messages[2][MESSAGE_SIZE] = {"", ""};
     bool done[2];
     if (draw(4) == 0) compare(max_pixels);
+    if (draw(4) == 0) compare_rows(max_pixels);
     small_scan = draw(8) ? 0 : 4096;
     const uint64_t before = state;
     for (int own = 0; own < 2; own++) {
@@ -161,6 +202,7 @@ static bool attempts(uint64_t max_pixels) {
         use_huffman = own;
         done[own] = attempt(max_pixels, messages[own], pixels[own]);
     }
+    if (has_rows(data, size)) return done[1]; /* nobody can tell a wrong index from a right one */
     if (done[0] != done[1] || (done[0] ? memcmp(pixels[0], pixels[1], attempted) : strcmp(messages[0], messages[1]))) {
         printf("libjpeg: %d %s; huffman.h: %d %s\n", done[0], messages[0], done[1], messages[1]);
         fflush(stdout);
@@ -176,9 +218,9 @@ int main(int argc, char **argv) {
     const uint64_t max_pixels = strtoull(argv[3], NULL, 10);
     state = strtoull(argv[2], NULL, 10) * 2 + 1;
     const int given = argc - 4;
-    int files = given; /* the JPEGs, then the records of those that have one */
-    uint8_t **seeds = malloc(sizeof *seeds * (size_t)given * 2);
-    size_t *sizes = malloc(sizeof *sizes * (size_t)given * 2);
+    int files = given; /* the JPEGs, then the records and the files with an index of those that have one */
+    uint8_t **seeds = malloc(sizeof *seeds * (size_t)given * 3);
+    size_t *sizes = malloc(sizeof *sizes * (size_t)given * 3);
     for (int i = 0; i < given; i++) {
         Record record = {NULL, 0, 0};
         char message[MESSAGE_SIZE];
@@ -187,6 +229,15 @@ int main(int argc, char **argv) {
             seeds[files] = record.data, sizes[files++] = record.size;
         else
             free(record.data);
+        Record index = {NULL, 0, 0};
+        small_scan = 0;
+        if (jpeg_to_rows(seeds[i], sizes[i], max_pixels, &index, message) && index.size + sizes[i] < MOST) {
+            seeds[files] = malloc(MOST);
+            memcpy(seeds[files], index.data, index.size);
+            memcpy(seeds[files] + index.size, seeds[i], sizes[i]);
+            sizes[files++] = index.size + sizes[i];
+        }
+        free(index.data);
     }
     __asan_set_death_callback(keep);
     long runs = 0, decoded = 0;

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fastload.formats.inflate import zstd
+from fastload.formats.compression import zstd
 from fastload.formats.sample_log import _STEP, RunBegins, _framed, header
 from tests.hostile import readers as of
 from tests.hostile.readers import Files, Reader
@@ -450,14 +450,14 @@ def _pack() -> Attacks:
     heads = [b"[" * DEEP, b"[]", *[b'{"sources": %s}' % one for one in sources]]
     sizes = [[2**32 - 1], [2**31, 2**31], [0] * 1000]
     records = [
-        np.array([(bytes([n % 256] * 16), size, 0) for n, size in enumerate(one)], of.pack._RECORDS)
+        np.array([(bytes([n % 256] * 16), size, 0) for n, size in enumerate(one)], of.packs_module._RECORDS)
         for one in sizes
     ]
     many = 1 << 28
     return {f"head {head!r:.28}": of.packed(head, payload=b"y" * 99) for head in heads} | {
         f"lengths {one!r:.28}": of.packed(records=table) for one, table in zip(sizes, records, strict=True)
     } | {
-        "one record often": of.packed(records=np.array([(bytes(16), 9, 0)] * 11, of.pack._RECORDS)),
+        "one record often": of.packed(records=np.array([(bytes(16), 9, 0)] * 11, of.packs_module._RECORDS)),
         "an index of 1 GB": {f"packs/{'0' * 32}-{4 * many}.pack": 4 * many},
         "eight indexes of 256 MB": {f"packs/{n:032x}-{many}.pack": many for n in range(8)},
         "names of other sizes": {f"packs/{'0' * 32}-{n}.pack": 100 for n in (0, 1, 23, 24, 101, 10**12 - 1)},
@@ -548,7 +548,7 @@ def _headers_with_sums(data: bytes) -> bytes:
 
 
 def _records_of(data: bytes) -> Files:
-    return of.packed(records=np.frombuffer(data[: len(data) // 28 * 28], of.pack._RECORDS))
+    return of.packed(records=np.frombuffer(data[: len(data) // 28 * 28], of.packs_module._RECORDS))
 
 
 _INNER: dict[str, dict[str, tuple[Callable[[], bytes], Callable[[bytes], bytes | Files]]]] = {

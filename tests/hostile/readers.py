@@ -24,21 +24,20 @@ import torch
 import xxhash
 
 import fastload
-from fastload.cache import pack
+from fastload.cache import packs as packs_module
 from fastload.cache.pull import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
-from fastload.formats.example import encode_example
-from fastload.formats.inflate import zstd
-from fastload.formats.packed_row import dump_row, load_row
-from fastload.formats.sample import dump, load
+from fastload.formats.compression import zstd
+from fastload.formats.sample import dump, dump_row, load, load_row
 from fastload.formats.sample_log import LoggedStep, RunBegins, header
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.formats.tar import TarWriter
+from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.images import heif
 from fastload.images.dct import to_dct
-from fastload.loader.made_from import restore
-from fastload.loader.saved_state import read_state
+from fastload.order.state import read_state
 from fastload.store.translate import StoreLocation
+from fastload.trace.recipe import restore
 from tests.hostile.oracle import MAX_INFLATED
 from tests.photos import pillow_jpeg, png, scene
 
@@ -233,10 +232,10 @@ def llm_c() -> bytes:
 def packed(head: bytes = b'{"sources": []}', records: Any = None, payload: bytes = b"x" * 99) -> Files:
     """A pack under its right name."""
     if records is None:
-        records = np.array([(bytes(16), len(payload), checksum(payload))], pack._RECORDS)
+        records = np.array([(bytes(16), len(payload), checksum(payload))], packs_module._RECORDS)
     index = head + b"\n" + records.tobytes()
-    tail = index + pack._TRAILER.pack(b"FLPK", 1, 0, len(index), xxhash.xxh3_64_intdigest(index))
-    return {f"packs/{pack.pack_name(tail)}": payload + tail}
+    tail = index + packs_module._TRAILER.pack(b"FLPK", 1, 0, len(index), xxhash.xxh3_64_intdigest(index))
+    return {f"packs/{packs_module.pack_name(tail)}": payload + tail}
 
 
 def log() -> bytes:

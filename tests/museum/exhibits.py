@@ -117,7 +117,7 @@ EXHIBITS = [
     Exhibit(
         "Samples are seen twice at a resume",
         ("huggingface/datasets#8408", "huggingface/datasets#7901"),
-        "A resume went back to the begin of a chunk, and rows that had been given of it came out again.",
+        "A resume went back to the beginning of a chunk, and rows already returned came again.",
         "a sampler that goes back to the begin of its chunk of 10 samples",
         **sampled(orders.Rewound, stops=MID),
         first=(0, 3),

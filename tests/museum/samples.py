@@ -22,9 +22,9 @@ from fastload import (
     TableDataset,
     TarDataset,
 )
-from fastload.datasets import seen_parts
-from fastload.distributed.mixing import Mixing, in_units
-from fastload.formats.write import TarWriter
+from fastload.datasets import composed
+from fastload.formats.tar import TarWriter
+from fastload.order.mixing import Mixing, in_units
 from fastload.workers.batch import BatchMaker
 from tests.museum.training import SAMPLES, Numbered
 from tests.photos import pillow_jpeg, scene
@@ -239,9 +239,9 @@ def seeds_from_the_start(number: int) -> Any:
 @contextlib.contextmanager
 def one_seed_for_both_views(number: int) -> Iterator[None]:
     """The two views of an image get the seed of the first."""
-    digest = seen_parts.digest
-    seen_parts.digest = lambda seed, part: digest(seed, 0)
+    digest = composed.digest
+    composed.digest = lambda seed, part: digest(seed, 0)
     try:
         yield
     finally:
-        seen_parts.digest = digest
+        composed.digest = digest

@@ -275,12 +275,23 @@ class Slow:
 
     def again(self, event: Event) -> Any:
         """What of an event does not depend on random numbers: its samples, if none is a substitute."""
-        if self.errors() and (self.job["exclude"] or self.job["on_error"] == "replace"):
+        substitutes = self.job["exclude"] or (self.errors() and self.job["on_error"] == "replace")
+        if substitutes and (self.errors() or self.may_not_fit()):
             return None  # one that stands in for another sample may be bad, or may not fit to the others
         found = None if event.error else numbers_in(self.job, event)
         if event.error or self.job["exclude"] or self.errors():
             return event.error or (len(found) if isinstance(found, list) else 1)
         return found
+
+    def may_not_fit(self) -> bool:
+        """Whether some of the samples make no batch."""
+        everything = [made for made in self.all() if not isinstance(made, Exception)]
+        for first in everything:  # torch asks the first one for its members
+            try:
+                default_collate([first, *everything])
+            except Exception:
+                return True
+        return False
 
     def check(self, indices: Any, event: Event) -> Difference | None:
         """Whether a batch, or an error, is what these indices have to give."""
@@ -297,6 +308,8 @@ class Slow:
                 if event.error == name
                 else Difference("error", f"{event.error or 'a batch'}, not {name}")
             )
+        if bad and event.error and not self.good():
+            return None  # there is nothing that could stand in for them
         if gone and event.error in self.errors():
             return None  # the sample that stands in for an excluded one is bad
         repeats = self.job["on_error"] == "skip" or streamed(
@@ -350,13 +363,8 @@ class Slow:
                 if alone or "sample" in event.text
                 else Difference("error", f"names no sample: {event.text[:200]}")
             )
-        if open_rows:  # the substitutes may not fit, which nobody can know here
-            everything = [made for made in self.all() if not isinstance(made, Exception)]
-            for some in (everything, everything[::-1]):  # torch asks the first one for its members
-                try:
-                    default_collate(some)
-                except Exception:
-                    return None
+        if open_rows and self.may_not_fit():  # the substitutes, which nobody can know here
+            return None
         return Difference("error", f"{event.error} where torch has a batch: {event.text[:300]}")
 
 
@@ -577,6 +585,11 @@ def judge_said(job: Job, ran: Ran) -> Iterable[Difference]:
             )
 
 
+def begin_of(loader: Any, steps: int) -> list[Any]:
+    """The first batches of a loader's sampler."""
+    return list(itertools.islice(iter(loader.batch_sampler or loader.sampler), max(0, steps)))
+
+
 def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Difference]:
     """A fresh loader goes on where the state was saved, and says what it does."""
     epoch, step = job["cut"]
@@ -589,6 +602,10 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
     again = open_world(job, folder, changed=job["kind"] == "mixture")
     try:
         loader = loader_of(job, again.make(), again=True)
+        own = job["sampler"] in ("own", "pairs")
+        same_begin = own and begin_of(loader, step) == begin_of(
+            loader_of(job, open_world(job, folder).make()), step
+        )
         resumed = run(job, loader, slow, first=first, epochs=2, saved=ran.state)
     except ArgumentError as error:
         if job["restart"] == "same":
@@ -602,8 +619,8 @@ def judge_resume(job: Job, folder: Path, slow: Slow, ran: Ran) -> Iterable[Diffe
         # An epoch that has not begun is read as streams, or by index, as the cache allows when it begins, and
         # its streams are those of its workers.
         may_differ |= streamed(job) and (job["cache"] != "none" or job["workers"] != job["resume_workers"])
-        # There is nothing yet that the order of a sampler of one's own could be compared with.
-        may_differ |= job["restart"] == "other" and job["sampler"] in ("own", "pairs")
+    # Another order of one's own is noticed by what was handed out of this epoch, and by nothing else.
+    may_differ |= job["restart"] == "other" and own and (ended or step == 0 or same_begin)
     if not may_differ:
         if (ended or (step == 0 and not job["begun"])) and job["seed"] is None and draws(job, slow):
             # The randomness of an epoch is drawn when it begins: its order is known, its crops are not.

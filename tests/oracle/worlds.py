@@ -701,7 +701,7 @@ def lit_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:
     return World(make, Made([functools.partial(maker, i) for i in range(job["n"])]))
 
 
-BLOCK = 37  # more than a job has samples, so that no batch is taken for a sample
+BLOCK = 211  # more than a batch has samples, so that none is taken for a sample
 
 
 def tokens_world(job: Job, folder: Path, cache: Any, changed: bool) -> World:

@@ -14,7 +14,7 @@ from bench.data import make_shards, photo_folder
 from bench.measure import moxing
 from bench.show import moxing_table
 from fastload import Cache
-from fastload.demo.s3_server import serve_s3
+from fastload.cli.demo.s3_server import serve_s3
 from tests.patience import PATIENCE
 
 ROOT = Path(__file__).parents[2]

@@ -29,12 +29,13 @@ from fastload import (
     cached,
 )
 from fastload.cache import disk
-from fastload.cache.disk import Disk, known_disk, memory_for_pages
+from fastload.cache.disk import memory_for_pages
+from fastload.cli.demo.photos import make_dataset
 from fastload.datasets.cache_choice import Costs, choose
-from fastload.demo.photos import make_dataset
 from fastload.errors import ArgumentError, DecodeError
+from fastload.formats.jpeg_records import ROWS_MAGIC, is_dct
 from fastload.images import dct
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
 from tests.sharddata import FEATURES, jpeg, shard
 
@@ -42,66 +43,37 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 N = 40
 
 
-def never() -> float | None:
-    raise AssertionError("the disk was measured where it does not count")
-
-
-# A million photos of 140 KB, 16 cores, all in memory.
+# A million photos of 140 KB, all in memory.
 IN_MEMORY = Costs(
-    samples=1e6,
     total_bytes=140_000_000_000,
     ratio=1.6,
-    raw_seconds=1.4e-3,
-    dct_seconds=0.5e-3,
+    file=2.0e-3,
+    indexed=1.4e-3,
+    record=0.5e-3,
+    making=0.8e-3,
     missing=1.0,
     left=1 << 40,
-    cores=16,
     memory=1 << 40,
-    disk=never,
 )
 
 
 @pytest.mark.parametrize(
-    ("change", "mode", "words"),
+    ("change", "form", "words"),
     [
-        ({}, "dct", "0.50 ms of a core in mode 'dct' and 1.40 in 'raw', for 1.60 times the bytes"),
-        ({"left": 200 * 10**9}, "raw", "'dct' would take 224 GB, which do not fit"),
-        ({"left": 230 * 10**9}, "raw", "do not fit"),  # but for an error of the forecast it would
+        ({}, "dct", "0.50 ms of a core out of a 'dct' record, of 1.60 times the bytes, and 1.40 ms"),
+        ({"left": 200 * 10**9}, "file", "would take 224 GB, which do not fit"),
+        ({"left": 230 * 10**9}, "file", "do not fit"),  # but for an error of the forecast it would
         ({"left": 200 * 10**9, "missing": 0.5}, "dct", ""),
-        ({"dct_seconds": 1.3e-3}, "raw", "1.30 ms"),
-        ({"raw_seconds": 0.0, "dct_seconds": 0.0}, "raw", ""),  # no JPEG among them
-        ({"memory": 0, "disk": lambda: 10e9}, "dct", "16 cores make at most 32,000 samples a second"),
-        ({"memory": 0, "disk": lambda: 1e9}, "raw", "4,464 samples a second in 'dct' and 7,143 in 'raw'"),
-        ({"memory": 200 * 10**9, "disk": lambda: 1e9}, "dct", ""),  # most of it stays in memory
-        ({"memory": 0, "disk": lambda: None}, "raw", "the disk cannot be measured"),
+        ({"memory": 250 * 10**9}, "file", "would take 224 GB, more than memory holds"),
+        ({"record": 1.3e-3}, "file", "1.30 ms"),
+        ({"making": 2.0e-3}, "file", "to make the record takes 2.00 ms: too long for the first epoch"),
+        (dict.fromkeys(("file", "indexed", "record", "making"), 0.0), "file", ""),  # no JPEG among them
     ],
 )
-def test_rule_weighs_room_disk_cores_and_times(change: dict[str, Any], mode: str, words: str) -> None:
+def test_rule_weighs_room_memory_and_times(change: dict[str, Any], form: str, words: str) -> None:
     choice = choose(IN_MEMORY._replace(**change))
-    assert choice.mode == mode and words in choice.why
-    assert choice.bytes == (224 if mode == "dct" else 140) * 10**9
-
-
-def test_rule_is_never_worse_than_raw() -> None:
-    """Whatever the costs are: in its own model, which is that of the docs."""
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        speed = float(10 ** rng.uniform(7, 11))
-        costs = IN_MEMORY._replace(
-            ratio=float(rng.uniform(0.8, 4)),
-            raw_seconds=float(10 ** rng.uniform(-5, -1)),
-            dct_seconds=float(10 ** rng.uniform(-5, -1)),
-            cores=float(rng.integers(1, 128)),
-            memory=int(10 ** rng.uniform(8, 13)),
-            disk=lambda speed=speed: speed,
-        )
-        if choose(costs).mode == "raw":
-            continue
-        seconds = {}
-        for mode, ratio, decoding in (("raw", 1, costs.raw_seconds), ("dct", costs.ratio, costs.dct_seconds)):
-            from_disk = max(0.0, costs.total_bytes * ratio - 0.8 * costs.memory) / costs.samples
-            seconds[mode] = max(decoding / costs.cores, from_disk / speed)
-        assert seconds["dct"] < seconds["raw"]
+    assert choice.form == form and words in choice.why
+    assert choice.bytes == (224 if form == "dct" else 140) * 10**9
 
 
 # --- in a loader
@@ -129,11 +101,13 @@ def folder(photos: Path, tmp_path: Path) -> Iterator[Callable[..., ImageFolder]]
 
 @pytest.fixture
 def dct_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the time to decode a record, with 1 for a file."""
+    """Sets the time of a crop out of a record, with 1 for a file."""
 
     def set_time(seconds: float) -> None:
         monkeypatch.setattr(
-            cache_choice, "_seconds", lambda data: seconds if bytes(data[:99]).startswith(dct.MAGIC) else 1.0
+            cache_choice,
+            "crop_seconds",
+            lambda data: 0.02 * (seconds if is_dct(data) else 1.0),
         )
 
     return set_time
@@ -145,54 +119,83 @@ def epoch(dataset: Any, num_workers: int = 0) -> tuple[torch.Tensor, dict[str, f
     return images, loader.stats()["counters"]
 
 
-@pytest.mark.parametrize(("seconds", "mode"), [(0.3, "dct"), (0.99, "raw")])
+@pytest.mark.parametrize(("seconds", "form"), [(0.3, "dct"), (0.99, "file")])
 def test_auto_says_what_it_chooses_and_how_many_bytes_that_takes(
-    folder: Any, tmp_path: Path, dct_is: Any, caplog: pytest.LogCaptureFixture, seconds: float, mode: str
+    folder: Any, tmp_path: Path, dct_is: Any, caplog: pytest.LogCaptureFixture, seconds: float, form: str
 ) -> None:
     dct_is(seconds)
     dataset = folder(Cache(tmp_path / "cache", size_limit="100MB"))
     with caplog.at_level(logging.INFO, "fastload"):
         _, counters = epoch(dataset)
     before, after = [one.message for one in caplog.records if "mode 'auto'" in one.message]
-    assert "the first 16 decide" in before and "within size_limit=100 MB" in before
-    assert f"{mode!r} is chosen" in after and "they fit" in after
-    assert counters[f"cache.chose_{mode}"] == 1
+    assert "the first 8 decide" in before and "within size_limit=100 MB" in before
+    kept = "'dct' records" if form == "dct" else "files with an index of their rows"
+    assert f"it keeps {kept}" in after and "they fit" in after
+    assert counters[f"cache.chose_{form}"] == 1
     assert dataset.cache.mode == "auto" and dataset.cache.info()["entries"] == N
-    if mode == "dct":
-        assert dataset.cache.dct_share() == 1
     caplog.clear()
     dataset.close()
     _, later = epoch(dataset)
     assert not caplog.records and not later.get("get.requests"), "nothing to choose, nothing to read"
 
 
-@pytest.mark.parametrize("mode", ["raw", "dct"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_files_with_an_index_are_kept_after_their_first_sample(
+    folder: Any, tmp_path: Path, dct_is: Any, num_workers: int
+) -> None:
+    dct_is(0.99)
+    expected, _ = epoch(folder(None))
+    dataset = folder(tmp_path / "cache")
+    for requests in (N, 0):
+        images, counters = epoch(dataset, num_workers)
+        assert torch.equal(images, expected) and counters.get("get.requests", 0) == requests
+        dataset.close()
+    payloads = [bytes(dataset.payload(index)) for index in range(N)]
+    assert sum(payload.startswith(ROWS_MAGIC) for payload in payloads) >= N - 8 * max(1, num_workers)
+
+
+def test_a_sample_alone_a_payload_and_warm_keep_files_with_an_index_too(
+    folder: Any, tmp_path: Path, dct_is: Any
+) -> None:
+    dct_is(0.99)
+    dataset = folder(tmp_path / "cache")
+    epoch(torch.utils.data.Subset(dataset, range(8)))
+    dataset[9]
+    assert dataset.payload(10)[:5] == ROWS_MAGIC
+    assert {warmed.outcome for warmed in dataset.warm([11])} == {"stored"}
+    dataset.close()
+    for index in (9, 10, 11):
+        assert dataset.contains(index) and dataset.payload(index)[:5] == ROWS_MAGIC
+
+
+def test_samples_that_are_read_and_never_made_can_be_read_again_by_others(
+    folder: Any, tmp_path: Path, dct_is: Any
+) -> None:
+    dct_is(0.99)
+    dataset = folder(tmp_path / "cache")
+    epoch(torch.utils.data.Subset(dataset, range(8)))
+    dataset.prefetch(range(8, N))
+    wait_until(lambda: all(map(dataset._is_here, range(8, N))), "the samples are read")
+    dataset.cancel(range(8, N))
+    assert dataset.outstanding() == 0
+    locks = [dataset.cache.lock_inflight(dataset.cache_key(index)) for index in range(8, N)]
+    assert all(locks)
+
+
+@pytest.mark.parametrize(("form", "mode"), [("file", "raw"), ("dct", "dct")])
 def test_forecast_of_bytes_is_right_within_5_percent(
-    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, mode: str
+    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, form: str, mode: Any
 ) -> None:
     dct_is(0.3)
     made = []
     monkeypatch.setattr(cache_choice, "choose", lambda costs: made.append(choose(costs)) or made[-1])
-    dataset = folder(Cache(tmp_path / "cache", size_limit=None if mode == "dct" else "4MB"))
+    dataset = folder(Cache(tmp_path / "cache", size_limit=None if form == "dct" else "4MB"))
     epoch(dataset)
     filled = folder(Cache(tmp_path / "filled", mode))
     epoch(filled)
     assert filled.cache is not None
     [choice] = made
-    assert choice.mode == mode and choice.bytes == pytest.approx(filled.cache.info()["bytes"], rel=0.05)
-
-
-@pytest.mark.parametrize(("ranks", "cores"), [(1, 1), (3, 3), (100, 64)])
-def test_cores_that_decode_are_those_of_the_workers(
-    folder: Any, tmp_path: Path, dct_is: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int
-) -> None:
-    dct_is(0.3)
-    made: list[Costs] = []
-    monkeypatch.setattr(cache_choice, "choose", lambda costs: made.append(costs) or choose(costs))
-    monkeypatch.setattr(cache_choice, "usable_cores", lambda: 64)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    epoch(folder(tmp_path / "cache"))
-    assert made[0].cores == cores
+    assert choice.form == form and choice.bytes == pytest.approx(filled.cache.info()["bytes"], rel=0.05)
 
 
 @pytest.mark.parametrize("mode", ["dct", "auto"])
@@ -228,7 +231,7 @@ def test_what_does_not_fit_is_a_warning(
     said = [re.search(r": about (\d+)% of the samples will be kept", one.message) for one in caplog.records]
     shares = [int(one[1]) for one in said if one]
     assert kept and shares == pytest.approx([100 * kept / N] * 2, abs=4), "a record may still be on its way"
-    assert all("'raw' is chosen" in one.message for one in caplog.records)
+    assert all("it keeps files" in one.message for one in caplog.records)
 
 
 BROKEN = """
@@ -266,7 +269,7 @@ def test_workers_choose_for_themselves_and_one_of_them_speaks(
         logging.getLogger("fastload").removeHandler(handler)
         handler.close()
     assert loader.stats()["counters"]["cache.chose_dct"] == 2
-    assert (tmp_path / "log").read_text().count("is chosen") == 1
+    assert (tmp_path / "log").read_text().count("it keeps") == 1
 
 
 def test_runs_that_choose_apart_read_each_others_records(folder: Any, tmp_path: Path, dct_is: Any) -> None:
@@ -277,7 +280,7 @@ def test_runs_that_choose_apart_read_each_others_records(folder: Any, tmp_path: 
     mixed = folder(tmp_path / "cache")
     found, counters = epoch(mixed)
     assert torch.equal(found, expected) and counters["get.requests"] == N // 2
-    assert counters["cache.chose_raw"] == 1
+    assert counters["cache.chose_file"] == 1
     mixed.close()
     for again in (mixed, folder(Cache(tmp_path / "cache", "dct"))):
         found, counters = epoch(again)
@@ -449,39 +452,6 @@ def test_without_the_kernel_auto_is_raw_and_dct_an_error(
 
 
 # --- the disk and the memory
-
-
-def test_disk_is_measured_once_a_day_for_all_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert known_disk(str(tmp_path / "absent")) is None
-    cache = Cache(tmp_path / "cache")
-    cache.write(cache.key("a"), b"a")
-    cache.close()
-    speeds = iter([Disk(1.0, 2.0), Disk(3.0, 4.0)])
-    monkeypatch.setattr(disk, "measure_disk", lambda folder: next(speeds))
-    for _ in range(2):
-        assert known_disk(cache.path) == Disk(1.0, 2.0)
-    assert cache.check().foreign_files == []
-    [kept] = Path(cache.path).rglob(disk.MEASURED)
-    for text in ("no json", '{"write": 1, "read": -1}', "[]"):
-        kept.write_text(text)
-        speeds = iter([Disk(3.0, 4.0)])
-        monkeypatch.setattr(disk, "measure_disk", lambda folder, speeds=speeds: next(speeds))
-        assert known_disk(cache.path) == Disk(3.0, 4.0)
-    cache.close()
-
-
-def test_disk_that_refuses_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path / "cache")
-    cache.write(cache.key("a"), b"a")
-    cache.close()
-
-    def full(folder: Path) -> Disk:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk, "measure_disk", full)
-    assert known_disk(cache.path) is None
 
 
 def test_disk_measurement_leaves_nothing(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import lmdb
 import pytest
 
 from fastload.cache import Cache
+from fastload.cache import access as access_module
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
-from fastload.cache import registry as registry_module
 from tests.cachedata import fill, in_child, marker, payload_of
 from tests.patience import PATIENCE
 
@@ -165,7 +165,7 @@ def test_fork_while_the_index_is_stuck(
     fill(cache, 3)
     directory = cache.open_or_raise()
     assert directory is not None
-    monkeypatch.setattr(registry_module, "FORK_DEADLINE", 0.01)
+    monkeypatch.setattr(access_module, "FORK_DEADLINE", 0.01)
 
     def child() -> bool:
         with pytest.warns(RuntimeWarning, match="already open in this process"):

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from sharddata import shard, write
 
 import fastload
 from fastload import CenterCrop, File, RandomResizedCrop
 from fastload.testing import DatasetTests, IterableDatasetTests, SamplerTests, TransformTests
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import shard, write
 
 COUNT = 13
 CROP = RandomResizedCrop(12, flip=0.5)

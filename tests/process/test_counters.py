@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fastload import Cache, DataLoader, ObjectDataset, RandomResizedCrop, cached
 from fastload.metrics.bottleneck import explain_bottleneck, find_bottleneck
-from fastload.metrics.cores import Cores, usable_cores
-from fastload.metrics.counters import Counters
-from fastload.metrics.epoch import rates
+from fastload.metrics.counters import Counters, rates
+from fastload.metrics.machine import Cores, usable_cores
 from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
 
@@ -260,7 +259,7 @@ def test_a_missing_proc_is_no_error(tmp_path: Path) -> None:
 
 def test_usable_cores_are_within_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = group(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000"})
-    monkeypatch.setattr("fastload.metrics.cores.Cores", lambda: half)
+    monkeypatch.setattr("fastload.metrics.machine.Cores", lambda: half)
     assert half.usable == 0.5 and usable_cores() == 1
 
 

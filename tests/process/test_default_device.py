@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sharddata import shards
 from torch.utils.data import Dataset, RandomSampler, default_convert
 
 import fastload
 from fastload import CenterCrop, DataLoader, DistributedSampler, ImageFolder
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import shards
 
 LENGTH = 30
 # "meta" stands for "cuda": a device whose tensors the order and a batch in host memory cannot be made of.

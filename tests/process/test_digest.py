@@ -348,20 +348,6 @@ def test_state_stays_small() -> None:
     assert again.digest() == loader.digest()
 
 
-def test_state_of_an_older_version_is_loaded() -> None:
-    loader = DataLoader(Numbers(16), BATCH)
-    next(iter(loader))
-    state = loader.state_dict()
-    del state["digest"]
-    again = DataLoader(Numbers(16), BATCH)
-    again.load_state_dict(state)
-    assert [batch.tolist() for batch in again] == [list(range(8, 16))]
-    with pytest.raises(ArgumentError, match="no digest: an older version"):
-        prove(state, state)
-    with pytest.raises(ArgumentError, match="resumed from a state without a digest"):
-        prove(again.state_dict(), again.state_dict())
-
-
 # --- other kinds of datasets
 
 

@@ -25,8 +25,7 @@ import fastload
 from fastload import DataLoader, watch
 from fastload.errors import ArgumentError
 from fastload.metrics.bottleneck import BOTTLENECKS
-from fastload.metrics.counters import Counters
-from fastload.metrics.epoch import Meter
+from fastload.metrics.counters import Counters, Meter
 from fastload.metrics.metric_names import METRICS
 from tests.loaderdata import Numbers
 from tests.patience import PATIENCE, wait_until

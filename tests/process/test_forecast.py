@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
+from fastload.cli.demo.photos import make_dataset
 from fastload.datasets.cache_forecast import Forecast, Forecaster
-from fastload.demo.photos import make_dataset
 from fastload.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -12,7 +12,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from faultserver import LIST, FaultServer
 from torch.utils.data import Subset
 
 from bench.peers.scripts.torchvision_on_cpu import torchvision
@@ -20,6 +19,7 @@ from fastload import Cache, CenterCrop, DataLoader, ImageFolder, RandomResizedCr
 from fastload.datasets.view import View
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
 from fastload.gpu.dali import why_no_dali
+from tests.faultserver import LIST, FaultServer
 from tests.photos import pillow_jpeg, scene
 
 CROP = CenterCrop((16, 16), resize=20)

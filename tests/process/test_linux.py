@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.metrics.platform import ANYWHERE, memory_file
+from fastload.metrics.machine import ANYWHERE, memory_file
 from tests.patience import PATIENCE
 
 DOCTOR = "doctor --json"

@@ -28,9 +28,9 @@ from fastload import (
     TarDataset,
     cached,
 )
-from fastload.distributed import mixture_sampler
 from fastload.distributed.agreement import Ranks
 from fastload.errors import ArgumentError
+from fastload.order import mixture_sampler
 from tests.loaderdata import Numbers, Stream
 from tests.photos import scene
 from tests.sharddata import dataset as shard_dataset

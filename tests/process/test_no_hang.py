@@ -21,8 +21,8 @@ from fastload import DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop, 
 from fastload.cache import Cache
 from fastload.cache.index import Index
 from fastload.errors import StoreError, WorkerError
+from fastload.fetch.limits import ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
-from fastload.fetch.settings import ReadSettings
 from fastload.fetch.threads import ReadPool
 from fastload.loader.position import Progress
 from fastload.metrics.counters import Counters

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from faultserver import Fault, FaultServer
-from sharddata import IMAGE, LABEL, TOTAL, shards, write
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 import fastload
@@ -18,7 +16,9 @@ from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, 
 from fastload.datasets.protocols import own_samples
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.gpu.dali import why_no_dali
+from tests.faultserver import Fault, FaultServer
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import IMAGE, LABEL, TOTAL, shards, write
 
 COUNT = 24
 FUSED = CenterCrop((16, 16), resize=20)

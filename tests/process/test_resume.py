@@ -954,6 +954,20 @@ def test_no_states_at_all(state: Any, message: str) -> None:
         loader().load_state_dict(state)
 
 
+@pytest.mark.parametrize("seed", [{}, "1", 1.5, True, -1, 1 << 63, None], ids=repr)
+def test_seeds_that_torch_does_not_draw_are_refused(seed: Any) -> None:
+    run = loader()
+    between = run.state_dict()
+    next(iter(run))
+    states = [run.state_dict() | {"base_seed": seed}]
+    if seed is not None:
+        states += [between | {"base_seed": seed}]
+        states += [between | {"coming": between["coming"] | {"base_seed": seed}}]
+    for state in states:
+        with pytest.raises(ArgumentError, match="state_dict is damaged, or a newer fastload wrote it"):
+            loader().load_state_dict(state)
+
+
 # --- samplers that draw all their order in iter() ---------------------------------------------------------
 
 

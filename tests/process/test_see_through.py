@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sharddata import TOTAL, shards, write
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import fastload
@@ -25,11 +24,12 @@ from fastload import (
     TarDataset,
     cached,
 )
+from fastload.datasets.columns import ordinary_memory
 from fastload.datasets.map import MapDataset
-from fastload.datasets.seen_rows import ordinary_memory
-from fastload.datasets.wrappers import as_rows
+from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from tests.photos import pillow_jpeg, scene
+from tests.sharddata import TOTAL, shards, write
 
 COUNTS = {"a": 12, "b": 8}
 
@@ -163,8 +163,8 @@ def test_wrapper_gives_the_batches_of_torch_and_all_its_samples_are_read_ahead(
 ) -> None:
     make, direct, reads = TREES[name]
     dataset = make(opened("a", transform), opened("b", transform))
-    rows = as_rows(dataset)
-    assert rows is not None
+    rows = view_of(dataset)
+    assert rows.reads_ahead
     fused = isinstance(transform, CenterCrop)
     assert (rows.new_batch(4, ordinary_memory) is not None) == (direct and fused)
     if not fused and name == "concat of map and plain":
@@ -337,7 +337,7 @@ def test_what_prefetch_announced_and_was_not_read_is_let_go_of(opened: Any) -> N
 def test_announcements_that_are_never_used_end_with_a_warning(
     opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fastload.workers.readahead._UNUSED", 4)
+    monkeypatch.setattr("fastload.workers.reading._UNUSED", 4)
     other = opened("b")
     loader: Any = DataLoader(Mistaken(opened("a"), other), 2)
     assert sum(1 for _ in loader) == 6

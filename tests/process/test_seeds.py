@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sharddata import shards
 from torch.utils.data import Dataset, default_collate
 
 import fastload
 from fastload import DataLoader
+from tests.sharddata import shards
 
 LENGTH = 400
 

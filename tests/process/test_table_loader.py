@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from fastload import Cache, DataLoader, File, RandomResizedCrop, TableDataset
-from fastload.demo.s3_server import serve_s3
+from fastload.cli.demo.s3_server import serve_s3
 from tests.photos import pillow_jpeg, scene
 
 N = 40

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loaderdata import At, Bulk, Numbers, identity
-from loaderdata import Stream as Iterable
 from torch.utils.data import Dataset, default_collate
 
 import fastload
 from fastload import CenterCrop, DataLoader, ImageFolder
 from fastload.errors import ArgumentError, WorkerError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.workers import turns
+from fastload.workers import sample_threads
 from tests.faultserver import Fault, FaultServer
+from tests.loaderdata import At, Bulk, Numbers, identity
+from tests.loaderdata import Stream as Iterable
 from tests.patience import PATIENCE
 from tests.photos import pillow_jpeg, scene
 
@@ -362,8 +362,8 @@ class Locked(Drawing):
 def test_lock_that_is_held_during_a_read_is_an_error_and_no_deadlock(
     opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_STUCK_SECONDS", 0.1)
-    monkeypatch.setattr(turns, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(sample_threads, "_STUCK_SECONDS", 0.1)
+    monkeypatch.setattr(sample_threads, "_LOOK_SECONDS", 0.02)
     read = Prefetcher._get
 
     def slow(self: Prefetcher, index: int) -> Any:

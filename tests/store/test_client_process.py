@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 import pytest
-from faultserver import FaultServer
 
 from fastload import ImageFolder
 from fastload.errors import NotFoundError, StoreError, StoreTimeoutError
 from fastload.store import client_process, open_store
 from fastload.store.client_process import ClientProcess
+from tests.faultserver import FaultServer
 from tests.patience import PATIENCE, wait_until
 from tests.photos import pillow_jpeg, scene
 
@@ -60,6 +60,10 @@ class Target:
     def count(self) -> Iterator[int]:
         yield from range(5)
         raise NotFoundError("no more", key="five")
+
+    def stall(self) -> Iterator[int]:
+        yield 1
+        time.sleep(600)
 
     def content(self, file: Path, tail: str | None) -> bytes:
         return file.read_bytes() + (tail or "").encode()
@@ -159,6 +163,15 @@ def test_iterate_left_half_way_the_next_call_gets_its_own_answer() -> None:
     assert process.call(target, "echo", "mine") == "mine"
 
 
+def test_iterate_that_never_goes_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_process, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(client_process, "_ITEM_SECONDS", 0.3)
+    items = ClientProcess().iterate(Target(), "stall")
+    assert next(items) == 1
+    with pytest.raises(StoreTimeoutError, match="the listing made no progress"):
+        next(items)
+
+
 def test_call_interrupted_the_next_one_gets_its_own_answer(tmp_path: Path) -> None:
     process, target = ClientProcess(), Target()
     process.call(target, "pid")
@@ -228,7 +241,7 @@ def test_trainer_killed_its_client_ends() -> None:
     trainer = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert trainer.stdout is not None
     pid = int(trainer.stdout.readline())

@@ -24,12 +24,10 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli.app import app
 from fastload.cli.convert import shard_set
-from fastload.demo.s3_server import S3Server, delay_proxy, serve_s3
+from fastload.cli.demo.s3_server import S3Server, delay_proxy, serve_s3
 from fastload.errors import DecodeError
-from fastload.formats.example import encode_example, parse_example
 from fastload.formats.pieces import Splitter
-from fastload.formats.tfrecord import TFRecordSplitter
-from fastload.formats.write import TFRecordWriter
+from fastload.formats.tfrecord import TFRecordSplitter, TFRecordWriter, encode_example, parse_example
 from tests.patience import PATIENCE
 
 REPOSITORY = Path(fastload.__file__).parents[1]

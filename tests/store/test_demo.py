@@ -30,10 +30,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import fastload
-from fastload.demo import tether
-from fastload.demo.delay_proxy import RequestReader
-from fastload.demo.photos import make_dataset, make_photo
-from fastload.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
+from fastload.cli.demo import tether
+from fastload.cli.demo.delay_proxy import RequestReader
+from fastload.cli.demo.photos import make_dataset, make_photo
+from fastload.cli.demo.s3_server import Proxy, S3Server, delay_proxy, find_rclone, serve_s3
 from fastload.errors import StoreError
 from tests.patience import PATIENCE, runs, wait_until
 
@@ -291,7 +291,7 @@ def test_server_that_cannot_start_raises_with_its_output(
     rclone = tmp_path / "rclone"
     rclone.write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
     rclone.chmod(0o755)
-    monkeypatch.setattr("fastload.demo.s3_server.find_rclone", lambda: rclone)
+    monkeypatch.setattr("fastload.cli.demo.s3_server.find_rclone", lambda: rclone)
     with pytest.raises(StoreError, match="no such luck"), serve_s3(tmp_path):
         pass
 
@@ -415,7 +415,7 @@ def test_demo_after_kill_9_leaves_no_server(tmp_path: Path) -> None:
 
 PARENT = """
 import sys, time
-from fastload.demo import tether
+from fastload.cli.demo import tether
 tether.__file__ = sys.argv[1]
 with tether.tethered(["/bin/sleep", "60"]) as child:
     print(child.process.pid, flush=True)

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import serve_s3
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import serve_s3
 from fastload.errors import ArgumentError, CacheError, DecodeError, FastloadError, NotFoundError
 from tests.loaderdata import Stream
 from tests.patience import PATIENCE

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from fastload import DataLoader, File, ImageFolder, RandomResizedCrop, TableDataset, TarDataset, open_store
 from fastload.cli.app import app
 from fastload.errors import ArgumentError, FastloadError
-from fastload.loader.made_from import restore
 from fastload.store import options as storage_options
+from fastload.trace.recipe import restore
 from tests.faultserver import FaultServer
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")

@@ -16,9 +16,9 @@ import pytest
 from fastload import Cache, DataLoader, ObjectDataset
 from fastload.cache import inflight as claims
 from fastload.cache.inflight import InflightLocks
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.datasets.warm import Warmed
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import WorkerError
 from tests.patience import PATIENCE, wait_until
 

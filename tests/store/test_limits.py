@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from faultserver import Fault, FaultServer
 
 from fastload import DataLoader, ObjectDataset
 from fastload.errors import ArgumentError, LimitError
 from fastload.store import limited_together, open_store
 from fastload.store.allowance import Allowance, Limits
+from tests.faultserver import Fault, FaultServer
 from tests.patience import wait_until
 
 OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(48)}

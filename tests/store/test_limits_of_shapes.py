@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultserver import LIST, Fault, FaultServer
 
 from fastload.errors import LimitError
+from tests.faultserver import LIST, Fault, FaultServer
 from tests.store import test_shapes as shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

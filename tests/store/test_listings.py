@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultserver import LIST, Fault, FaultServer
 from torch.utils.data import Subset
 
 from fastload import Cache, DataLoader, File, ImageFolder, ObjectDataset, TableDataset
 from fastload.cache import listings
 from fastload.errors import ArgumentError
 from fastload.metrics.units import parse_duration
+from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
 
 IMAGES = {f"cat/{i}.jpg": b"%d" % i for i in range(3)} | {"dog/0.jpg": b"dog"}
@@ -330,7 +330,7 @@ def test_waiting_for_another_rank_is_shown_and_can_be_interrupted(tmp_path: Path
         first.process.send_signal(signal.SIGSTOP)
         script = (
             "import logging, signal; logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
-            "from fastload.store import listing_progress; listing_progress._QUIET_SECONDS = 0.0\n"
+            "from fastload.store import listing; listing._QUIET_SECONDS = 0.0\n"
         )
         second = subprocess.Popen(
             [sys.executable, "-c", script + RANK, str(tmp_path / "cache"), json.dumps(server.options), ""],

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from faultserver import Fault, FaultServer
 
 from fastload import DataLoader, DistributedSampler, ObjectDataset
-from fastload.fetch.concurrency import process_share
-from fastload.metrics.cores import Cores
-from fastload.metrics.memory import usable_bytes
+from fastload.fetch.limits import process_share
+from fastload.metrics.machine import Cores, usable_bytes
 from fastload.store import open_store
+from tests.faultserver import Fault, FaultServer
 from tests.process.test_stream_ranks import on_ranks
 
 RANKS, OF_RANK, SIZE = 4, 100, 10_000

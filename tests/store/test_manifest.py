@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from faultserver import LIST, Fault, FaultServer
 
 from fastload.cache.listings import Listings
-from fastload.demo.s3_server import serve_s3
-from fastload.errors import NotFoundError, StoreError
-from fastload.store import child, listing, open_store
+from fastload.cli.demo.s3_server import serve_s3
+from fastload.errors import NotFoundError
+from fastload.store import listing, open_store
 from fastload.store.base import ObjectInfo, Page, Store
 from fastload.store.manifest import Manifest
+from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
 
 FILES = {
@@ -317,13 +316,13 @@ def test_a_million_keys(tmp_path: Path) -> None:
     assert int(private) < 4_000_000
 
 
-# --- The listing process ------------------------------------------------------------------------------------
+# --- In the trainer ------------------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys, threading, time
 from fastload.errors import FastloadError
 from fastload.cache.listings import Listings
-from fastload.store import child, open_store
+from fastload.store import open_store
 options = {"key": sys.argv[1], "secret": sys.argv[2], "endpoint_url": sys.argv[3]}
 if sys.argv[4]:
     options["client"] = sys.argv[4]
@@ -368,74 +367,29 @@ def test_threads_beside_the_fork_are_no_warning() -> None:
     assert said == ["listed 1 a", "clean True True 2"]
 
 
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGTERM, "SIGTERM")])
-def test_the_death_of_the_child_is_an_error_with_its_signal(number: int, name: str, no_leaks: None) -> None:
-    def die(report: Any) -> None:
-        report(1)
-        os.kill(os.getpid(), number)
-
-    listed: list[int] = []
-    start = time.monotonic()
-    with pytest.raises(StoreError, match=f"was killed by {name}"):
-        child.run_in_child(die, listed.append)
-    assert listed == [1] and time.monotonic() - start < 10
-
-
-def test_what_a_child_raises_and_reports(no_leaks: None) -> None:
-    def refuse(report: Any) -> None:
-        raise NotFoundError("gone", stage="list", key="k")
-
-    def break_down(report: Any) -> None:
-        raise ZeroDivisionError("a bug")
-
-    def leave(report: Any) -> None:
-        os._exit(3)
-
-    with pytest.raises(NotFoundError, match="gone") as caught:
-        child.run_in_child(refuse, print)
-    assert caught.value.key == "k"
-    with pytest.raises(StoreError, match="ZeroDivisionError: a bug"):
-        child.run_in_child(break_down, print)
-    with pytest.raises(StoreError, match="ended with status 3"):
-        child.run_in_child(leave, print)
-
-
-def test_a_silent_child_is_ended(monkeypatch: pytest.MonkeyPatch, no_leaks: None) -> None:
-    monkeypatch.setattr(child, "_SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(child, "_POLL_SECONDS", 0.05)
-    with pytest.raises(StoreError, match="no progress"):
-        child.run_in_child(lambda report: time.sleep(60), print)
-
-
-def test_an_error_here_ends_the_child(no_leaks: None) -> None:
-    """As Ctrl-C does: the exception passes, the child is gone."""
-
-    def forever(report: Any) -> None:
-        while True:
-            report(1)
-            time.sleep(0.01)
-
-    def interrupt(listed: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        child.run_in_child(forever, interrupt)
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return -1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_child_ends_with_its_parent(number: int) -> None:
+def test_a_listing_ends_with_its_trainer(number: int) -> None:
     with FaultServer({"a": b"1"}) as server:
         server.script(LIST, None, Fault(delay=60), repeat=True)
         arguments = [server.options["key"], server.options["secret"], server.options["endpoint_url"], ""]
         process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT + "run()\n", *arguments], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", SCRIPT + "run()\n", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
         )
-        parent = psutil.Process(process.pid)
         wait_until(lambda: server.count(LIST) >= 2, "it waits for the second page")
-        (listing_process,) = parent.children()
+        (client,) = [psutil.Process(pid) for pid in psutil.pids() if _group(pid) == process.pid != pid]
         process.send_signal(number)
         _, stderr = process.communicate(timeout=PATIENCE)
-        assert psutil.wait_procs([listing_process], timeout=PATIENCE)[1] == []
+        assert psutil.wait_procs([client], timeout=PATIENCE)[1] == []
     if number == signal.SIGINT:
         assert stderr.rstrip().endswith("KeyboardInterrupt") and stderr.count("Traceback") == 1
 
@@ -444,7 +398,7 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
     import pty
 
     body = (
-        "import logging; from fastload.store import listing_progress; listing_progress._QUIET_SECONDS = 0.0\n"
+        "import logging; from fastload.store import listing; listing._QUIET_SECONDS = 0.0\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\nrun()\n"
     )
     with FaultServer({f"{i:03d}": b"1" for i in range(30)}, page_size=10) as server:
@@ -463,13 +417,13 @@ def test_progress_is_a_line_on_a_terminal_and_a_log_line_elsewhere() -> None:
 
 def test_progress_where_stderr_is_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training scripts put in its place what can write, and daemons have none."""
-    from fastload.store.listing_progress import ListingProgress
+    from fastload.store.listing import ListingProgress
 
     class Tee:
         def write(self, text: str) -> int:
             return len(text)
 
-    monkeypatch.setattr("fastload.store.listing_progress._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("fastload.store.listing._QUIET_SECONDS", 0.0)
     for other in (Tee(), None):
         monkeypatch.setattr(sys, "stderr", other)
         with ListingProgress("s3://bucket") as progress:

@@ -19,8 +19,8 @@ from fastload import Cache, DataLoader, open_store
 from fastload.cache.pull import pull
 from fastload.cache.push import push
 from fastload.cache.remote import close_all
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import NotFoundError
 from fastload.store import Store
 from fastload.store.one_pass import Answer, OnePass

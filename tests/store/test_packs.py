@@ -21,10 +21,10 @@ import fastload
 from fastload import Cache, DataLoader, ImageFolder, RandomResizedCrop, open_store
 from fastload.cache import pull as pull_module
 from fastload.cache import push as push_module
-from fastload.cache.pack import Pack, pack_name
+from fastload.cache.packs import Pack, pack_name
 from fastload.cache.pull import pull
 from fastload.cache.push import push
-from fastload.demo.photos import make_dataset
+from fastload.cli.demo.photos import make_dataset
 from fastload.errors import AccessDeniedError, CacheError, NotFoundError, StoreError
 from fastload.store import retry
 from tests.bucketdata import Bucket

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sharddata import close_all as close_all
-from sharddata import closing, ordinary, write
 
 import fastload
 from bench.peers.scripts.torchvision_on_cpu import torchvision
 from fastload import ByEpoch, Cache, CenterCrop, DataLoader, RandomResizedCrop
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.write import TarWriter
+from fastload.formats.tar import TarWriter
 from fastload.images.rng import SampleRng
 from tests.photos import png
+from tests.sharddata import close_all as close_all
+from tests.sharddata import closing, ordinary, write
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

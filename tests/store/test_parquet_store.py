@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultserver import LIST, Fault, FaultServer
-from parquetdata import TOTAL, files, parquet, table
-from sharddata import CROP, at_random, batches, closing, labels, loader_of, read, write
-from sharddata import close_all as close_all
 from torch.utils.data import Subset
 
 import fastload
@@ -21,6 +17,10 @@ from fastload import ParquetDataset
 from fastload.errors import ObjectChangedError, StoreError
 from fastload.shards import reader
 from fastload.store import retry
+from tests.faultserver import LIST, Fault, FaultServer
+from tests.parquetdata import TOTAL, files, parquet, table
+from tests.sharddata import CROP, at_random, batches, closing, labels, loader_of, read, write
+from tests.sharddata import close_all as close_all
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

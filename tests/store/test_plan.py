@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fastload.cli.app import app
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import delay_proxy, serve_s3
-from fastload.plan.model import (
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import delay_proxy, serve_s3
+from fastload.cli.plan.model import (
     RECORD_BYTES,
     Data,
     Demand,

@@ -16,18 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from faultserver import Fault, FaultServer
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Subset
 
 from fastload import Cache, DataLoader, ImageFolder, ObjectDataset, RandomResizedCrop
-from fastload.demo.photos import make_photo
+from fastload.cli.demo.photos import make_photo
 from fastload.errors import StoreError
 from fastload.fetch import threads
-from fastload.fetch.byte_budget import ByteBudget
+from fastload.fetch.limits import ByteBudget, ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
-from fastload.fetch.reader_queues import Part, Read, ReaderQueues
-from fastload.fetch.settings import ReadSettings
+from fastload.fetch.queues import Part, Read, ReaderQueues
 from fastload.fetch.source import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.images.kernel import active
@@ -36,6 +34,7 @@ from fastload.store.base import Reading
 from fastload.store.local import LocalStore
 from fastload.store.manifest import Manifest
 from tests.cachedata import segments
+from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE, wait_until
 
 NOTHING = Outstanding(samples=0, awaited=(), requests=0, bytes=0)
@@ -50,7 +49,7 @@ def with_bytes(most: int) -> ReadSettings:
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[ReadSettings], None]:
     """Gives settings to the prefetchers that datasets open."""
-    return lambda settings: monkeypatch.setattr("fastload.fetch.settings.SETTINGS", settings)
+    return lambda settings: monkeypatch.setattr("fastload.fetch.limits.SETTINGS", settings)
 
 
 class RangedFiles(LocalStore):
@@ -478,7 +477,7 @@ class Gated:
     """Objects of 1000 bytes in fsspec's memory, those from `closed` on read only once the gate is open."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, closed: int) -> None:
-        monkeypatch.setattr("fastload.fetch.settings.SETTINGS", with_bytes(20_000))
+        monkeypatch.setattr("fastload.fetch.limits.SETTINGS", with_bytes(20_000))
         self.closed = closed
         self.gate = threading.Event()
         self.begun: list[int] = []

@@ -27,8 +27,8 @@ import fastload
 from fastload import Cache, ImageFolder
 from fastload.cli import cluster, warm_nodes
 from fastload.cli.app import app
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import serve_s3
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import serve_s3
 from tests.patience import PATIENCE, wait_until
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[train]'")

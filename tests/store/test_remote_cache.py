@@ -299,9 +299,9 @@ def test_loader_pulls_what_it_may_read_and_nothing_else(server: FaultServer, tmp
 
 def test_process_that_pulls_imports_no_torch_and_has_the_lowest_priority() -> None:
     """Its 2 s of all cores would be the training's."""
-    code = "import os, sys; sys.modules['fastload.cache.remote_work'].main = lambda: print(os.nice(0))"
+    code = "import os, sys; sys.modules['fastload.cache.remote'].main = lambda: print(os.nice(0))"
     work = remote_module._WORK.format(path=sys.path)
-    script = f"import fastload.cache.remote_work; {code}; {work}; print('torch' in sys.modules)"
+    script = f"import fastload.cache.remote; {code}; {work}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["19", "False"]
 

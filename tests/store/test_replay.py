@@ -309,8 +309,9 @@ def test_checkpoints_that_are_not_states_are_refused(saved: Path, tmp_path: Path
         ),
         ("none", {"step": 3}, "has no state of a fastload.DataLoader"),
         ("class", {"a": Foreign(), "b": state}, "to read it could run code"),
-        ("old", {key: state[key] for key in state if key != "made_from"}, "as an older fastload saved it"),
-        ("new", state | {"made_from": {"dataset": 3}}, "is damaged, or a newer fastload wrote it"),
+        ("part", {key: state[key] for key in state if key != "made_from"}, "the state lacks ['made_from']"),
+        ("version", state | {"version": 3}, "the state has version 3, this fastload reads version 2"),
+        ("damaged", state | {"made_from": {"dataset": 3}}, "is damaged, or a newer fastload wrote it"),
     ):
         torch.save(content, tmp_path / name)
         assert why in refusal(tmp_path / name, "--step", 0)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultserver import LIST, Fault, FaultServer
 from typer.testing import CliRunner
 
 import fastload
@@ -20,6 +19,7 @@ from fastload import DataLoader, ObjectDataset, TarDataset
 from fastload.cli.app import app
 from fastload.metrics.metric_names import COUNTERS
 from fastload.store import open_store
+from tests.faultserver import LIST, Fault, FaultServer
 
 OBJECTS = {f"{number:03d}.bin": bytes([number]) * 1000 for number in range(40)}
 NAMES = [name for name in COUNTERS if name.startswith("store.")]

@@ -32,8 +32,8 @@ from fastload import (
     TableDataset,
     TarDataset,
 )
-from fastload.demo.s3_server import serve_s3
-from fastload.formats.write import TarWriter
+from fastload.cli.demo.s3_server import serve_s3
+from fastload.formats.tar import TarWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 

@@ -7,7 +7,11 @@ import zlib
 from pathlib import Path
 
 import pytest
-from sharddata import (
+
+from fastload.errors import (
+    DecodeError,
+)
+from tests.sharddata import (
     CROP,
     KINDS,
     LABEL,
@@ -24,13 +28,9 @@ from sharddata import (
     shards,
     write,
 )
-from sharddata import close_all as close_all
-from sharddata import kind as kind
-from sharddata import small_pieces as small_pieces
-
-from fastload.errors import (
-    DecodeError,
-)
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

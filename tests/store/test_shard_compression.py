@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sharddata import (
+from typer.testing import CliRunner
+
+from fastload.cli.app import app
+from fastload.errors import ArgumentError, DecodeError
+from tests.sharddata import (
     COUNTS,
     CROP,
     LABEL,
@@ -24,12 +28,8 @@ from sharddata import (
     shards,
     write,
 )
-from sharddata import kind as kind
-from sharddata import small_pieces as small_pieces
-from typer.testing import CliRunner
-
-from fastload.cli.app import app
-from fastload.errors import ArgumentError, DecodeError
+from tests.sharddata import kind as kind
+from tests.sharddata import small_pieces as small_pieces
 
 WRITERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zlib": zlib.compress}
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultserver import Fault, FaultServer
-from sharddata import COUNTS, CROP, KINDS, LABEL, TOTAL, dataset, labels, ordinary, read, shards
 
 from fastload.errors import DecodeError
+from tests.faultserver import Fault, FaultServer
+from tests.sharddata import COUNTS, CROP, KINDS, LABEL, TOTAL, dataset, labels, ordinary, read, shards
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -13,18 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sharddata import (
-    CROP,
-    closing,
-    jpeg,
-    ordinary,
-    read,
-    shards,
-    write,
-)
-from sharddata import close_all as close_all
-from sharddata import kind as kind
-from sharddata import small_pieces as small_pieces
 from torch.utils.data import default_collate
 
 import fastload
@@ -34,7 +22,19 @@ from fastload.errors import (
     ArgumentError,
     DecodeError,
 )
-from fastload.formats.write import TarWriter
+from fastload.formats.tar import TarWriter
+from tests.sharddata import (
+    CROP,
+    closing,
+    jpeg,
+    ordinary,
+    read,
+    shards,
+    write,
+)
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faultserver import FaultServer
-from sharddata import (
+
+import fastload
+from fastload.errors import (
+    ArgumentError,
+    DecodeError,
+    NotFoundError,
+)
+from fastload.shards.urls import expand_braces, glob_pattern
+from tests.faultserver import FaultServer
+from tests.patience import PATIENCE
+from tests.sharddata import (
     COUNTS,
     CROP,
     FEATURES,
@@ -27,18 +36,9 @@ from sharddata import (
     shards,
     write,
 )
-from sharddata import close_all as close_all
-from sharddata import kind as kind
-from sharddata import small_pieces as small_pieces
-
-import fastload
-from fastload.errors import (
-    ArgumentError,
-    DecodeError,
-    NotFoundError,
-)
-from fastload.shards.urls import expand_braces, glob_pattern
-from tests.patience import PATIENCE
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

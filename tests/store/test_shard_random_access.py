@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from faultserver import FaultServer
-from sharddata import (
+from torch.utils.data import Subset
+
+import fastload
+from fastload import Cache
+from fastload.errors import (
+    ArgumentError,
+)
+from fastload.shards import reader
+from tests.faultserver import FaultServer
+from tests.sharddata import (
     COUNTS,
     CROP,
     IMAGE,
@@ -26,17 +34,9 @@ from sharddata import (
     shards,
     write,
 )
-from sharddata import close_all as close_all
-from sharddata import kind as kind
-from sharddata import small_pieces as small_pieces
-from torch.utils.data import Subset
-
-import fastload
-from fastload import Cache
-from fastload.errors import (
-    ArgumentError,
-)
-from fastload.shards import reader
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

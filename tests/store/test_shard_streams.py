@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from faultserver import Fault, FaultServer
-from sharddata import (
+
+from fastload import Cache
+from fastload.cli.demo.s3_server import serve_s3
+from fastload.datasets.protocols import RowDataset, StreamDataset
+from fastload.errors import (
+    ArgumentError,
+    ObjectChangedError,
+    StoreError,
+)
+from fastload.images.rng import sample_seed
+from fastload.store import retry
+from tests.faultserver import Fault, FaultServer
+from tests.sharddata import (
     CROP,
     IMAGE,
     KINDS,
@@ -28,20 +39,9 @@ from sharddata import (
     shards,
     write,
 )
-from sharddata import close_all as close_all
-from sharddata import kind as kind
-from sharddata import small_pieces as small_pieces
-
-from fastload import Cache
-from fastload.datasets.protocols import RowDataset, StreamDataset
-from fastload.demo.s3_server import serve_s3
-from fastload.errors import (
-    ArgumentError,
-    ObjectChangedError,
-    StoreError,
-)
-from fastload.images.rng import sample_seed
-from fastload.store import retry
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
+from tests.sharddata import small_pieces as small_pieces
 
 pytestmark = pytest.mark.usefixtures("close_all")
 
@@ -136,6 +136,13 @@ def test_a_state_goes_on_with_the_very_next_record(
         assert len(left) == len(ids) - sum_before(states, number, data, start)
     with pytest.raises(ArgumentError, match="other shards"):
         closing(dataset(kind, f"{url}/part-00[0-3]*", **arguments)).open_stream(states[3])
+    for given in (-1, 1000):
+        stream = other.open_stream(states[3] | {"at": states[3]["at"] | {"given": given}})
+        with pytest.raises(
+            ArgumentError, match=f"{given} records into a block that has 40 here.*shuffle_buffer"
+        ):
+            stream.take(1)
+        stream.close()
 
 
 def sum_before(states: list[Any], number: int, data: Any, start: Any) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faultserver import LIST, FaultServer
 
 from fastload.errors import NotFoundError, StoreError
 from fastload.store import Store, open_store
 from fastload.store.base import ObjectInfo
 from fastload.store.slash_keys import SlashKeys
+from tests.faultserver import LIST, FaultServer
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]
 clients = pytest.mark.parametrize("client", CLIENTS, ids=["obstore", "s3fs"])

@@ -18,9 +18,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from faultserver import LIST, Fault, FaultServer
 
-from fastload.demo.s3_server import S3Server, serve_s3
+from fastload.cli.demo.s3_server import S3Server, serve_s3
 from fastload.errors import (
     AccessDeniedError,
     ArgumentError,
@@ -32,6 +31,7 @@ from fastload.errors import (
 from fastload.store import ObjectInfo, Store, open_store, options, retry
 from fastload.store import object_store as native
 from fastload.store import s3fs as s3fs_store
+from tests.faultserver import LIST, Fault, FaultServer
 from tests.patience import PATIENCE
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]

@@ -8,11 +8,11 @@ from typing import Any
 
 import fsspec
 import pytest
-from faultserver import FaultServer
 
 import fastload
 from fastload.store import Store
 from fastload.testing import StoreTests
+from tests.faultserver import FaultServer
 
 pytestmark = pytest.mark.usefixtures("no_aws_settings")
 

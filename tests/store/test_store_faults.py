@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
-from fastload.fetch.concurrency import ConcurrencyLimiter, Hedging, process_share
-from fastload.fetch.settings import ReadSettings
+from fastload.fetch.limits import ConcurrencyLimiter, Hedging, ReadSettings, process_share
 from fastload.fetch.source import plan_ranges
 from fastload.store import open_store, retry
 from tests.engine_cases import BAD, CASES, OBJECTS, SECRET

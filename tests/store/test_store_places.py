@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-from faultserver import FaultServer
 from fsspec.implementations.memory import MemoryFileSystem
 
 import fastload
 from fastload.errors import ArgumentError, ObjectChangedError, StoreError
 from fastload.store import ObjectInfo, Store, open_store
 from fastload.store.manifest import Manifest
+from tests.faultserver import FaultServer
 from tests.patience import PATIENCE
 
 CLIENTS: list[dict[str, Any]] = [{}, {"client": "s3fs"}]

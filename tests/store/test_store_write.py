@@ -13,12 +13,12 @@ from typing import Any
 
 import fsspec.implementations.local
 import pytest
-from faultserver import Fault, FaultServer
 
-from fastload.demo.s3_server import S3Server, serve_s3
+from fastload.cli.demo.s3_server import S3Server, serve_s3
 from fastload.errors import AccessDeniedError, ArgumentError, NotFoundError, StoreError
 from fastload.store import Store, open_store, retry
 from fastload.store import object_store as native
+from tests.faultserver import Fault, FaultServer
 from tests.patience import PATIENCE
 
 KINDS = ["obstore", "s3fs", "path", "memory"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastload import DataLoader, DistributedSampler, TokenDataset
-from fastload.demo.s3_server import serve_s3
+from fastload.cli.demo.s3_server import serve_s3
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -19,8 +19,8 @@ import torch
 
 import fastload
 from fastload import Cache
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import Proxy, delay_proxy, serve_s3
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
 from tests.patience import PATIENCE
 from tests.ports import free_port
 

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 import fastload
 from fastload import Cache, DataLoader, DistributedSampler, ImageFolder, ObjectDataset, RandomResizedCrop
 from fastload.cli.app import app
-from fastload.cli.warming import share_of
+from fastload.cli.demo.photos import make_dataset
+from fastload.cli.demo.s3_server import Proxy, delay_proxy, serve_s3
+from fastload.cli.warm_share import share_of
 from fastload.datasets.warm import Warmed
-from fastload.demo.photos import make_dataset
-from fastload.demo.s3_server import Proxy, delay_proxy, serve_s3
 from fastload.errors import ArgumentError, CacheError
 from tests.patience import PATIENCE, wait_until
 
@@ -263,7 +263,7 @@ def test_warm_sees_what_has_changed_unless_told_of_an_age(folder: Path, tmp_path
 def test_warming_waits_for_a_full_queue(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastload.cache.write_queue.QUEUE_BYTES", 100_000)
+    monkeypatch.setattr("fastload.cache.writer.QUEUE_BYTES", 100_000)
     dataset = ObjectDataset(str(folder), cache=tmp_path / "cache")
     assert list(dataset.warm(range(40))) == [Warmed(i, "stored", 50_000) for i in range(40)]
     dataset.close()

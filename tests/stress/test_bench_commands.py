@@ -17,7 +17,7 @@ import pytest
 
 from bench.__main__ import commands
 from bench.data import RESULTS
-from fastload.demo.s3_server import find_rclone
+from fastload.cli.demo.s3_server import find_rclone
 
 pytestmark = [
     pytest.mark.stress,
@@ -50,7 +50,7 @@ SHORT = {
     "scaling": ["--images", "96", "--epochs", "1", "--results", "RESULTS"],
     "shapes": ["--images", "100", "--turns", "1", "--seconds", "1"],
     "shards": ["--quick", "--images", "300", "--repeats", "1"],
-    "trainer": ["--images", "64", "--epochs", "1", "--workers", "1", "--dir", "RESULTS"],
+    "trainer": ["--images", "256", "--epochs", "2", "--workers", "1", "--dir", "RESULTS"],
     "wrappers": ["--quick", "--images", "64"],
 }
 NOT_HERE = {"dlio": "needs an environment with DLIO", "report": "rewrites README.md and the documentation"}

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fastload.demo.s3_server import S3Server, delay_proxy, find_rclone, serve_s3
+from fastload.cli.demo.s3_server import S3Server, delay_proxy, find_rclone, serve_s3
 from tests.patience import PATIENCE
 
 pytestmark = [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.show import charts, figures, losses, report, report_page, report_readme, tables
-from fastload.plan.model import MODES
+from fastload.cli.plan.model import MODES
 
 ROOT = Path(__file__).parents[2]
 Document = dict[str, Any]

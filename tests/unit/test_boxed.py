@@ -20,7 +20,7 @@ from PIL import Image, ImageOps, features
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
 from fastload.cli.doctor import check_formats
 from fastload.errors import DecodeError
-from fastload.formats.write import TarWriter
+from fastload.formats.tar import TarWriter
 from fastload.images import decode_image, decode_pil, heif
 from fastload.images.decode import find_format, is_image
 from fastload.images.torchcodec import why_no_torchcodec

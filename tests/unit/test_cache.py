@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from fastload.cache import Cache
-from fastload.cache import registry as registry_module
+from fastload.cache import access as access_module
 from fastload.cache import segment as segment_module
-from fastload.cache import write_queue as queue_module
 from fastload.cache import writer as writer_module
 from fastload.cache.segment import record_size
-from fastload.cache.write_queue import Item
+from fastload.cache.writer import Item
 from fastload.errors import ArgumentError, CacheError
 from fastload.metrics.counters import Counters
 from tests.cachedata import fill, payload_of, segments
@@ -163,18 +162,18 @@ def test_collected_cache_closes(tmp_path: Path) -> None:
     cache = Cache(tmp_path / "c")
     fill(cache, 1)
     del cache
-    assert not registry_module._opened
+    assert not access_module._opened
 
 
 def test_cache_collected_while_another_opens_closes(tmp_path: Path) -> None:
     """A collection may run in the thread that is just opening a directory."""
     cache = Cache(tmp_path / "c")
     fill(cache, 1)
-    with registry_module._lock:
+    with access_module._lock:
         del cache
-    assert registry_module._opened
+    assert access_module._opened
     Cache(tmp_path / "d").open_or_raise()
-    assert not registry_module._opened
+    assert not access_module._opened
 
 
 def test_pickles_as_its_address(open_cache: Callable[..., Cache], tmp_path: Path) -> None:
@@ -344,9 +343,9 @@ def test_reservations_of_a_killed_process_are_given_back(open_cache: Callable[..
 def test_queue_that_a_memory_limit_makes_small_is_written_before_it_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(queue_module, "LINGER", PATIENCE)
-    monkeypatch.setattr(queue_module, "payload_limit", lambda: 1_000_000)
-    queue, began = queue_module.WriteQueue(), time.monotonic()
+    monkeypatch.setattr(writer_module, "LINGER", PATIENCE)
+    monkeypatch.setattr(writer_module, "payload_limit", lambda: 1_000_000)
+    queue, began = writer_module.WriteQueue(), time.monotonic()
     for i in range(6):
         assert queue.put(Item(b"%d" % i, memoryview(bytes(100_000)), 0, None, Counters()))
     batch = queue.take()
@@ -355,19 +354,19 @@ def test_queue_that_a_memory_limit_makes_small_is_written_before_it_is_full(
 
 
 def test_small_records_that_fill_a_batch_are_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "LINGER", PATIENCE)
-    queue, began = queue_module.WriteQueue(), time.monotonic()
-    for i in range(queue_module.BATCH_RECORDS):
+    monkeypatch.setattr(writer_module, "LINGER", PATIENCE)
+    queue, began = writer_module.WriteQueue(), time.monotonic()
+    for i in range(writer_module.BATCH_RECORDS):
         assert queue.put(Item(b"%d" % i, memoryview(b"small"), 0, None, Counters()))
     batch = queue.take()
-    assert batch is not None and len(batch.items) == queue_module.BATCH_RECORDS
+    assert batch is not None and len(batch.items) == writer_module.BATCH_RECORDS
     assert time.monotonic() - began < PATIENCE / 2
 
 
 def test_full_queue_drops_and_does_not_wait(
     open_cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_module, "QUEUE_BYTES", 10_000)
+    monkeypatch.setattr(writer_module, "QUEUE_BYTES", 10_000)
     gate, real = threading.Event(), os.pwritev
 
     def slow(*args: Any) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fastload.cache import Cache, maintenance
+from fastload.cache import access as access_module
 from fastload.cache import directory as directory_module
 from fastload.cache import index as index_module
-from fastload.cache import registry as registry_module
 from fastload.cache import segment as segment_module
 from fastload.cache import writer as writer_module
 from fastload.cache.segment import HEADER_SIZE, record_size
@@ -120,7 +120,7 @@ def test_clear_leaves_a_segment_that_is_just_being_made(
 ) -> None:
     """Made before the clearing, registered after it: what is written to it comes after, and stays."""
     fill(open_cache(), 3)
-    registry_module.close_all()
+    access_module.close_all()
     cache = open_cache()
     directory = cache.open_or_raise()
     register = index_module.Index.add_segment

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from sharddata import CROP, closing, jpeg, loader_of, ordinary, shards, write
-from sharddata import close_all as close_all
 from torch.utils.data import default_collate
 
 import fastload
 from fastload import Cache, RandomResizedCrop
 from fastload.datasets.fingerprint import describe
 from fastload.errors import ArgumentError, DecodeError
-from fastload.formats.example import encode_example
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.formats.tar import TarWriter
+from fastload.formats.tfrecord import TFRecordWriter, encode_example
 from fastload.shards.record_fields import Leaf
+from tests.sharddata import CROP, closing, jpeg, loader_of, ordinary, shards, write
+from tests.sharddata import close_all as close_all
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

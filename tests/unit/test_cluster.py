@@ -15,8 +15,8 @@ import fastload
 from fastload.cli import warm_nodes
 from fastload.cli.app import app
 from fastload.cli.cluster import Lost, Node, Task
-from fastload.cli.store_options import CacheMode
-from fastload.cli.warm_target import Target
+from fastload.cli.command_options import CacheMode
+from fastload.cli.warm_share import Target
 from fastload.errors import ArgumentError
 
 

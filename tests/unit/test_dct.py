@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +10,25 @@ import pytest
 
 from fastload import CenterCrop, RandomResizedCrop
 from fastload.errors import DecodeError
+from fastload.formats.jpeg_records import DCT_MAGIC
 from fastload.images import decode_image, decode_pil
 from fastload.images import kernel as native
-from fastload.images.dct import MAGIC, available, to_dct
-from tests.photos import Pixels, oriented, pillow_jpeg, scene, variants
+from fastload.images.dct import available, to_dct
+from tests.photos import (
+    LIMIT,
+    Pixels,
+    oriented,
+    pillow_jpeg,
+    rare_files,
+    scene,
+    variants,
+)
+from tests.photos import kernel_decode as decode
 
 kernel: Any = native.kernel
 pytestmark = pytest.mark.skipif(not available(), reason="the kernel is not built: pip install -e .")
 
-LIMIT = 10**9
-# Made by libjpeg-turbo's jpegtran of a photo of 45 x 33 pixels: -arithmetic, -arithmetic -progressive, a scan
-# for each component, and a progressive script that leaves the last bits out.
-FILES = {path.stem: path.read_bytes() for path in (Path(__file__).parents[1] / "data/jpeg").glob("*.jpg")}
+FILES = rare_files()
 UNFINISHED = FILES.pop("unfinished")
 KINDS = {**variants(), **FILES} if kernel else {}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -37,15 +43,8 @@ def simd(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def record_of(data: bytes) -> bytes:
     record = to_dct(data)
-    assert record.startswith(MAGIC)
+    assert record.startswith(DCT_MAGIC)
     return record
-
-
-def decode(data: bytes, denominator: int = 1) -> Pixels:
-    width, height = kernel.jpeg_size(data, LIMIT, True)
-    out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
-    kernel.decode(data, out, denominator, LIMIT, True)
-    return out
 
 
 def crop(data: bytes, box: tuple[float, ...], size: int, clamp: bool, flip: bool) -> Pixels:
@@ -171,7 +170,7 @@ def test_image_above_the_pixel_limit_is_refused_before_it_is_decoded() -> None:
 def test_record_without_the_kernel_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     record, data = record_of(KINDS["420"]), KINDS["420"]
     monkeypatch.setattr(native, "kernel", None)
-    with pytest.raises(DecodeError, match="cache mode 'dct', which only the compiled kernel reads"):
+    with pytest.raises(DecodeError, match="a record of a cache, which only the compiled kernel reads"):
         decode_image(record)
     assert not available() and to_dct(data) == data
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.errors import DecodeError
-from fastload.gpu.decoders import finish_decoding, start_decoding
+from fastload.gpu.decoding import Decoding
 from fastload.images import CenterCrop, RandomResizedCrop
 from fastload.images.encoded import EncodedBatch, EncodedImages, decode_by_kernel
 from fastload.images.headers import is_plain_jpeg
+from fastload.metrics.counters import BadSamples, Counters
 from fastload.workers.slots import SlotMap, SlotPool
 from tests.encodedimages import ordinary
 from tests.photos import pillow_jpeg, png, scene, variants
@@ -190,8 +191,8 @@ def test_on_error_where_no_decoder_can_decode() -> None:
         decode_by_kernel(alone.finish(), "skip")
 
 
-class _Recorder:
-    """A decoder by the kernel that records its calls."""
+class _Recorder(Decoding):
+    """Decodes by the kernel, and records its calls."""
 
     started = 0
 
@@ -202,10 +203,11 @@ class _Recorder:
 
 def test_encoded_images_anywhere_in_a_batch() -> None:
     encoded, expected = _encode(RandomResizedCrop(16, flip=0.5), {"a": variants()["420"]})
-    decoder, labels = _Recorder(), torch.tensor([3])
-    started = start_decoding([encoded, {"x": (encoded, labels)}, "text"], decoder.start)
-    assert decoder.started == 2
-    first, second, text = finish_decoding(started)
+    decoder = _Recorder("torch", None, on_error="raise", counters=Counters(), bad=BadSamples())
+    labels = torch.tensor([3])
+    started = decoder.begin([encoded, {"x": (encoded, labels)}, "text"])
+    assert decoder.started == 1, "it occurs twice, and is decoded once"
+    first, second, text = decoder.finish(started)
     assert np.array_equal(first.numpy(), expected) and np.array_equal(second["x"][0].numpy(), expected)
     assert second["x"][1] is labels and text == "text"
 

@@ -23,12 +23,18 @@ from hypothesis import strategies as st
 from fastload.errors import DecodeError
 from fastload.formats import tfrecord
 from fastload.formats.compression import is_compressed, kind_of
-from fastload.formats.example import encode_example, parse_example
 from fastload.formats.pieces import Pieces, Record, Splitter
-from fastload.formats.shard_index import parse_tfrecord_index, parse_wds_index, parse_wids
-from fastload.formats.tar import TarSplitter, read_sample, sample_name
-from fastload.formats.tfrecord import TFRecordSplitter, frame, masked_crc, unframe
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.formats.tar import TarSplitter, TarWriter, parse_wds_index, parse_wids, read_sample, sample_name
+from fastload.formats.tfrecord import (
+    TFRecordSplitter,
+    TFRecordWriter,
+    encode_example,
+    frame,
+    masked_crc,
+    parse_example,
+    parse_tfrecord_index,
+    unframe,
+)
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 Make = Callable[[int, "int | None"], Splitter]

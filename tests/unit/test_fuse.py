@@ -402,7 +402,7 @@ def test_epochs_objects_and_device_decoding(folder: Path) -> None:
 def test_fused_image_and_mask_are_cut_alike_with_and_without_kept_steps(tmp_path: Path) -> None:
     import io
 
-    from fastload.formats.write import TarWriter
+    from fastload.formats.tar import TarWriter
 
     x = np.linspace(0, 240, 200).astype(np.uint8)[None].repeat(150, 0)
     file = io.BytesIO()

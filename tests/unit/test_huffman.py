@@ -14,16 +14,15 @@ from PIL import ImageFile
 
 from fastload import DataLoader, ImageFolder, RandomResizedCrop
 from fastload.images import kernel as native
-from tests.photos import Pixels, pillow_jpeg, scene, variants
+from tests.photos import LIMIT, Pixels, pillow_jpeg, rare_files, scene, variants
+from tests.photos import kernel_decode as decode
 
 kernel: Any = native.kernel
 pytestmark = pytest.mark.skipif(
     not getattr(kernel, "HUFFMAN", 0), reason="the kernel is not built, or its libjpeg decodes Huffman codes"
 )
 
-LIMIT = 10**9
-FILES = {path.stem: path.read_bytes() for path in (Path(__file__).parents[1] / "data/jpeg").glob("*.jpg")}
-KINDS = {**variants(), **FILES} if kernel else {}
+KINDS = {**variants(), **rare_files()} if kernel else {}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -34,13 +33,6 @@ def small_files_too(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernel.take_by_libjpeg()
     yield
     kernel._set_huffman(True)
-
-
-def decode(data: bytes, denominator: int = 1, strict: bool = True) -> Pixels:
-    width, height = kernel.jpeg_size(data, LIMIT, strict)
-    out = np.empty((-(-height // denominator), -(-width // denominator), 3), np.uint8)
-    kernel.decode(data, out, denominator, LIMIT, strict)
-    return out
 
 
 def crop(data: bytes, box: tuple[float, ...]) -> Pixels:

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sharddata import COUNTS, CROP, TOTAL, at_random, closing, dataset, jpeg, read, shard, shards, write
-from sharddata import close_all as close_all
-from sharddata import kind as kind
 from typer.testing import CliRunner
 
 import fastload
 from fastload.cli.app import app
-from fastload.formats.shard_index import index_name
 from fastload.shards import indexing
+from fastload.shards.catalog import index_name
+from tests.sharddata import COUNTS, CROP, TOTAL, at_random, closing, dataset, jpeg, read, shard, shards, write
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

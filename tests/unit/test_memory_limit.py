@@ -11,8 +11,8 @@ import pytest
 
 from fastload import DataLoader
 from fastload.errors import ArgumentError
-from fastload.fetch.byte_budget import ByteBudget, budgeted_bytes
-from fastload.metrics.memory import limit_payloads, payload_limit, usable_bytes
+from fastload.fetch.limits import ByteBudget, budgeted_bytes
+from fastload.metrics.machine import limit_payloads, payload_limit, usable_bytes
 from fastload.workers.memory_limit import MemoryLimit, WorkerMemory, most_workers
 from tests.loaderdata import Numbers
 

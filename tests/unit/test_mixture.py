@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fastload import Mixture, MixtureSampler
-from fastload.distributed.mixing import ONE, Mixing, in_units
+from fastload.order.mixing import ONE, Mixing, in_units
 from tests.loaderdata import Numbers
 
 Weights = dict[str, Fraction]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from sharddata import CROP, TOTAL, closing, dataset, shards, write
-from sharddata import close_all as close_all
-from sharddata import kind as kind
 from torch.utils.data import RandomSampler, SequentialSampler, Subset, random_split
 
 import fastload
 from fastload import DataLoader, DistributedSampler, ShardSampler
 from fastload.errors import ArgumentError
+from tests.sharddata import CROP, TOTAL, closing, dataset, shards, write
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from fastload import Cache, CenterCrop, DataLoader, ImageFolder, ObjectDataset, TarDataset
-from fastload.formats.write import TarWriter
+from fastload.formats.tar import TarWriter
 from fastload.images import decode_image, decode_pil, decode_resized, shrink
 from fastload.images import kernel as native
 from fastload.images.decode import open_smaller

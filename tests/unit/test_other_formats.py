@@ -17,7 +17,7 @@ from PIL import Image
 
 from fastload import BetonDataset, CenterCrop, DataLoader, LitDataset, MDSDataset, TarDataset
 from fastload.errors import ArgumentError, DecodeError, FastloadError, NotFoundError
-from fastload.formats.inflate import zstd
+from fastload.formats.compression import zstd
 from tests.data.make_formats import COUNT, describe, encoded, pixels
 
 DATA = Path(__file__).parent.parent / "data" / "formats"
@@ -292,7 +292,7 @@ def test_damaged_sample_is_one_error_with_its_place(copied: Callable[[str], Path
     data[start : start + 4] = b"\xff" * 4  # the size of the first column
     path.write_bytes(data)
     dataset = MDSDataset(folder)
-    with pytest.raises(DecodeError, match="columns add up") as error:
+    with pytest.raises(DecodeError, match="values add up") as error:
         dataset[0]
     assert error.value.key == f"shard.00000.mds @ {start}"
     assert as_json(dataset[1]) == oracle("mds")[1]

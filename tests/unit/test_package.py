@@ -47,7 +47,7 @@ def _name(requirement: str) -> str:
 @functools.cache
 def _imported() -> set[str]:
     """The modules that the package imports, wherever in a file, and the programs that it starts."""
-    found = {"rclone"} if "rclone" in (PACKAGE / "demo" / "s3_server.py").read_text() else set()
+    found = {"rclone"} if "rclone" in (PACKAGE / "cli" / "demo" / "s3_server.py").read_text() else set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

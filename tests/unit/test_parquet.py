@@ -16,18 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from faultserver import FaultServer
 from fsspec.implementations.memory import MemoryFileSystem
-from parquetdata import TOTAL, files, parquet, table
 from PIL import Image
-from sharddata import CROP, at_random, closing, jpeg, labels, read, write
-from sharddata import close_all as close_all
 from torch.utils.data import DataLoader as TorchLoader
 
 import fastload
 from fastload import Cache, ParquetDataset
 from fastload.errors import ArgumentError, DecodeError, NotFoundError
-from fastload.formats.packed_row import dump_row, load_row
+from fastload.formats.sample import dump_row, load_row
+from tests.faultserver import FaultServer
+from tests.parquetdata import TOTAL, files, parquet, table
+from tests.sharddata import CROP, at_random, closing, jpeg, labels, read, write
+from tests.sharddata import close_all as close_all
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

@@ -11,7 +11,7 @@ from typing import Any
 from fastload.cli.convert.sample_forms import member_key, split_name
 from fastload.formats.tar import sample_name
 from fastload.images.headers import jpeg_orientation
-from fastload.loader.saved_state import _CLASS
+from fastload.order.state import _CLASS
 from fastload.shards.urls import _INDEX_FILES, _KINDS, glob_pattern
 from fastload.store.translate import StoreLocation, as_bucket, redacted
 

@@ -14,7 +14,7 @@ import fastload
 from fastload import DataLoader, DistributedSampler, prove
 from fastload.cli.app import app
 from fastload.errors import ArgumentError
-from fastload.loader.log_writer import log_name
+from fastload.trace.log_writer import log_name
 from tests.loaderdata import Numbers
 
 COUNT = 48
@@ -193,6 +193,8 @@ def test_evidence_that_proves_nothing_is_refused(tmp_path: Path) -> None:
         (tmp_path / "absent", "cannot be read"),
         (7, "found int"),
         ({**fresh, "digest": {"rank": 0}}, "cannot read"),
+        ({**fresh, "version": 1}, "a: the dict has version 1, this fastload reads version 2"),
+        ({key: fresh[key] for key in fresh if key != "digest"}, "a: the dict lacks \\['digest'\\]"),
     ]
     for side, message in cases:
         with pytest.raises(ArgumentError, match=message):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 
 from fastload.errors import DecodeError
-from fastload.formats.inflate import Inflater, zstd
+from fastload.formats.compression import Inflater, zstd
 from fastload.formats.pieces import Record
 from fastload.formats.tar import TarSplitter
 

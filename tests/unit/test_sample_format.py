@@ -149,8 +149,10 @@ def test_record_dumped_is_read_only_and_apart_from_the_sample() -> None:
     assert record.readonly and not load(record).any()
 
 
-def test_a_large_int_of_an_earlier_version_is_read() -> None:
-    assert load(b"I\x15\0\0\0-99999999999999999999") == -99999999999999999999
+@pytest.mark.parametrize("digits", [b"99", b"0x", b"0x1_0", b" 0x10", b"0b11"])
+def test_large_int_is_hexadecimal(digits: bytes) -> None:
+    with pytest.raises(DecodeError, match="hexadecimal"):
+        load(b"I" + len(digits).to_bytes(4, "little") + digits)
 
 
 def test_arrays_are_views_of_the_record() -> None:

@@ -18,7 +18,7 @@ from fastload import DataLoader, DistributedSampler
 from fastload.cli.app import app
 from fastload.errors import ArgumentError
 from fastload.formats.sample_log import _STEP, LoggedStep, RunBegins, _framed, frames, header, rank_of
-from fastload.loader.log_writer import log_name
+from fastload.trace.log_writer import log_name
 from tests.loaderdata import Numbers
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -150,7 +150,7 @@ def test_full_disk_ends_the_log_and_not_the_training(tmp_path: Path, monkeypatch
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("fastload.loader.log_writer.os.write", full)
+    monkeypatch.setattr("fastload.trace.log_writer.os.write", full)
     with pytest.warns(UserWarning, match="ends here") as warned:
         for _ in range(2):
             assert len(list(loader)) == 5

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from sharddata import (
+from typer.testing import CliRunner
+
+import fastload
+from fastload import Cache
+from fastload.cli import warm as warm_command
+from fastload.cli.app import app
+from fastload.cli.plan.model import Data, Demand, Mode, Node, Streaming, predict
+from fastload.formats.tar import TarWriter
+from tests.sharddata import (
     COUNTS,
     CROP,
     FEATURES,
@@ -25,16 +33,8 @@ from sharddata import (
     shards,
     write,
 )
-from sharddata import close_all as close_all
-from sharddata import kind as kind
-from typer.testing import CliRunner
-
-import fastload
-from fastload import Cache
-from fastload.cli import warm as warm_command
-from fastload.cli.app import app
-from fastload.formats.write import TarWriter
-from fastload.plan.model import Data, Demand, Mode, Node, Streaming, predict
+from tests.sharddata import close_all as close_all
+from tests.sharddata import kind as kind
 
 pytestmark = pytest.mark.usefixtures("close_all")
 

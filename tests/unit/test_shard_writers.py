@@ -19,12 +19,16 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload.errors import ArgumentError
-from fastload.formats.example import encode_example, parse_example
 from fastload.formats.pieces import Record, Splitter
-from fastload.formats.shard_index import parse_tfrecord_index, parse_wds_index
-from fastload.formats.tar import TarSplitter, read_sample
-from fastload.formats.tfrecord import TFRecordSplitter, unframe
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.formats.tar import TarSplitter, TarWriter, parse_wds_index, read_sample
+from fastload.formats.tfrecord import (
+    TFRecordSplitter,
+    TFRecordWriter,
+    encode_example,
+    parse_example,
+    parse_tfrecord_index,
+    unframe,
+)
 from tests.patience import PATIENCE
 
 SPEC = {

@@ -17,23 +17,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import threading
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from fastload.cli.cluster import Cluster, RayOption, refuse_limits
+from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.cli.kinds import Kind
 from fastload.cli.measurement import Bars
 from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
-from fastload.errors import ArgumentError, FastloadError, StoreError
+from fastload.errors import ArgumentError
 from fastload.metrics.units import format_size
-
-__all__ = ["convert"]
 
 _RENAMES = 10  # shown
 
@@ -94,7 +90,7 @@ def convert(
             with contextlib.ExitStack() as stack:
                 cluster = None
                 if ray is not None:
-                    from fastload.cli.convert.nodes_writing import check_source
+                    from fastload.cli.convert.writing import check_source
 
                     refuse_limits({**options, **stored})
                     check_source(opened)
@@ -130,6 +126,7 @@ def _run(
 ) -> dict[str, Any]:
     """Write the missing shards, then read all of them again."""
     from fastload.cli.convert.shard_set import Form, ShardSet
+    from fastload.cli.convert.writing import Rate, Writing
     from fastload.cli.measurement import describe_machine
     from fastload.store import open_store
 
@@ -187,110 +184,6 @@ def _run(
         "megabytes_per_second": round(writing.rate.bytes / seconds / 1e6, 2),
         **({} if cluster is None else {"redone": cluster.redone}),
     }
-
-
-class Rate:
-    """Samples and bytes so far, and their rates."""
-
-    def __init__(self) -> None:
-        self.samples = self.bytes = 0
-        self._start = time.perf_counter()
-
-    def add(self, samples: int, size: int) -> tuple[int, str]:
-        """(bytes done, rates in words)"""
-        self.samples += samples
-        self.bytes += size
-        seconds = max(time.perf_counter() - self._start, 1e-9)
-        text = f"{self.samples / seconds:7,.0f} samples/s {self.bytes / seconds / 1e6:6,.1f} MB/s"
-        return self.bytes, text
-
-
-class Writing:
-    """Makes shards and sends each while the next one is made: two temporary files at a time.
-
-    Args:
-        source: an `Input`.
-        shards: a `ShardSet`.
-        cluster: does both on its nodes; None: this process does.
-    """
-
-    def __init__(self, source: Any, shards: Any, cluster: Cluster | None) -> None:
-        self._source, self._shards = source, shards
-        self._nodes: Any = None
-        if cluster is not None:
-            from fastload.cli.convert.nodes_writing import NodesWriting
-
-            self._nodes = NodesWriting(cluster, source, shards)
-        self.rate = Rate()
-        self._sending: tuple[threading.Thread, Any, list[BaseException]] | None = None
-
-    def run(self, bars: Bars) -> None:
-        """Write the missing shards. After an exception those that arrived are still counted."""
-        source, done = self._source, self._shards.shards
-        if done:
-            source.position = done[-1].next
-        bar = bars.add("writing", source.total_bytes, format_size)
-        try:
-            if self._nodes is not None:
-                self._nodes.write(lambda samples, size: bar.show(*self.rate.add(samples, size)))
-                return
-            while source.position is not None:
-                made = self._shards.make(
-                    len(done) + (self._sending is not None),
-                    source.part(),
-                    lambda: source.position,
-                    lambda sample: bar.show(*self.rate.add(1, sample.size)),
-                )
-                with contextlib.ExitStack() as stack:
-                    stack.callback(made.file.close)
-                    self._wait()
-                    stack.pop_all()
-                self._send(made)
-            self._wait()
-        except BaseException:
-            self._wait()
-            with contextlib.suppress(FastloadError):
-                self._shards.save(wait=_give_up)
-            raise
-
-    def verify(self, progress: Callable[[Any], None]) -> list[tuple[str, str]]:
-        """(name, fault) of each shard that differs from what was written."""
-        from fastload.cli.convert.verify import verify
-
-        if self._nodes is not None:
-            faults: list[tuple[str, str]] = self._nodes.verify(progress)
-            return faults
-        return verify(self._shards, progress)
-
-    def _send(self, made: Any) -> None:
-        errors: list[BaseException] = []
-
-        def send() -> None:
-            try:
-                self._shards.send(made)
-            except BaseException as error:
-                errors.append(error)
-
-        # No pool: a second Ctrl-C must not wait for a store that no longer answers.
-        thread = threading.Thread(target=send, name="fastload-send", daemon=True)
-        thread.start()
-        self._sending = thread, made.shard, errors
-
-    def _wait(self) -> None:
-        """Wait until the shard that is being sent has arrived."""
-        if self._sending is None:
-            return
-        thread, shard, errors = self._sending
-        thread.join()
-        self._sending = None
-        if errors:
-            raise errors[0]
-        self._shards.add(shard)
-
-
-def _give_up(error: StoreError, seconds: float) -> None:
-    """Do not retry: another error came before."""
-    raise error
 
 
 def _announce(source: Any, shards: Any, output: Output) -> None:

@@ -16,8 +16,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from fastload.cache.listings import Listings
-from fastload.cli.convert.records import SPLITTERS, sound_payload
-from fastload.cli.convert.sample_forms import Sample, split_name
+from fastload.cli.convert.sample_forms import SPLITTERS, Sample, sound_payload, split_name
 from fastload.cli.kinds import guess_kind
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.fetch.prefetcher import Prefetcher
@@ -29,8 +28,6 @@ from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
 from fastload.store import ObjectInfo, Store, open_store
 from fastload.store.manifest import Manifest
-
-__all__ = ["Input", "ObjectsInput", "open_input"]
 
 _TAR = (".tar", ".tar.gz", ".tgz")
 _TFRECORD = (".tfrecord", ".tfrecords", ".tfrec", ".tfrecord.gz", ".tfrecords.gz", ".tfrec.gz")

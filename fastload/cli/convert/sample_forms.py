@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
 from fastload.errors import DecodeError
-from fastload.formats.example import read_example
+from fastload.formats.pieces import Record, Splitter
+from fastload.formats.tar import TarSplitter
+from fastload.formats.tfrecord import TFRecordSplitter, read_example
 from fastload.images.heif import sniff_boxes
-
-__all__ = ["IMAGES", "Digest", "Sample", "as_features", "as_members", "member_key", "split_name"]
+from fastload.shards.record_source import record_name
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "avif", "heic", "heif", "gif", "bmp", "tif", "tiff", "ppm", "pgm")
 _MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif"}
@@ -156,3 +157,22 @@ def _image_kind(content: Any) -> str:
     if boxed is not None:
         return {"AVIF": "avif", "HEIF": "heic"}[boxed]
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), "")
+
+
+# Kind of shard -> what cuts its bytes into records.
+SPLITTERS: dict[str, Callable[[int, int | None], Splitter]] = {
+    "tar": TarSplitter,
+    "tfrecord": TFRecordSplitter,
+}
+
+
+def sound_payload(record: Record, shard: str) -> Any:
+    """The payload of a record of that shard.
+
+    Raises:
+        DecodeError: the record is damaged. The error names the shard and the offset in it.
+    """
+    if record.error is not None:
+        record.error.key = record_name(shard, record.offset)
+        raise record.error
+    return record.payload

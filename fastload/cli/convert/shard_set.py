@@ -23,16 +23,28 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64
 
-from fastload.cli.convert.sample_forms import Digest, Sample, as_features, as_members, member_key
-from fastload.errors import ArgumentError, NotFoundError
-from fastload.formats.example import encode_example
-from fastload.formats.write import TarWriter, TFRecordWriter
+from fastload.cli.convert.sample_forms import (
+    SPLITTERS,
+    Digest,
+    Sample,
+    as_features,
+    as_members,
+    member_key,
+    sound_payload,
+)
+from fastload.errors import ArgumentError, DecodeError, NotFoundError
+from fastload.fetch.threads import ReadPool
+from fastload.formats.tar import TarWriter, parse_wds_index, read_sample
+from fastload.formats.tfrecord import TFRecordWriter, encode_example, parse_tfrecord_index, read_example
+from fastload.metrics.counters import Counters
+from fastload.shards.catalog import index_name
+from fastload.shards.reader import PIECES, ReadAhead, Shard, ShardReader
 from fastload.store import ObjectInfo, Store, retry
 from fastload.store.retry import Wait
 
-__all__ = ["Form", "ShardSet", "UnsentShard", "WrittenShard", "index_name"]
-
 FORMAT = 1
+_READ_AHEAD = 64 << 20  # bytes
+READS = 8  # at once
 _SHOWN = 3  # renames of a shard
 _REST = 4  # times the duration of a write of NAME.json, before it is written again
 
@@ -78,11 +90,6 @@ class UnsentShard(NamedTuple):
     shard: WrittenShard
     file: Any
     places: bytes
-
-
-def index_name(shard: str) -> str:
-    """NAME-000000.idx of NAME-000000.tar."""
-    return shard.rpartition(".")[0] + ".idx"
 
 
 class ShardSet:
@@ -257,3 +264,77 @@ class _Spool(NamedTuple):
     def write(self, data: Any) -> None:
         self.file.write(data)
         self.hash.update(data)
+
+
+def verify(shards: ShardSet, progress: Callable[[WrittenShard], None]) -> list[tuple[str, str]]:
+    """(name, fault) of each shard that differs from what was written.
+
+    The bytes are compared by their checksum, the samples by theirs (of before they were written), the index
+    with the offsets at which the samples were found.
+    """
+    present = shards.present()
+    pool = ReadPool(READS, Counters())
+    wrong = []
+    try:
+        for shard in shards.shards:
+            why = find_fault(shards, pool, present.get(shard.name), shard)
+            if why:
+                wrong.append((shard.name, why))
+            progress(shard)
+    finally:
+        pool.close()
+    return wrong
+
+
+def find_fault(shards: ShardSet, pool: ReadPool, info: ObjectInfo | None, shard: WrittenShard) -> str:
+    """In what a shard differs from what was written; "": in nothing."""
+    if info is None or info.size != shard.bytes:
+        return f"has {0 if info is None else info.size:,} bytes instead of {shard.bytes:,}"
+    whole, content, offsets = xxh3_64(), Digest(), list[list[int]]()
+    hashed = 0
+
+    def hash_piece(piece: Any) -> None:
+        nonlocal hashed
+        whole.update(piece)
+        hashed += len(piece)
+
+    reader = ShardReader(
+        shards.store,
+        Shard(info.key, info.size, info.version, compressed=False),
+        SPLITTERS[shards.form.kind],
+        ahead=ReadAhead.of(_READ_AHEAD, 1),
+        pool=pool,
+        counters=Counters(),
+        on_piece=hash_piece,
+    )
+    try:
+        while (record := reader.next()) is not None:
+            _add(content, shards.form, sound_payload(record, info.key))
+            offsets.append([record.offset, record.size])
+        index = bytes(shards.store.read(index_name(shard.name)))
+        parse = parse_wds_index if shards.form.kind == "tar" else parse_tfrecord_index
+        indexed = parse(index, shard.bytes).tolist()
+    except (DecodeError, NotFoundError) as error:
+        return str(error)
+    finally:
+        reader.close()
+    if len(offsets) != shard.samples:
+        return f"has {len(offsets):,} samples instead of {shard.samples:,}"
+    while hashed < info.size:  # behind a tar's end mark, where a reader stops
+        stop = min(hashed + PIECES.usual, info.size)
+        hash_piece(shards.store.read_range(info.key, hashed, stop, info.version))
+    if (whole.hexdigest(), content.text()) != (shard.xxh3, shard.content):
+        return "contains other bytes than were written"
+    if indexed != offsets or xxh3_64(index).hexdigest() != shard.places:
+        return "has another index than the one written"
+    return ""
+
+
+def _add(content: Digest, form: Form, payload: Any) -> None:
+    """What `ShardSet.make` did before the sample was written, with what is read."""
+    if form.copied:
+        content.add("", payload)
+    elif form.kind == "tar":
+        content.add_members(*read_sample(payload))
+    else:
+        content.add_features(read_example(payload))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import sys
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,12 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from fastload.cli.command_options import Anon, EndpointUrl, StorageOption, storage_options
 from fastload.cli.output import JsonOption, Output, answering
-from fastload.cli.store_options import Anon, EndpointUrl, StorageOption, storage_options
-from fastload.errors import ArgumentError
+from fastload.errors import ArgumentError, FastloadError
 from fastload.printable import printable
-
-__all__ = ["replay"]
 
 _MOST_RANKS = 65_536  # of which a table is shown
 _COLUMNS = ("row", "index", "key", "label", "crop", "flip", "replaces", "error")
@@ -30,7 +31,7 @@ class _Part(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The loader, and what is unlike the run's: see `fastload.loader.made_from.Restored`."""
+    """The loader, and what is unlike the run's: see `fastload.trace.recipe.Restored`."""
 
     loader: Any
     missing: str | None = None
@@ -41,7 +42,7 @@ class _Made(NamedTuple):
 
     def reading(self) -> AbstractContextManager[None]:
         """Return the context in which the loader is used: an error of the user's own says what it is."""
-        from fastload.loader.saved_state import reading_state
+        from fastload.order.state import reading_state
 
         return nullcontext() if self.own else reading_state()
 
@@ -100,7 +101,7 @@ def replay(
 ) -> None:
     """Show the rows, images and tensors of any step of a run, from a checkpoint."""
     with answering(as_json) as output:
-        from fastload.loader.saved_state import read_state
+        from fastload.order.state import read_state
 
         saved = read_state(state, at)
         options = storage_options(storage_option, endpoint_url, anon)
@@ -148,8 +149,6 @@ def replay(
 
 
 def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
-    from fastload.cli.replay.own_loader import run_loader
-
     if data is not None or options:
         raise ArgumentError("--loader makes its own dataset: leave out --data and the options of the store")
     return _Made(run_loader(place), own=True)
@@ -157,8 +156,8 @@ def _own(place: str, data: str | None, options: Mapping[str, Any]) -> _Made:
 
 def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, Any]) -> _Made:
     import fastload
-    from fastload.loader.made_from import restore
-    from fastload.loader.saved_state import reading_state
+    from fastload.order.state import reading_state
+    from fastload.trace.recipe import restore
 
     found = restore(saved, url=data, storage_options=options)
     with reading_state():
@@ -167,10 +166,10 @@ def _restored(saved: Mapping[str, Any], data: str | None, options: Mapping[str, 
 
 def _world_of(saved: Mapping[str, Any], epoch: int, step: int) -> int | None:
     """How many ranks read that step; None where the order is not dealt to ranks."""
-    epochs = saved.get("history", {}).get("epochs", [])
+    epochs = saved["history"]["epochs"]
     segments = [one for record in epochs if record["epoch"] == epoch for one in record["segments"]]
     world = next((one["replicas"] for one in reversed(segments) if one["step"] <= step), None)
-    found = saved.get("num_replicas") if world is None else world
+    found = saved["num_replicas"] if world is None else world
     return None if found is None else int(found)
 
 
@@ -197,6 +196,57 @@ def _ranks(rank: str | None, given: int | None, found: int | None) -> list[int |
     if int(rank) >= world:
         raise ArgumentError(f"--rank must be below the {world} ranks of that step, found {rank}")
     return [int(rank)]
+
+
+# --- the loader of `--loader`
+
+
+def run_loader(place: str) -> Any:
+    """Run FUNCTION of FILE.py, and return the loader that it returns. Modules beside the file are found.
+
+    Raises:
+        ArgumentError: there is no such file or function; it raised; it returned something else.
+    """
+    import fastload
+
+    file, colon, name = place.rpartition(":")
+    path = Path(file)
+    if not colon or not name.isidentifier() or path.suffix != ".py":
+        raise ArgumentError(f"--loader {place!r}: write FILE.py:FUNCTION, as in train.py:make_loader")
+    if not path.is_file():
+        raise ArgumentError(f"--loader {place!r}: there is no file {file!r}")
+    function = getattr(_module(path, place), name, None)
+    if not callable(function):
+        raise ArgumentError(f"--loader {place!r}: {file} has no function {name!r}")
+    loader = _run(function, path, place)
+    if not isinstance(loader, fastload.DataLoader):
+        raise ArgumentError(
+            f"--loader {place!r}: {name}() has to return a fastload.DataLoader, and returned a "
+            f"{type(loader).__name__}"
+        )
+    return loader
+
+
+def _module(path: Path, place: str) -> Any:
+    """The file as a module of its own name: what stands below `if __name__ == "__main__"` does not run."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None  # a file that ends in .py
+    module = importlib.util.module_from_spec(found)
+    sys.path.insert(0, str(path.parent.absolute()))
+    sys.modules[path.stem] = module  # where pickle looks for its classes
+    _run(lambda: found.loader.exec_module(module), path, place)
+    return module
+
+
+def _run(function: Any, path: Path, place: str) -> Any:
+    try:
+        return function()
+    except FastloadError:
+        raise
+    except Exception as error:
+        lines = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename) == path]
+        where = f" in line {lines[-1].lineno}" if lines else ""
+        raise ArgumentError(f"--loader {place!r} raised{where}: {type(error).__name__}: {error}") from error
 
 
 # --- the table
@@ -263,8 +313,7 @@ class _Files:
 
     def write_sheets(self, html: Path | None, png: Path | None, title: str, notes: Sequence[str]) -> None:
         """The images before `batch_transform`: after a Normalize they are no pictures any more."""
-        from fastload.cli.replay.pictures import pictures_of
-        from fastload.cli.replay.sheet import Cell, html_sheet, png_sheet
+        from fastload.cli.replay.sheet import Cell, html_sheet, pictures_of, png_sheet
 
         self._check("--html and --png", self._made.no_images)
         loader = self._made.loader
@@ -287,7 +336,7 @@ class _Files:
     def write_tensors(self, path: Path) -> None:
         import torch
 
-        from fastload.cli.replay.plain_values import plain
+        from fastload.cli.replay.sheet import plain
 
         self._check("--tensors", self._made.no_batch)
         file = io.BytesIO()

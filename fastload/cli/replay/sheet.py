@@ -1,20 +1,26 @@
-"""A contact sheet: the images of a step in a grid, each with its row, key and label; as HTML or PNG."""
+"""The files of `fastload replay`: the images as a sheet of HTML or PNG, the batch for torch.load."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from fastload.cli.replay.pictures import Picture
+from fastload.errors import ArgumentError
+from fastload.gpu.tree import tree_leaves
 from fastload.printable import printable
 
-__all__ = ["Cell", "html_sheet", "png_sheet"]
+Picture = np.ndarray[Any, np.dtype[np.uint8]]  # (H, W, 3)
+
+_CHANNELS = (1, 3)
 
 _PAGE = 64  # images of a page
 _LOSSLESS = 96  # pixels of a side, up to which an image of the HTML is a PNG; a larger one is a JPEG
@@ -96,7 +102,7 @@ def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
     sheet = Image.new("RGB", (width, height), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default()
     for line, text in enumerate((title, *notes)):
-        _write(draw, font, (_GAP, _GAP + line * _LINE), text, width - 2 * _GAP)
+        _write_line(draw, font, (_GAP, _GAP + line * _LINE), text, width - 2 * _GAP)
     for number, cell in enumerate(cells):
         left = _GAP + number % columns * (side + _GAP)
         top = head + number // columns * (side + below + _GAP)
@@ -107,13 +113,13 @@ def png_sheet(title: str, notes: Sequence[str], cells: Sequence[Cell]) -> bytes:
         image.thumbnail((side, side))
         sheet.paste(image, (left, top))
         for line, text in enumerate((cell.title, *cell.lines)):
-            _write(draw, font, (left, top + side + line * _LINE), text, side)
+            _write_line(draw, font, (left, top + side + line * _LINE), text, side)
     file = io.BytesIO()
     sheet.save(file, "PNG")
     return file.getvalue()
 
 
-def _write(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str, width: int) -> None:
+def _write_line(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str, width: int) -> None:
     """One line; of a long one its end, where the names of objects differ."""
     # The built-in font may have no other letters.
     plain = printable(text).encode("ascii", "backslashreplace").decode()
@@ -123,3 +129,75 @@ def _write(draw: ImageDraw.ImageDraw, font: Any, at: tuple[int, int], text: str,
 
 def _end(text: str, letters: int) -> str:
     return text if letters >= len(text) else f"..{text[len(text) - letters :]}"
+
+
+def pictures_of(batch: Any, rows: int) -> tuple[list[Picture], bool]:
+    """(one picture for each row, whether values were scaled so that they can be seen).
+
+    The images are the first tensor of the batch that has `rows` images with one or three channels, first or
+    last. Floats are taken as they are where all are from 0 to 1; else each image is scaled from its smallest
+    to its largest value.
+
+    Raises:
+        ArgumentError: the batch has no images.
+    """
+    leaves = list(tree_leaves(batch))
+    images = next((leaf for leaf in leaves if _is_images(leaf, rows)), None)
+    if images is None:
+        found = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}" for leaf in leaves)
+        raise ArgumentError(
+            f"the batch has no images for --html and --png; its tensors are: {found or 'none'}. Leave these "
+            "options out: the table and --tensors take any batch"
+        )
+    values = images.detach().cpu()
+    if values.shape[1] in _CHANNELS:
+        values = values.movedim(1, -1)
+    scaled = values.dtype != torch.uint8 and not bool(((values >= 0) & (values <= 1)).all())
+    return [_picture(one, scaled) for one in values], scaled
+
+
+def _is_images(leaf: torch.Tensor, rows: int) -> bool:
+    fits = leaf.ndim == 4 and leaf.shape[0] == rows and min(leaf.shape) > 0
+    return fits and bool({leaf.shape[1], leaf.shape[-1]} & set(_CHANNELS)) and not leaf.is_complex()
+
+
+def _picture(values: torch.Tensor, scaled: bool) -> Picture:
+    if values.dtype != torch.uint8:
+        values = values.double().nan_to_num()
+        if scaled:
+            low, high = values.min(), values.max()
+            values = (values - low) / (high - low).clamp(min=1e-12)
+        values = (values * 255).round().clamp(0, 255).to(torch.uint8)
+    picture: Picture = values.expand(-1, -1, 3).contiguous().numpy()
+    return picture
+
+
+def plain(value: Any, where: str = "batch") -> Any:
+    """The same values: tensors on the CPU, dicts, lists, texts and numbers. Other classes are not kept.
+
+    Raises:
+        ArgumentError: something in it is none of these; the message names the place.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()  # a slice would be saved with all of its memory
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    if isinstance(value, np.ndarray | np.generic) and np.asarray(value).dtype.kind in "biuf":
+        return torch.from_numpy(np.array(value))
+    if isinstance(value, Mapping):
+        return {_key(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item, f"{where}[{at}]") for at, item in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: plain(getattr(value, name), f"{where}.{name}") for name in names}
+    raise ArgumentError(
+        f"--tensors: {where} is a {type(value).__module__}.{type(value).__qualname__}, and the file takes "
+        "tensors, arrays, texts and numbers only: leave --tensors out, and call loader.batch_at() in Python"
+    )
+
+
+def _key(key: Any, where: str) -> Any:
+    if type(key) in (bool, int, float, str):
+        return key
+    raise ArgumentError(f"--tensors: {where} has the key {key!r}, and the file takes texts and numbers only")

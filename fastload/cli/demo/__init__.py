@@ -1,0 +1,1 @@
+"""`fastload demo`: an S3 server behind a round trip, photos, the baseline, report and chart."""

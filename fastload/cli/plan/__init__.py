@@ -1,0 +1,1 @@
+"""`fastload plan`: a short probe, and a model of an epoch."""

@@ -1,0 +1,103 @@
+"""Prices of requests and egress, and the bill of what was asked for.
+
+A row of the table names what was read, and when. Looked for on 2026-11-22 and 2026-11-23, and left out:
+
+* Azure Blob Storage: azure.microsoft.com/pricing/details/storage/blobs loads its prices by script, and
+  Microsoft's documentation has "sample prices" only.
+* Huawei OBS: support.huaweicloud.com/intl/en-us/price-obs has examples "for reference only", and prices by
+  region in its calculator.
+
+Rejected: asking the providers' price interfaces, which need an account and a network.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastload.errors import ArgumentError
+from fastload.store import open_store
+
+_NUMBERS = ("get", "list", "egress")
+
+
+class Prices(NamedTuple):
+    """Of one store.
+
+    Args:
+        currency: its code, such as "USD".
+        get, list: of 1,000 requests. HEADs cost as much as GETs, and PUTs as much as LISTs.
+        egress: of a GB that leaves the store, which is 10^9 bytes here.
+        source: where the prices are from, and the day.
+    """
+
+    currency: str
+    get: float
+    list: float
+    egress: float
+    source: str
+
+    def bill(self, gets: float, egress_bytes: float) -> tuple[float, float]:
+        """(requests, egress) in money."""
+        return gets / 1000 * self.get, egress_bytes / 1e9 * self.egress
+
+
+_TABLE = {
+    # Standard storage in a region; class A operations are lists and writes, class B are reads. Egress: to the
+    # internet, the first tier.
+    "gs": Prices("USD", 0.0004, 0.005, 0.12, "cloud.google.com/storage/pricing-examples, read on 2026-11-22"),
+    # S3 Standard; to the internet, the first tier. aws.amazon.com/s3/pricing loads its prices by script, so
+    # this is a copy: the constants of infra_model.py, a public cost model that names the file and the day.
+    "s3": Prices(
+        "USD", 0.0004, 0.005, 0.09, "AWS's price list of us-east-1 on 2026-09-29, as a public model copies it"
+    ),
+}
+_TABLE["gcs"], _TABLE["s3a"] = _TABLE["gs"], _TABLE["s3"]
+
+
+def find_prices(url: str, options: Mapping[str, Any], file: Path | None) -> Prices | None:
+    """The prices in a TOML file, else those of the store of `url`; None: they are not known.
+
+    Args:
+        url, options: as for `open_store`. An s3:// URL with an endpoint is not Amazon's.
+        file: with own prices; None: the table counts.
+
+    Raises:
+        ArgumentError: the file cannot be read, or lacks something.
+    """
+    if file is None:
+        prices = _TABLE.get(url.partition("://")[0].lower())
+        return prices if prices and not _has_endpoint(url, options) else None
+    try:
+        found: dict[str, Any] = tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--prices {str(file)!r} cannot be read as TOML: {error}") from None
+    unknown = sorted(found.keys() - set(Prices._fields))
+    if unknown:
+        raise ArgumentError(f"--prices {str(file)!r} has {unknown}; known are {list(Prices._fields)}")
+    for name in _NUMBERS:
+        value = found.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+            raise ArgumentError(f"--prices {str(file)!r}: {name} must be a number >= 0, found {value!r}")
+    if not isinstance(found.get("currency"), str) or not found["currency"]:
+        raise ArgumentError(f"--prices {str(file)!r}: currency must be a code, such as 'USD'")
+    get, listing, egress = (float(found[name]) for name in _NUMBERS)
+    return Prices(found["currency"], get, listing, egress, str(found.get("source", file)))
+
+
+def _has_endpoint(url: str, options: Mapping[str, Any]) -> bool:
+    """Whether an option or the environment names the server."""
+    found = open_store(url, **options).public_options()[0]
+    named = found.keys() | found.get("client_kwargs", {}).keys()
+    return bool({"endpoint", "endpoint_url", "base_url"} & named)
+
+
+def describe_prices(prices: Prices | None, gets: float, egress_bytes: float) -> dict[str, Any]:
+    """The keys "cost" and "prices" of a JSON document; null in them where no price is known."""
+    requests, egress = (None, None) if prices is None else prices.bill(gets, egress_bytes)
+    return {
+        "cost": {"requests": requests, "egress": egress},
+        "prices": dict.fromkeys(Prices._fields) if prices is None else prices._asdict(),
+    }

@@ -1,1 +1,0 @@
-"""The parts of `fastload demo`: an S3 server behind a round trip, photos, the baseline, report and chart."""

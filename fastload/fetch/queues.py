@@ -1,0 +1,197 @@
+"""The order of reads: a queue for each reader, and one budget of requests and bytes for all of them.
+
+    training     [17][18][19] ...    its reads hold all of the bytes, and it is paused
+    validation   [301][302] ...      waits for 301: its queue comes first, and has its own share of the bytes
+
+A reader is an iteration over the dataset. With a single queue, the reads that a paused iteration announced
+would block those of the other iteration, whose samples would then be read one by one.
+
+The first batch of a process comes alone: the rest of its queue waits until nearly all of that batch was
+handed out. Else hundreds of later objects would arrive together with it, and take its bandwidth and its CPU
+time. Measured on 2 cores, objects of 139 KB 20 ms away: the first batch comes after 0.26 s instead of 0.34 s,
+and the sixth after 0.71 s instead of 0.70 s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from fastload.fetch.limits import ByteBudget, ConcurrencyLimiter
+from fastload.fetch.reads import Part, Read, ReaderQueue
+
+_LAST = 8  # samples of the first batch: the rest of the queue starts while they are decoded
+
+
+class ReaderQueues:
+    """The queues of a prefetcher. Callers hold its lock.
+
+    Args:
+        limiter: how many requests may be in flight.
+        budget: the bytes of reads that were begun and not handed out.
+
+    Attributes:
+        requests: in flight.
+        held: the bytes of all reads that were begun and not handed out.
+    """
+
+    def __init__(self, limiter: ConcurrencyLimiter, budget: ByteBudget) -> None:
+        self._limiter = limiter
+        self._budget = budget
+        self.requests = self.held = 0
+        self._queues: dict[object, ReaderQueue] = {}
+        self._order: list[ReaderQueue] = []  # the queue of the reader that waited last comes first
+        self._first: set[Read] | None = None  # of the first batch, while others wait for them
+
+    def __len__(self) -> int:
+        return sum(len(queue.parts) for queue in self._order)
+
+    def may_begin(self) -> int:
+        """About how many parts the bytes allow to begin now: a thread for more of them would only wait."""
+        count = 0
+        for queue in self._order:
+            first = queue.parts[0].read if queue.parts else None
+            if first is None or first.started or first.ranged:
+                count += len(queue.parts)
+            else:
+                room = self._room(queue, first.size) // max(1, first.size)
+                count += min(len(queue.parts), max(1, room))
+        return count
+
+    def clear(self) -> None:
+        """Forget all parts that are not begun."""
+        for queue in self._order:
+            queue.parts.clear()
+
+    def add(self, parts: Iterable[Part], reader: object) -> None:
+        """Put the parts of new reads at the end of a reader's queue."""
+        queue = self._queues.get(reader)
+        for part in parts:
+            if queue is None:
+                queue = self._queues[reader] = ReaderQueue()
+                self._order.append(queue)
+            part.read.queue = queue
+            queue.parts.append(part)
+
+    def open_with(self, reads: set[Read]) -> None:
+        """Let these, the first batch of this process, come alone. Only the first call counts."""
+        if self._first is None:
+            self._first = reads if len(reads) > _LAST else set()
+
+    def passed(self, read: Read) -> bool:
+        """A read was handed out, or others need not wait for it. Whether they may start because of that."""
+        if not self._first or read not in self._first:
+            return False
+        self._first.remove(read)
+        if len(self._first) <= _LAST:
+            self._first.clear()
+        return not self._first
+
+    def await_read(self, read: Read) -> bool:
+        """A consumer waits for a read. Whether others may start because of that.
+
+        One that waits for another read than those of the first batch does not use that in its order.
+        """
+        read.awaited = True
+        if not self._first or read in self._first:
+            return False
+        self._first.clear()
+        return True
+
+    def put_back(self, part: Part) -> None:
+        """Put a part of a read that was begun at the end of its queue."""
+        queue = _queue_of(part.read)
+        queue.parts.append(part)
+        if queue not in self._order:  # a queue without parts and bytes was removed
+            self._order.append(queue)
+
+    def put_first(self, part: Part) -> None:
+        """Put a part of a read that was begun before all others."""
+        queue = _queue_of(part.read)
+        queue.parts.appendleft(part)
+        self._move_up(queue)
+
+    def advance(self, read: Read) -> bool:
+        """Let the parts of a read be next, followed by the rest of its queue. False: it has none."""
+        if read.queue is None:
+            return False
+        queue = read.queue
+        parts = [part for part in queue.parts if part.read is read]
+        if parts:
+            others = [part for part in queue.parts if part.read is not read]
+            queue.parts = deque(parts + others)
+            self._move_up(queue)
+        return bool(parts)
+
+    def is_next(self, read: Read) -> bool:
+        """Whether its parts stand before all others."""
+        return bool(self._order and (parts := self._order[0].parts)) and parts[0].read is read
+
+    def startable(self) -> ReaderQueue | None:
+        """The queue whose first part may be read now, or None: requests or bytes have to end first."""
+        if self.requests >= self._limiter.value:
+            return None
+        for queue in list(self._order):
+            parts = queue.parts
+            while parts and parts[0].read.is_over:
+                parts.popleft()
+            if parts and self._is_due(parts[0].read) and self._has_room(queue, parts[0].read):
+                return queue
+            if not parts and not queue.held:
+                self._order.remove(queue)
+                self._queues = {reader: one for reader, one in self._queues.items() if one is not queue}
+        return None
+
+    def begin(self, queue: ReaderQueue, now: float) -> Part:
+        """Take the first part of a queue that is startable; its request and its bytes count from now on."""
+        part = queue.parts.popleft()
+        self.requests += 1
+        read = part.read
+        if not read.started:
+            read.started = now
+            self.held += read.size
+            _queue_of(read).held += read.size
+        return part
+
+    def let_go(self, read: Read) -> None:
+        """The bytes of a read that was begun count no more."""
+        self.held -= read.size
+        _queue_of(read).held -= read.size
+        self._budget.handed_out(read.size)
+
+    def grow_bytes(self, seconds: float) -> bool:
+        """A consumer has waited so long. Whether reads that only the bytes held back may begin now."""
+        if self.requests >= self._limiter.value or self.startable() is not None:
+            return False
+        reads = (queue.parts[0].read for queue in self._order if queue.parts)
+        first = next((read for read in reads if self._is_due(read)), None)
+        return first is not None and self._budget.grow(first.size, seconds)
+
+    def _is_due(self, read: Read) -> bool:
+        """Whether it need not wait for the first batch."""
+        first = self._first
+        if not first or read in first or next(iter(first)).queue is not read.queue:
+            return True
+        return read.started > 0 or read.awaited
+
+    def _has_room(self, queue: ReaderQueue, read: Read) -> bool:
+        # A read that a consumer waits for ignores the budget: its holders may be handed out only after it.
+        if read.started or read.awaited or queue.held == 0:
+            return True
+        return read.size <= self._room(queue, read.size)
+
+    def _room(self, queue: ReaderQueue, size: int) -> int:
+        """The bytes that reads of a queue may begin, where the next one has this size."""
+        most = self._budget.bytes(size)
+        # Another iteration may hold the budget and never get its reads, so each queue has its own share.
+        return max(most - self.held, most // len(self._order) - queue.held)
+
+    def _move_up(self, queue: ReaderQueue) -> None:
+        if queue in self._order:
+            self._order.remove(queue)
+        self._order.insert(0, queue)
+
+
+def _queue_of(read: Read) -> ReaderQueue:
+    assert read.queue is not None
+    return read.queue

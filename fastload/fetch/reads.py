@@ -1,0 +1,419 @@
+"""One read: of the store, through the cache, or left for a while to another run that reads the same sample.
+
+look_up ─▶ in the cache? ── yes ─▶ read_now
+                └── no ─▶ reserve ── yes ─▶ read ─▶ store, whole or in ranges ─▶ prepare ─▶ cache
+                              └── no: another run is reading it ─▶ found_meanwhile, or deferred
+
+A sample is a hit or a miss once, by where it came from in the end: looks that come before are not counted.
+
+Several threads read the ranges of one large object side by side, into one buffer. If one of them finds that
+the object has changed, that thread alone reads the new version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastload.cache import Cache
+from fastload.errors import AccessDeniedError, ObjectChangedError
+from fastload.fetch.source import Source
+from fastload.fetch.threads import ThreadTeam
+from fastload.images.dct import Unindexed
+from fastload.metrics.counters import Counters
+from fastload.store.retry import Wait
+
+_REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
+_CHANGES = 3  # of one object while it is being read, under on_change="refresh"
+_LOOK_SECONDS = 0.02
+_ROUND_TRIPS = 4  # that another run gets for a sample that a consumer waits for
+_WRITE_SECONDS = 0.1  # and to write it: it lingers, to write several at once
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One sample on its way to its consumers."""
+
+    index: int
+    size: int
+
+    # As the store sees it.
+    ranged: bool = False  # it is read by several requests
+    missing: int = 0  # ranges that were not read yet
+    body: bytearray | None = None  # made when the first range is requested
+    changes: int = 0  # how often the object was found changed
+
+    # As the cache sees it.
+    key: bytes | None = None
+    entry: Any = None  # where the cache has it
+    missed: bool = False  # it was counted as a miss
+    locked: bool = False  # we hold its in-flight lock
+    deferred: float = 0.0  # since when another run is reading it
+    overdue: bool = False  # that run had its time: it is read without the lock
+
+    # As the queues and the consumers see it.
+    queue: ReaderQueue | None = None  # of the reader that announced it first
+    wanted: int = 1  # how often it was requested and not delivered
+    hedged: bool = False  # it was late, and was asked for once more
+    attempts: int = 1  # requests for all of it that have not failed
+    started: float = 0.0  # when its first part was begun
+    awaited: bool = False
+    done: bool = False
+    payload: Any = None
+    error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """It has ended, or was cancelled before it was begun."""
+        return self.done or (self.wanted <= 0 and not self.started)
+
+
+class Part(NamedTuple):
+    """The bytes [start, stop) of a sample, to be read by one request."""
+
+    read: Read
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class ReaderQueue:
+    """The parts that one reader announced and that are not begun, and the bytes of the reads that are."""
+
+    parts: deque[Part] = field(default_factory=deque)
+    held: int = 0
+
+
+class RangedReads:
+    """Makes the requests of one process for one source. Threads may share it.
+
+    Args:
+        source: how a sample is read.
+        counters: get.requests and get.refreshed are added here.
+        wait: called before a request is made again; see `Store.read`.
+    """
+
+    def __init__(self, source: Source, counters: Counters, wait: Wait) -> None:
+        self._source = source
+        self._counters = counters
+        self._wait = wait
+        self._refused: tuple[float, AccessDeniedError] | None = None
+        self._lock = threading.Lock()  # of the buffers of all reads
+
+    def plan(self, read: Read) -> list[tuple[int, int]]:
+        """The (start, stop) of each request that reads the sample."""
+        ranges = self._source.ranges(read.index)
+        read.ranged, read.missing = bool(ranges), len(ranges)
+        return ranges or [(0, read.size)]
+
+    def read(self, read: Read, start: int, stop: int) -> Any:
+        """Make one of the requests that were planned.
+
+        Returns:
+            The body once all of it was read; None while ranges are missing, or where the read has failed or
+            started again in another range.
+
+        Raises:
+            ObjectChangedError, StoreError: of ranges, in the first one that fails.
+        """
+        if stop - start == read.size:
+            return self.read_whole(read)
+        with self._lock:
+            if not read.missing:
+                return None
+            if read.body is None:
+                read.body = bytearray(read.size)
+            body = read.body
+        try:
+            piece = self._request(read, lambda: self._source.read_part(read.index, start, stop, self._wait))
+        except BaseException:
+            with self._lock:
+                if read.body is not body:
+                    return None
+                read.body, read.missing = None, 0
+            raise
+        memoryview(body)[start:stop] = memoryview(piece)
+        with self._lock:
+            if read.body is not body:
+                return None
+            read.missing -= 1
+            if read.missing:
+                return None
+            read.body = None
+        return memoryview(body).toreadonly()
+
+    def read_whole(self, read: Read) -> Any:
+        """Read the sample by one request."""
+        return self._request(read, lambda: self._source.read(read.index, self._wait))
+
+    def refresh(self, read: Read, error: ObjectChangedError) -> None:
+        """Use the new version of an object from now on; `error` says that the listed one is gone.
+
+        Raises:
+            ObjectChangedError: the dataset does not want new versions, or the object changes again and again.
+        """
+        read.changes += 1
+        if read.changes > _CHANGES:
+            raise error
+        self._source.refresh(read.index, error, self._wait)
+        self._counters.add("get.refreshed")
+
+    def _request(self, read: Read, request: Callable[[], Any]) -> Any:
+        """Make a request, unless the store has just refused our credentials, which it would do again."""
+        refused = self._refused
+        if refused is not None and time.monotonic() - refused[0] < _REFUSED_SECONDS:
+            raise AccessDeniedError(refused[1].message, stage="get", key=self._source.name(read.index))
+        self._counters.add("get.requests")
+        try:
+            return request()
+        except AccessDeniedError as error:
+            if error.retry == "renewed":
+                self._refused = time.monotonic(), error
+            raise
+
+
+class CachedReads:
+    """Reads samples of one source, through a cache where there is one. Threads may share it.
+
+    Args:
+        store: reads what the cache does not have.
+        source: knows the cache keys.
+        cache: where to look first and what to fill, or None.
+        prepare: (bytes from the store, index of the sample) -> what is cached and handed out (None: the
+            bytes themselves).
+        counters: get.* and cache.* are added here.
+    """
+
+    def __init__(
+        self,
+        store: RangedReads,
+        source: Source,
+        cache: Cache | None,
+        *,
+        prepare: Callable[[Any, int], Any] | None,
+        counters: Counters,
+    ) -> None:
+        self._store = store
+        self._source = source
+        self._cache = cache
+        self._prepare = prepare
+        self._counters = counters
+        self._reserving = threading.Lock()
+
+    def look_up(self, reads: Sequence[Read]) -> None:
+        """Find out where the cache has these samples. The kernel begins to read them from the disk."""
+        if self._cache is None or not reads:
+            return
+        keys = [self._source.cache_key(read.index) for read in reads]
+        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+            read.key, read.entry = key, entry
+            if entry is not None:
+                self._cache.will_need(entry)
+
+    def plan(self, read: Read) -> list[tuple[int, int]]:
+        """The (start, stop) of each request that reads the sample from the store."""
+        return self._store.plan(read)
+
+    def read_now(self, read: Read) -> Any:
+        """The sample, in this thread: from the cache where that has a good copy, else from the store."""
+        if self._cache is not None and read.key is not None and read.entry is not None:
+            with self._counters.timed("cache"):
+                payload = self._cache.read(read.key, read.entry)
+            if payload is not None:
+                return payload
+            read.missed = True  # the cache has counted it
+        with self._counters.timed("get"):
+            return self.read(read, 0, read.size)
+
+    def read(self, read: Read, start: int, stop: int) -> Any:
+        """One request to the store; the sample once all of it was read, None while ranges are missing."""
+        self._count_miss(read)
+        try:
+            body = self._store.read(read, start, stop)
+        except ObjectChangedError as error:
+            return self._read_changed(read, error)
+        return None if body is None else self._keep(read, body)
+
+    def reserve(self, read: Read) -> bool:
+        """Take the in-flight lock of a sample. False: another run is reading it into the same cache."""
+        if self._cache is None or read.key is None or read.locked or read.overdue:
+            return True
+        with self._reserving:  # the threads that read its ranges take it once
+            read.locked = read.locked or self._cache.lock_inflight(read.key)
+        return read.locked
+
+    def release(self, read: Read) -> None:
+        """Give the in-flight lock back of a sample that will not be written."""
+        if self._cache is not None and read.key is not None and read.locked:
+            read.locked = False
+            self._cache.unlock_inflight(read.key)
+
+    def found_meanwhile(self, reads: Sequence[Read]) -> list[Any]:
+        """The samples as another run has written them, None for each that it has not yet."""
+        assert self._cache is not None
+        keys = [read.key or b"" for read in reads]
+        payloads = []
+        for read, key, entry in zip(reads, keys, self._cache.find_all(keys), strict=True):
+            payloads.append(None if entry is None else self._cache.read(key, entry))
+            read.missed = read.missed or (entry is not None and payloads[-1] is None)  # it was counted
+        return payloads
+
+    def drain_counters(self) -> None:
+        """Add the cache's counters to these."""
+        if self._cache is not None:
+            self._counters.merge(self._cache.counters.drain())
+
+    def close(self) -> None:
+        """Write out the cache and close it."""
+        if self._cache is not None:
+            self._cache.close()
+
+    def _read_changed(self, read: Read, error: ObjectChangedError) -> Any:
+        """Read the new version of an object; `error` says that the listed one is gone."""
+        while True:
+            self._store.refresh(read, error)
+            if self._cache is not None:
+                self.release(read)
+                read.key = self._source.cache_key(read.index)
+                (payload,) = self.found_meanwhile([read])
+                if payload is not None:
+                    return payload
+            try:
+                read.ranged = False
+                body = self._store.read_whole(read)
+            except ObjectChangedError as another:
+                error = another
+            else:
+                return self._keep(read, body)
+
+    def _count_miss(self, read: Read) -> None:
+        if self._cache is not None and read.key is not None and not read.missed:
+            read.missed = True
+            self._counters.add("cache.misses")
+
+    def _keep(self, read: Read, body: Any) -> Any:
+        """The bytes of a sample -> the result of `get`, which is also the payload in the cache."""
+        self._counters.add("get.samples")
+        self._counters.add("get.bytes", len(body))
+        payload = body if self._prepare is None else self._prepare(body, read.index)
+        if self._cache is not None and read.key is not None:
+            if isinstance(payload, Unindexed):
+                # Not with `read`, which holds the payload: that would be a circle.
+                payload.bind(partial(self._write, read.key), partial(self._cache.unlock_inflight, read.key))
+            else:
+                self._cache.write(read.key, payload)
+        return payload
+
+    def _write(self, key: bytes, file: Unindexed) -> None:
+        assert self._cache is not None
+        self._cache.write(key, file.data, head=file.index() if self._cache.keeps(file.nbytes) else b"")
+
+
+class DeferredReads:
+    """The parts of samples that another run is reading into the same cache. One thread looks for all of them.
+
+        lock refused ─▶ add ─▶ in the cache by now?            ─▶ found
+                               its lock is free, or held long? ─▶ put_back: read it from the store
+
+    A sample that waits here has no request in flight. Another run may hang, or be far slower than we are, so
+    its locks count only for a while, and less where a consumer waits. The owner's lock is held in `add`,
+    `close`, and in what is called back.
+
+    Args:
+        cached: looks into the cache, and takes the locks.
+        lock: of the owner.
+        patience: seconds that another run gets for a sample that nobody waits for yet.
+        found: called with a read and its payload, or the error of looking for it.
+        put_back: called with a part that is to be read from the store.
+    """
+
+    def __init__(
+        self,
+        cached: CachedReads,
+        lock: threading.Lock,
+        patience: float,
+        *,
+        found: Callable[[Read, Any, BaseException | None], None],
+        put_back: Callable[[Part], None],
+    ) -> None:
+        self._cached = cached
+        self._lock = lock
+        self._patience = patience
+        self._found = found
+        self._put_back = put_back
+        self._parts: list[Part] = []
+        self._changed = threading.Condition(lock)
+        self._thread = ThreadTeam(self._run, "fastload-deferred")
+        self._closing = threading.Event()
+        self._round_trip = 0.0  # about what our own reads take
+
+    def add(self, part: Part) -> None:
+        """Look for a sample until it is found or can be read."""
+        part.read.deferred = part.read.deferred or time.monotonic()
+        self._parts.append(part)
+        self._thread.grow(1)
+        self._changed.notify()
+
+    def measured(self, seconds: float) -> None:
+        """A read of ours took so long."""
+        self._round_trip += (seconds - self._round_trip) / (8 if self._round_trip else 1)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+        self._parts.clear()
+        self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while self._wait():
+            self._closing.wait(_LOOK_SECONDS)
+            self._look()
+
+    def _wait(self) -> bool:
+        with self._changed:
+            woken = self._thread.wait(self._changed, lambda: self._parts or self._closing.is_set())
+            return woken and not self._closing.is_set()
+
+    def _look(self) -> None:
+        with self._lock:
+            reads = list({id(part.read): part.read for part in self._parts}.values())
+        wanted = [read for read in reads if read.wanted > 0 and not read.done]
+        payloads: list[Any] = [None] * len(wanted)
+        error: BaseException | None = None
+        ready = {id(read) for read in reads} - {id(read) for read in wanted}
+        try:
+            payloads = self._cached.found_meanwhile(wanted)
+            absent = [read for read, payload in zip(wanted, payloads, strict=True) if payload is None]
+            self._overtake(absent)
+            ready |= {id(read) for read in absent if self._cached.reserve(read)}
+        except BaseException as caught:  # whoever waits for these reads must hear of it
+            error = caught
+        with self._lock:
+            for read, payload in zip(wanted, payloads, strict=True):
+                if payload is not None or error is not None:
+                    self._parts = [part for part in self._parts if part.read is not read]
+                    self._found(read, payload, error)
+            for part in [part for part in self._parts if id(part.read) in ready]:
+                self._parts.remove(part)
+                self._put_back(part)
+
+    def _overtake(self, reads: list[Read]) -> None:
+        """Read without the lock what another run has had long enough."""
+        now = time.monotonic()
+        patience = self._patience
+        if self._round_trip:
+            patience = min(patience, _ROUND_TRIPS * self._round_trip + _WRITE_SECONDS)
+        # One that is awaited and late speaks for all: the consumer would wait for each of them in turn.
+        late = [read for read in reads if now - read.deferred > patience]
+        hurry = any(read.awaited for read in late)
+        for read in late:
+            read.overdue = hurry or now - read.deferred > self._patience

@@ -1,0 +1,263 @@
+"""The machine that this process runs on: its system, and the cores and memory that the process may use.
+
+Cores and memory follow the affinity mask and the control groups: in a container, the machine has more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from fastload.errors import PlatformError
+
+# Public names that need nothing of POSIX.
+ANYWHERE = (
+    "ByEpoch",
+    "CenterCrop",
+    "DistributedSampler",
+    "Normalize",
+    "RandomResizedCrop",
+    "ShardSampler",
+    "fuse",
+)
+
+_MFD_CLOEXEC = 1
+
+
+def why_not_linux() -> str:
+    """One sentence if this is not Linux; else ""."""
+    found = f"this is {sys.platform}"
+    if str(sys.platform) == "linux":
+        return ""
+    if str(sys.platform) == "darwin":
+        return (
+            f"fastload's loader, datasets and cache run on Linux, and {found}: here datasets read local "
+            "files with num_workers=0 and without a cache; for the rest use a Linux container"
+        )
+    return (
+        f"fastload's loader, datasets and cache run on Linux, and {found}: here only its transforms and "
+        f"samplers can be imported ({', '.join(ANYWHERE)}); for the rest use a Linux container, or WSL 2"
+    )
+
+
+def need_linux() -> None:
+    """Raise `PlatformError` where this is no Linux."""
+    why = why_not_linux()
+    if why:
+        raise PlatformError(why)
+
+
+def importable(name: str) -> bool:
+    """Whether a public name can be imported. On macOS all can; what needs Linux raises when it is used."""
+    return name in ANYWHERE or str(sys.platform) in ("linux", "darwin")
+
+
+def call_in_forks(function: Callable[[], object]) -> None:
+    """Call a function in every process that is forked from this one, where processes can be forked."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of a new file in memory, which has no path that could stay behind.
+
+    Pythons that were built for an old glibc, as conda's are, lack `os.memfd_create`, and then glibc itself is
+    asked. macOS has nothing like it: there the file is a deleted one on disk.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    if str(sys.platform) == "linux":
+        descriptor: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _MFD_CLOEXEC)
+        if descriptor < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return descriptor
+    with tempfile.TemporaryFile(prefix=name) as file:
+        return os.dup(file.fileno())
+
+
+def usable_cores() -> int:
+    """The whole cores of `Cores`, at least 1: as many processes can run at a time."""
+    return max(1, int(Cores().usable))
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+class Cores:
+    """The cores that this process shares with others, and their use.
+
+    Args:
+        root: the folder of /proc and /sys.
+
+    Attributes:
+        usable: the number of cores in the affinity mask, or fewer (perhaps a fraction) where a control group
+            of version 1 or 2 has a CPU quota. `os.cpu_count()` ignores both: in a container it is the number
+            of the machine.
+    """
+
+    def __init__(self, root: str = "/") -> None:
+        self._root = Path(root)
+        self._cpus = _affinity()
+        self.usable = float(len(self._cpus))
+        self._group: Path | None = None  # the folder whose quota binds
+        for folder in control_groups("cpu", self._root):
+            quota = _quota(folder)
+            if quota is not None and quota < self.usable:
+                self.usable, self._group = quota, folder
+
+    def busy_seconds(self) -> float:
+        """Core-seconds that these cores have worked, for all processes; only differences have a meaning.
+
+        Where a quota binds, the core-seconds of the control group.
+        """
+        used = _usage(self._group) if self._group is not None else None
+        return self._machine_seconds() if used is None else used
+
+    def _machine_seconds(self) -> float:
+        usable = {f"cpu{cpu}" for cpu in self._cpus}
+        ticks = 0
+        try:
+            lines = (self._root / "proc/stat").read_text().splitlines()
+        except OSError:  # some sandboxes have none: then no core counts as busy
+            return 0.0
+        for line in lines:
+            name, *fields = line.split()
+            if name in usable:
+                user, nice, system, _, _, irq, soft = map(int, fields[:7])
+                ticks += user + nice + system + irq + soft
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def control_groups(kind: str, root: Path) -> Iterator[Path]:
+    """The folders of our control group and of its parents, for "cpu" or "memory".
+
+    A container sees its own group as the root of the file system, whatever its path on the host is.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, kinds, path = line.split(":", 2)
+        if kinds and kind not in kinds.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (kind if kinds else "")
+        inside = top / path.lstrip("/")
+        yield from [inside, *(parent for parent in inside.parents if parent.is_relative_to(top))]
+
+
+def _quota(folder: Path) -> float | None:
+    """The quota in cores; None where there is none, or the files have an unknown form."""
+    try:
+        if (folder / "cpu.max").exists():  # version 2: "max 100000" or "150000 100000"
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        cores = int(limit) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+    return cores if cores > 0 else None
+
+
+def _usage(folder: Path) -> float | None:
+    """Core-seconds used by the group."""
+    try:
+        if (folder / "cpu.stat").exists() and (folder / "cpu.max").exists():
+            fields = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+            return int(fields["usage_usec"]) / 1e6
+        return int((folder / "cpuacct.usage").read_text()) / 1e9
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+_NONE = 1 << 62
+_M_ARENA_MAX = -8  # from <malloc.h>
+_limits: dict[int, int] = {}  # by the id of their owners
+
+
+def limit_payloads(owner: object, most: int) -> None:
+    """As long as `owner` lives, payloads that wait in this process take no more bytes than this.
+
+    The lowest limit counts. Prefetchers, shard readers and the cache's writer ask for it. One payload that is
+    larger passes alone.
+    """
+    if id(owner) not in _limits:
+        weakref.finalize(owner, _limits.pop, id(owner), None).atexit = False
+    _limits[id(owner)] = most
+
+
+def payload_limit() -> int:
+    """The most bytes of payloads; very large where nobody has limited them."""
+    return min(list(_limits.values()), default=_NONE)
+
+
+def private_bytes() -> int:
+    """The memory that this process shares with no other, without memory files. It takes 10 ms to count it."""
+    total, counts = 0, False
+    for line in _lines("smaps"):
+        if not line[:1].isupper():  # the header of a mapping
+            counts = "/memfd:" not in line
+        elif counts and line.startswith(("Private_Clean:", "Private_Dirty:")):
+            total += int(line.split()[1]) << 10
+    return total
+
+
+def usable_bytes(root: str = "/") -> int:
+    """The memory of this machine, or less where a control group (of a container, of a job) has a limit."""
+    top = Path(root)
+    try:
+        total = next(
+            int(line.split()[1]) << 10
+            for line in (top / "proc/meminfo").read_text().splitlines()
+            if line.startswith("MemTotal:")
+        )
+    except (OSError, StopIteration):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for folder in control_groups("memory", top):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2: "max" is no limit; version 1
+            with contextlib.suppress(OSError, ValueError):
+                total = min(total, int((folder / name).read_text()))
+    return total
+
+
+def anonymous_bytes() -> int:
+    """The heap and the stacks of this process. After a fork that includes what it still shares."""
+    line = next((line for line in _lines("status") if line.startswith("RssAnon:")), "RssAnon: 0 kB")
+    return int(line.split()[1]) << 10
+
+
+def use_one_arena() -> None:
+    """Let all threads of this process take memory from one heap, before the first one starts. glibc only.
+
+    By default glibc has eight heaps a core, and each keeps what its threads free.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+
+
+def trim() -> None:
+    """Return freed memory to the system. With glibc only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _lines(file: str) -> list[str]:
+    """The lines of a file of /proc/self; none where this kernel or sandbox does not have it."""
+    try:
+        return Path("/proc/self", file).read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+call_in_forks(_limits.clear)  # a forked worker has a limit of its own

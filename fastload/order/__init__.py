@@ -1,0 +1,1 @@
+"""Which samples are read when: samplers, positions, states. Arithmetic."""

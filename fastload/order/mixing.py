@@ -1,0 +1,160 @@
+"""Which source gives the next sample of a mixture: exact proportions after every sample, in whole numbers.
+
+    due of a source      weight * samples of the mixture - samples of the source, after each sample
+    it may give the next sample    once its due would stay above -1
+    it must give it                before its due reaches +1
+
+Of the sources that may, the one whose deadline is first gives the sample. For constant weights this keeps
+every due between -1 and +1, for any number of sources: Tijdeman, "The chairman assignment problem" (1980);
+in scheduling it is the "proportionate progress" of Baruah et al. (1996). The source with the largest due
+was rejected: it is as simple, and has no such bound.
+
+When weights change, dues are kept. So a rare source gets its share even if weights change with every batch.
+No rule that does not know the coming weights keeps n dues below +1 then: the best one reaches 1/2 + 1/3 +
+... + 1/n. Of several sources that are late, the one with the largest due gives the sample. That keeps all
+dues above -1, and below 1 + 1/2 + ... + 1/(n // 2), which is 1 for two and three sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from heapq import heapify, heappop, heappush
+
+from fastload.errors import ArgumentError
+
+# One sample, in the units of weights and dues. With whole numbers nothing drifts. Weights of up to 9 decimals
+# with the sum 1 are exact, and so are proportions whose terms add up to 24 or less. Others are rounded to
+# 2e-19: over 10**12 samples that is no sample.
+ONE = math.lcm(*range(1, 25)) * 10**9
+
+
+def in_units(weights: Mapping[str, Fraction]) -> list[int]:
+    """Weights as whole numbers with the sum `ONE`.
+
+    Raises:
+        ArgumentError: a weight is too small beside the others.
+    """
+    whole = sum(weights.values())
+    exact = [weight * ONE / whole for weight in weights.values()]
+    units = [math.floor(part) for part in exact]
+    for name, weight, unit in zip(weights, weights.values(), units, strict=True):
+        if weight and not unit:
+            raise ArgumentError(
+                f"the weight of source {name!r} is less than 1e-18 of all weights: give it 0, or more"
+            )
+    by_rest = sorted(range(len(units)), key=lambda at: units[at] - exact[at])
+    for at in by_rest[: ONE - sum(units)]:
+        units[at] += 1
+    return units
+
+
+class Mixing:
+    """The sources of the samples of a mixture, one after the other.
+
+    A function of (weights, dues): what came before does not matter, so a state needs no more.
+
+    Args:
+        weights: of each source, in units, with the sum `ONE`. 0: it gives no samples.
+        counts: samples that each source gave.
+        dues: what each is owed, in units.
+
+    Attributes:
+        counts: as above, now.
+        total: samples of the mixture.
+    """
+
+    def __init__(
+        self, weights: Sequence[int], counts: Sequence[int], dues: Sequence[int], total: int
+    ) -> None:
+        self.counts = list(counts)
+        self.total = total
+        self._begin(weights, dues)
+
+    @property
+    def weights(self) -> list[int]:
+        """Of each source, in units."""
+        return list(self._weights)
+
+    @property
+    def dues(self) -> list[int]:
+        """What each source is owed, in units. Those of all sources add up to 0."""
+        return [self._due(source, self.total - self._begun) for source in range(len(self.counts))]
+
+    def set_weights(self, weights: Sequence[int]) -> None:
+        """From the next sample on, the weights are these."""
+        self._begin(weights, self.dues)
+
+    def copy(self) -> Mixing:
+        """One that goes on from here by itself."""
+        return Mixing(self._weights, self.counts, self.dues, self.total)
+
+    def advance(self, samples: int) -> int:
+        """Go on by this number of samples, at least one. Returns the source of the last of them."""
+        weights, given, counts = self._weights, self._given, self.counts
+        waiting, ready, source = self._waiting, self._ready, 0
+        first = self.total - self._begun + 1
+        self.total += samples
+        for step in range(first, first + samples):
+            while waiting and waiting[0][0] <= step:
+                _, deadline, source = heappop(waiting)
+                heappush(ready, (deadline, source))
+            deadline, source = heappop(ready)
+            if ready and ready[0][0] <= step:  # two that must: the weights have changed
+                source = self._most_late((deadline, source), step)
+            counts[source] += 1
+            given[source] = so_far = given[source] + ONE
+            heappush(waiting, (*_window(so_far, weights[source]), source))
+        return source
+
+    def _begin(self, weights: Sequence[int], dues: Sequence[int]) -> None:
+        """Begin a segment: steps of constant weights, counted from 1."""
+        self._begun = self.total
+        self._weights = list(weights)
+        self._given = [-due for due in _settled(dues, weights)]  # in this segment, less what was due before
+        self._ready: list[tuple[int, int]] = []  # (deadline, source) of those that may give the next sample
+        self._waiting = [  # (release, deadline, source) of the others
+            (*_window(given, weight), source)
+            for source, (given, weight) in enumerate(zip(self._given, weights, strict=True))
+            if weight
+        ]
+        heapify(self._waiting)
+
+    def _due(self, source: int, steps: int) -> int:
+        return self._weights[source] * steps - self._given[source]
+
+    def _most_late(self, first: tuple[int, int], step: int) -> int:
+        """Of `first`, and the others whose deadline is past, the source with the largest due."""
+        late = [first, *(one for one in self._ready if one[0] <= step)]
+        chosen = max(late, key=lambda one: (self._due(one[1], step), -one[1]))
+        if chosen != first:
+            self._ready.remove(chosen)
+            self._ready.append(first)
+            heapify(self._ready)
+        return chosen[1]
+
+
+def _window(given: int, weight: int) -> tuple[int, int]:
+    """(release, deadline): the steps between which a source gives its next sample.
+
+    From its release on, its due stays above -1 if it does. At its deadline the due reaches +1 if it does not.
+    """
+    return given // weight + 1, -((-given - ONE) // weight)
+
+
+def _settled(dues: Sequence[int], weights: Sequence[int]) -> list[int]:
+    """The dues, where the dues of sources that give no samples are left to the others.
+
+    The largest take them: beside their samples a part of one is least. No due passes -1 or +1 by that. A
+    source that is left out for a time is owed nothing when it comes back.
+    """
+    settled = [due if weight else 0 for due, weight in zip(dues, weights, strict=True)]
+    surplus = sum(settled)
+    for source in sorted(range(len(weights)), key=lambda at: -weights[at]):
+        if weights[source]:
+            due = settled[source]
+            least, most = min(due, 1 - ONE), max(due, ONE - 1)
+            settled[source] = max(least, min(most, due - surplus))
+            surplus -= due - settled[source]
+    return settled

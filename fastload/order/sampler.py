@@ -1,0 +1,427 @@
+"""The samples of each rank, in order: arithmetic on an order that (seed, epoch, length) determine.
+
+    order of the epoch    o0 o1 o2 o3 o4 o5 o6 o7 o8 ...        the same on every rank
+    rank r of N           o[r], o[r + N], o[r + 2N], ...        so N ranks in step have read a prefix of it
+
+The samples that all ranks have read are a prefix of the order, and a prefix has only a length. So any other
+number of ranks can resume at a position. With `partition="node"` the order deals every node its own share;
+see `fastload.order.partition`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from fastload.distributed import find_rank
+from fastload.distributed.agreement import can_agree
+from fastload.errors import ArgumentError
+from fastload.order.partition import RankPosition, find_position, node_order, node_shares
+
+_VERSION = 1
+_MODES = ("train", "eval")
+_CHUNK = 4096  # indices that are Python ints at one time
+
+
+class DistributedSampler(torch.utils.data.DistributedSampler[int]):
+    """This rank's part of the samples: a drop-in for `torch.utils.data.DistributedSampler`.
+
+    Example::
+
+        from fastload import DataLoader, DistributedSampler, ImageFolder, RandomResizedCrop
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224), cache="/ssd/cache")
+        sampler = DistributedSampler(dataset, seed=1)  # rank and world size: from the launcher
+        loader = DataLoader(dataset, batch_size=256, sampler=sampler, num_workers=8)
+        for epoch in range(2):
+            for images, labels in loader:
+                ...
+
+    With the same arguments and `set_epoch` calls, mode "train" yields what torch's yields, index for index.
+    Beyond that:
+
+    * `mode="eval"` covers the dataset exactly: no index is repeated or dropped, so the first
+      `len(dataset) % num_replicas` ranks get one more than the others, and `len()` differs by rank. Combine
+      results by sums and counts, with no collective operation per batch: the longer ranks would wait in it.
+    * Without `set_epoch`, every iteration is the next epoch. An iterator counts once something was drawn from
+      it, and all ranks have to iterate equally often. After your first call of `set_epoch`, the epoch no
+      longer advances by itself, as in torch: call it before every epoch.
+    * `state_dict()` has the position as a number of samples over all ranks. Any number of ranks may load it,
+      with any batch size. No sample is lost or seen twice, but for the padding (with `drop_last`: the cut) at
+      the end of the epoch; padding repeats the epoch's first samples. Save it when all ranks have drawn
+      equally many samples (at the end of "eval", where the first ranks have one more: on rank 0).
+    * `partition="node"` lets each node keep to a share of its own: the same samples in every epoch, shuffled
+      among themselves. Its SSD then holds 1 / num_nodes of the data, and the cluster reads the store once.
+      The shares depend on the dataset's length and num_nodes only, and `fastload warm` uses the same.
+      The price: the batches of a node are drawn from that node's samples. Nguyen et al., "Why Globally
+      Re-shuffle?" (IPDPS 2022), report that exchanging a part of the samples each epoch kept the accuracy of
+      the global shuffle up to 2,048 GPUs. `exchange` does that: in each epoch, another random fraction of
+      every node's samples is read by another node. With 0.1 the cluster reads the store once, plus a tenth of
+      an epoch in each later epoch, or less where the caches have space for these samples too.
+
+    Args:
+        dataset: anything with a length.
+        num_replicas, rank: by default from torch.distributed if it is initialized, else from the launcher
+            (torchrun, Horovod, Open MPI, Ray Train, MPICH, SLURM: in this order), else 1 and 0. Where
+            torch.distributed is initialized later and gives others, the next iteration is an error.
+        shuffle: order by a permutation drawn from seed + epoch; else by index.
+        seed: the same on all ranks.
+        drop_last: "train" only: cut the order to a multiple of num_replicas, where it is otherwise padded.
+        mode: "train" (every rank gets equally many, padded or cut) or "eval" (exact cover).
+        partition: None, or "node".
+        exchange: with "node", 0 to 1.
+        num_nodes: with "node": the number of nodes, with equally many neighbouring ranks on each. Default:
+            from torchrun, Horovod, Ray Train or SLURM.
+
+    Raises:
+        ArgumentError: a rank outside of its world, an unknown mode or partition, drop_last with "eval", or
+            nodes with unequally many ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mode: str = "train",
+        partition: str | None = None,
+        exchange: float = 0.0,
+        num_nodes: int | None = None,
+    ) -> None:
+        _check_partition(partition, exchange, num_nodes, shuffle)
+        if mode not in _MODES:
+            raise ArgumentError(f"mode must be one of {_MODES}, found {mode!r}")
+        if mode == "eval" and drop_last:
+            raise ArgumentError("drop_last=True contradicts mode='eval', which drops nothing: leave it out")
+        # What was found and not given: the rank, the number of ranks. Later it is compared.
+        self._found = (rank is None, num_replicas is None)
+        if num_replicas is None or rank is None:
+            found_rank, found_replicas = find_rank()
+            num_replicas = found_replicas if num_replicas is None else num_replicas
+            rank = found_rank if rank is None else rank
+        if num_replicas < 1:
+            raise ArgumentError(f"num_replicas must be at least 1, found {num_replicas}")
+        if not 0 <= rank < num_replicas:
+            raise ArgumentError(
+                f"Invalid rank {rank}, rank should be in the interval [0, {num_replicas - 1}]: "
+                "pass both rank and num_replicas, or neither"
+            )
+        indexed_length(dataset)
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.mode = mode
+        self.exchange = exchange
+        by_node = partition == "node"
+        self.place = find_position(rank, num_replicas, num_nodes) if by_node else RankPosition(0, rank, 1)
+        self._column = _column(self.place)
+        self._dealt = (self.place.nodes, exchange)  # the nodes and the exchange of the order of self.epoch
+        if mode == "eval":
+            self.num_samples = self._share(0)
+            self.total_size = len(dataset)
+        self._advances = True  # until the first set_epoch
+        self._begun = False  # something was drawn in self.epoch
+        self._start: int | None = None  # where the next iteration starts, once that is settled
+        self._position = (0, 0)  # (epoch, samples consumed on all ranks)
+
+    @property
+    def column(self) -> int:
+        """This rank reads the samples `column`, `column + num_replicas`, ... of the order of all ranks."""
+        return self._column
+
+    def __iter__(self) -> Iterator[int]:
+        # A generator, so that an epoch begins when something is drawn: torch's loader calls iter() twice.
+        self.start_epoch()
+        assert self._start is not None
+        epoch, start, replicas = self.epoch, self._start, self.num_replicas
+        self._start, self._begun = None, True
+        length = indexed_length(self.dataset)
+        first = start + self._column
+        last = first + self._share(start) * replicas
+        nodes, exchange = self._dealt
+        order = self._order(epoch, nodes, exchange) if first < last else None
+        whole = max(1, length - length % nodes)  # padding comes from the same node's first samples
+        for chunk in range(first, last, _CHUNK * replicas):
+            places = torch.arange(chunk, min(chunk + _CHUNK * replicas, last), replicas, device="cpu")
+            places = torch.where(places < length, places, places % whole)
+            consumed = chunk - self._column
+            for index in (places if order is None else order[places]).tolist():
+                consumed += replicas
+                self._position = (epoch, consumed)
+                yield index
+        if self._position[0] == epoch and self._start is None:
+            self.start_epoch()
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch."""
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration. A loaded position is kept if it is in this epoch."""
+        if self._start is None or epoch != self.epoch:
+            if self._start and self._start < (self._length() or math.inf):
+                warnings.warn(
+                    f"set_epoch({epoch}) drops the position that was loaded, {self._start} samples into "
+                    f"epoch {self.epoch}: call set_epoch({self.epoch}) to resume there",
+                    stacklevel=2,
+                )
+            self._start = 0
+            self._dealt = (self.place.nodes, self.exchange)
+        self.epoch = epoch
+        self._advances = False
+        self._position = (epoch, self._start)
+
+    def start_epoch(self) -> None:
+        """Fix the epoch of the next iteration before the first draw. A repeated call changes nothing.
+
+        Raises:
+            ArgumentError: the rank was found before torch.distributed was initialized, and is another one.
+        """
+        self._check_found()
+        if self._start is not None:
+            return
+        if self._begun and self._advances:
+            self.epoch += 1
+        self._begun = False
+        self._start = 0
+        self._dealt = (self.place.nodes, self.exchange)
+        self._position = (self.epoch, 0)
+
+    def at(
+        self, epoch: int, consumed: int, *, rank: int, replicas: int, dealt: tuple[int, float] | None = None
+    ) -> DistributedSampler:
+        """A copy that stands at another place: the samples of a rank there, and of any number of ranks.
+
+        Args:
+            epoch, consumed: the place, as in a state.
+            dealt: (nodes, exchange) of the order of that epoch; None: as this sampler deals it.
+
+        Raises:
+            ArgumentError: the nodes do not have equally many ranks.
+        """
+        again = copy.copy(self)
+        again.rank, again.num_replicas, again._found = rank, replicas, (False, False)
+        if (rank, replicas) != (self.rank, self.num_replicas):
+            nodes = self.place.nodes
+            again.place = RankPosition(0, rank, 1) if nodes == 1 else find_position(rank, replicas, nodes)
+            again._column = _column(again.place)
+        again._dealt = dealt or (again.place.nodes, again.exchange)
+        again.epoch, again._start, again._begun = epoch, consumed, False
+        again._position = (epoch, consumed)
+        return again
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seed, epoch and the samples that all ranks together have consumed in it, as plain numbers."""
+        epoch, consumed = self._position
+        length = self._length()
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": length,
+            "epoch": epoch,
+            "consumed": consumed if length is None else min(consumed, length),
+            "advances": self._advances,
+            "nodes": self._dealt[0],
+            "exchange": self._dealt[1],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume: the next iteration continues there. The numbers of ranks and nodes may differ.
+
+        An epoch that was begun on another number of nodes is finished in its own order, as no node's share.
+
+        Raises:
+            ArgumentError: it is no state of this class, or of another seed, shuffle or dataset length.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise ArgumentError(f"state_dict must be a dict, found {type(state_dict).__name__}")
+        own = self.state_dict()
+        if own.keys() != state_dict.keys():
+            raise ArgumentError(
+                f"state_dict has the entries {sorted(state_dict)}, expected {sorted(own)}: "
+                "load what state_dict() of a fastload.DistributedSampler returned"
+            )
+        for name in ("version", "seed", "shuffle", "length"):
+            if state_dict[name] != own[name] and not (name == "length" and self._was_not_indexed(state_dict)):
+                raise ArgumentError(
+                    f"state_dict was saved with {name} {state_dict[name]!r}, this sampler has {own[name]!r}: "
+                    "make it with the arguments and the dataset of the saved run"
+                )
+        self.epoch = int(state_dict["epoch"])
+        self._start = int(state_dict["consumed"])
+        self._begun = False
+        self._advances = bool(state_dict["advances"])
+        self._position = (self.epoch, self._start)
+        if self._start:
+            self._dealt = (int(state_dict["nodes"]), float(state_dict["exchange"]))
+        else:
+            self._dealt = (self.place.nodes, self.exchange)
+
+    def _check_found(self) -> None:
+        """A launcher may tell its ranks by torch.distributed only. Without this each would read all."""
+        if not any(self._found) or not can_agree():
+            return
+        rank, replicas = find_rank()
+        if replicas == 1:  # a group of one says nothing about the other ranks, which a launcher named
+            return
+        rank_was_found, replicas_were_found = self._found
+        if (rank_was_found and rank != self.rank) or (replicas_were_found and replicas != self.num_replicas):
+            raise ArgumentError(
+                f"the sampler was made for rank {self.rank} of {self.num_replicas}, and this process is rank "
+                f"{rank} of {replicas}: make the sampler and its loader after init_process_group() (with "
+                "Lightning in train_dataloader()), or pass num_replicas and rank"
+            )
+
+    def _length(self) -> int | None:
+        """The length of the dataset; None if it has none, which only a `ShardSampler` accepts."""
+        return indexed_length(self.dataset)
+
+    def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
+        return False
+
+    def _order(self, epoch: int, nodes: int, exchange: float) -> torch.Tensor | None:
+        """The samples in the order of an epoch; None: by index."""
+        length = len(self.dataset)  # type: ignore[arg-type]
+        if self.shuffle:
+            return node_order(length, nodes, exchange, self.seed + epoch)
+        return None if nodes == 1 else node_shares(length, nodes)
+
+    def _share(self, start: int) -> int:
+        """The number of samples of this rank from `start` on."""
+        left = max(0, len(self.dataset) - start)  # type: ignore[arg-type]
+        if self.mode == "eval":
+            return max(0, -(-(left - self._column) // self.num_replicas))
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+
+class ShardSampler(DistributedSampler):
+    """This rank's part of a shard dataset: the default sampler of `fastload.DataLoader` for such a dataset.
+
+    Example::
+
+        from fastload import DataLoader, ShardSampler, TarDataset
+
+        dataset = TarDataset("s3://bucket/shards/train-{00000..00003}.tar", decode={"jpg": len})
+        sampler = ShardSampler(dataset, shuffle=False, mode="eval")  # each sample exactly once over all ranks
+        for batch in DataLoader(dataset, batch_size=256, sampler=sampler, num_workers=4):
+            batch["cls"]
+
+    While the shards are not indexed the dataset has no length, and the loader reads it as streams: the epoch
+    and `shuffle` then decide the order of the shards, and each rank reads its own. Afterwards this is a
+    `DistributedSampler`.
+
+    In an epoch of streams, too, mode "train" gives every rank equally many batches: a rank that has read its
+    shards repeats its first samples (those of the next rank, if it has none) until the longest rank ends.
+    Mode "eval" repeats nothing. A state from the middle of such an epoch belongs to this rank, and only this
+    rank can load it; between epochs any number of ranks may load it.
+
+    Args:
+        dataset: one of fastload's shard datasets, or any with a length.
+        num_replicas, rank, shuffle, seed, drop_last, mode: as for `DistributedSampler`.
+
+    Raises:
+        ArgumentError: as `DistributedSampler`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        mode: str = "train",
+    ) -> None:
+        super().__init__((), num_replicas, rank, shuffle, seed, drop_last, mode=mode)
+        self.dataset = dataset
+        del self.num_samples, self.total_size  # of (): see `__getattr__`
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch; by the dataset's `num_samples=` until it is indexed.
+
+        Raises:
+            TypeError: the shards of the dataset are not indexed yet, and it has no such hint.
+        """
+        return self._share(0)
+
+    def __getattr__(self, name: str) -> int:
+        if name == "num_samples":
+            return len(self)
+        if name == "total_size":
+            whole = len(self.dataset)  # type: ignore[arg-type]
+            return whole if self.mode == "eval" else len(self) * self.num_replicas
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def begin(self) -> None:
+        """A stream of this epoch was read: the next iteration is the next epoch."""
+        self._start, self._begun = None, True
+
+    def check_streamable(self, *, over: bool) -> None:
+        """Raise ArgumentError if the loaded position needs an indexed dataset.
+
+        Args:
+            over: all batches of the epoch were handed out, so that this stands before the next one already.
+        """
+        if self._start or over:
+            where = "at the end of" if over else f"{self._start} samples into"
+            raise ArgumentError(
+                f"the loaded state is {where} an epoch of an indexed dataset, and the "
+                "shards are not indexed here: use the cache directory of that run, or give the dataset index "
+                "files"
+            )
+
+    def _length(self) -> int | None:
+        try:
+            return indexed_length(self.dataset)
+        except TypeError:
+            return None
+
+    def _was_not_indexed(self, state_dict: Mapping[str, Any]) -> bool:
+        return state_dict["length"] is None or self._length() is None
+
+
+def indexed_length(dataset: Any) -> int:
+    """The number of samples that can be asked for by index. `len()` of shards may be a hint instead.
+
+    It is the result of the dataset's `indexed_length`, if it has this method.
+
+    Raises:
+        TypeError: the samples are not indexed yet.
+    """
+    counted = getattr(dataset, "indexed_length", None)
+    return len(dataset) if counted is None else int(counted())
+
+
+def known_length(thing: Any) -> int | None:
+    """`indexed_length` of a dataset, or `len` of a sampler or loader; None where it has none."""
+    try:
+        return indexed_length(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _column(place: RankPosition) -> int:
+    """The column of a rank in a row of one sample for each rank."""
+    return place.local * place.nodes + place.node
+
+
+def _check_partition(partition: str | None, exchange: float, num_nodes: int | None, shuffle: bool) -> None:
+    if partition not in (None, "node"):
+        raise ArgumentError(f"partition must be None or 'node', found {partition!r}")
+    if not 0 <= exchange <= 1:
+        raise ArgumentError(f"exchange must be from 0 to 1, found {exchange!r}")
+    if partition is None and (exchange or num_nodes is not None):
+        raise ArgumentError("exchange and num_nodes go with partition='node': add it, or leave them out")
+    if exchange and not shuffle:
+        raise ArgumentError("exchange moves random samples, which shuffle=False forbids: leave one out")

@@ -1,1 +1,0 @@
-"""The parts of `fastload plan`: a short probe, and a model of an epoch."""

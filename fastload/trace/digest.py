@@ -1,0 +1,273 @@
+"""A number over all that a loader has handed out, and how it came about: enough to compare two runs.
+
+    sum of a step     the sums of its rows' witnesses, as the process that made the batch gave them
+    digest            over all steps: sum of the step * a number of (epoch, step), in each of four lanes
+
+All is modulo 2**64. Adding has no order, so the rows of a step may be dealt to any number of ranks and
+workers, and the digests of all ranks add up to that of one. The product says in which step a row stood.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import reprlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fastload.distributed import find_rank
+from fastload.errors import DecodeError
+from fastload.images.rng import sample_seed
+from fastload.workers.witness import LANES, Witness
+
+_MASK = (1 << 64) - 1
+_SALT = 0x5A17  # so that the numbers of steps are not those of samples
+_TRAIL = 512  # partial sums kept of the epoch that runs
+_EPOCHS = 64  # sums kept of past epochs
+_TRAIL_MASK = (1 << 32) - 1
+_COUNTS = 1 << 62
+_EARLIER = 10_000  # parts: kilobytes each
+_SUM = re.compile(r"[0-9a-f]{16}")
+_PLAIN = ("rank", "world_size", "steps", "samples", "every", "next_step", "batch")  # in a state
+
+
+@dataclass
+class EpochSums:
+    """The sums of an epoch; where a run has many, of several that follow each other.
+
+    Attributes:
+        epoch: the first one.
+        steps, samples: handed out.
+        ordered: with the step in which each sample stood.
+        unordered: without it, for runs whose steps have other numbers of samples.
+    """
+
+    epoch: int
+    steps: int = 0
+    samples: int = 0
+    ordered: int = 0
+    unordered: int = 0
+
+    def add(self, other: EpochSums) -> None:
+        """Take in the sums of later epochs, or of another rank."""
+        self.steps += other.steps
+        self.samples += other.samples
+        self.ordered = (self.ordered + other.ordered) & _MASK
+        self.unordered = (self.unordered + other.unordered) & _MASK
+
+
+@dataclass
+class Digest:
+    """The digest of one loader's run, over its epochs and resumes.
+
+    Attributes:
+        rank, world_size: whose part of the samples this is.
+        steps, samples: handed out since the run began.
+        sums: of all of them.
+        epochs: the last of these runs, or is over.
+        every, trail: of the last epoch, the lower half of `ordered` over its first `every` steps, over twice
+            as many, and so on.
+        next_step: of the last epoch.
+        batch: the most samples that a step had.
+        earlier: where the run had other ranks before: the parts that this rank was resumed from.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    steps: int = 0
+    samples: int = 0
+    sums: tuple[int, ...] = (0,) * LANES
+    epochs: list[EpochSums] = field(default_factory=list)
+    every: int = 1
+    trail: list[int] = field(default_factory=list)
+    next_step: int = 0
+    batch: int = 0
+    earlier: list[dict[str, Any]] = field(default_factory=list)
+
+    def value(self) -> bytes:
+        """The digest, 32 bytes."""
+        mine = [Digest.of(one) for one in self.earlier if one["rank"] == self.rank]
+        lanes = zip(self.sums, *[one.sums for one in mine], strict=True)
+        return struct.pack(f"<{LANES}Q", *[sum(lane) & _MASK for lane in lanes])
+
+    def add(self, epoch: int, step: int, witness: Witness | None) -> None:
+        """A step was handed out; without a witness where its error was raised."""
+        if not self.epochs or self.epochs[-1].epoch != epoch:
+            self._begin(epoch)
+        current = self.epochs[-1]
+        while (len(self.trail) + 1) * self.every <= step:
+            self._mark(current.ordered)
+        self.steps += 1
+        current.steps += 1
+        self.next_step = max(self.next_step, step + 1)
+        if witness is None:
+            return
+        factor = sample_seed(_SALT, epoch, step) | 1
+        placed = [factor * one & _MASK for one in witness.sums]
+        self.sums = tuple([(a + b) & _MASK for a, b in zip(self.sums, placed, strict=True)])
+        self.samples += witness.samples
+        self.batch = max(self.batch, witness.samples)
+        current.samples += witness.samples
+        current.ordered = (current.ordered + placed[0]) & _MASK
+        current.unordered = (current.unordered + witness.sums[0]) & _MASK
+
+    def _begin(self, epoch: int) -> None:
+        if len(self.epochs) >= _EPOCHS:
+            for one, other in zip(self.epochs[::2], self.epochs[1::2], strict=False):
+                one.add(other)
+            self.epochs = self.epochs[::2]
+        self.epochs.append(EpochSums(epoch))
+        self.every, self.trail, self.next_step = 1, [], 0
+
+    def _mark(self, partial: int) -> None:
+        self.trail.append(partial & _TRAIL_MASK)
+        if len(self.trail) == _TRAIL:
+            self.trail, self.every = self.trail[1::2], self.every * 2
+
+    # --- as a part of the loader's state
+
+    def state(self) -> dict[str, Any]:
+        """As JSON of at most 7 kilobytes."""
+        packed = np.array(self.trail, "<u4").tobytes()
+        return {name: getattr(self, name) for name in _PLAIN} | {
+            "sums": [f"{one:016x}" for one in self.sums],
+            "epochs": [
+                [one.epoch, one.steps, one.samples, f"{one.ordered:016x}", f"{one.unordered:016x}"]
+                for one in self.epochs
+            ],
+            "trail": base64.b64encode(packed).decode(),
+            "earlier": self.earlier,
+        }
+
+    def load(self, state: Mapping[str, Any], rank: int, world_size: int) -> None:
+        """Go on from what `state` gave.
+
+        The part of another rank, or of another number of ranks, is kept as it is, and this rank's begins.
+        """
+        loaded = Digest.of(state)
+        if (loaded.rank, loaded.world_size) != (rank, world_size):
+            loaded = loaded._handed_to(rank, world_size)
+        vars(self).update(vars(loaded))
+
+    def _handed_to(self, rank: int, world_size: int) -> Digest:
+        if not self.steps:
+            return replace(self, rank=rank, world_size=world_size)
+        own = {name: one for name, one in self.state().items() if name != "earlier"}
+        return Digest(
+            rank=rank,
+            world_size=world_size,
+            steps=self.steps,
+            epochs=[EpochSums(one.epoch, one.steps) for one in self.epochs],
+            every=self.every,
+            trail=[0] * len(self.trail),
+            next_step=self.next_step,
+            earlier=[*self.earlier, own],
+        )
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Digest:
+        """Return the digest that gave this state.
+
+        Raises:
+            DecodeError: none did.
+        """
+        try:
+            found = cls(
+                **{name: state[name] for name in _PLAIN},
+                sums=tuple(map(_sum, state["sums"])),
+                epochs=[
+                    EpochSums(epoch, steps, samples, _sum(ordered), _sum(unordered))
+                    for epoch, steps, samples, ordered, unordered in state["epochs"]
+                ],
+                trail=np.frombuffer(base64.b64decode(state["trail"]), "<u4").tolist(),
+                earlier=list(state.get("earlier", ())),  # an earlier part has none
+            )
+            found._check()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DecodeError(
+                f"the state has a digest that this version cannot read: {reprlib.repr(error)}"
+            ) from None
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError for numbers that `add` never leads to, and `merged` relies on."""
+        epochs = [one.epoch for one in self.epochs]
+        counts = [getattr(self, name) for name in _PLAIN]
+        counts += [number for one in self.epochs for number in (one.epoch, one.steps, one.samples)]
+        if any(type(one) is not int or not 0 <= one < _COUNTS for one in counts):
+            raise ValueError(f"counts {counts[:8]}")
+        power = self.every > 0 and not self.every & (self.every - 1)
+        if len(self.sums) != LANES or len(self.trail) >= _TRAIL or not power:
+            raise ValueError(f"{len(self.sums)} sums, {len(self.trail)} partial ones of {self.every} steps")
+        if bool(epochs) != bool(self.steps) or len(epochs) > _EPOCHS or sorted({*epochs}) != epochs:
+            raise ValueError(f"{self.steps} steps in the epochs {epochs[:8]}")
+        if len(self.earlier) > _EARLIER:
+            raise ValueError(f"{len(self.earlier)} earlier parts")
+
+    def partial_sums(self) -> dict[int, int]:
+        """Steps of the last epoch -> the lower half of `ordered` over all before that one."""
+        marks = {(number + 1) * self.every: mark for number, mark in enumerate(self.trail)}
+        return marks | {self.next_step: self.epochs[-1].ordered & _TRAIL_MASK}
+
+
+def _sum(text: str) -> int:
+    if not _SUM.fullmatch(text):
+        raise ValueError(f"the sum {text!r}")
+    return int(text, 16)
+
+
+def find_part(loader: Any) -> tuple[int, int]:
+    """(rank, number of ranks) whose samples the loader gives: of its sampler, else of this process."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers: Sequence[Any] = (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    for sampler in samplers:
+        rank, replicas = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
+        if isinstance(rank, int) and isinstance(replicas, int):
+            return rank, replicas
+    return find_rank()
+
+
+def merged(groups: Iterable[Sequence[Digest]]) -> Digest:
+    """The digest of all ranks together.
+
+    Args:
+        groups: the parts of the ranks that ran together, at one step; one group more for each other number of
+            ranks that the run had before.
+    """
+    groups = [list(group) for group in groups]
+    parts = [one for group in groups for one in group]
+    epochs: dict[int, EpochSums] = {}
+    for one in parts:
+        for sums in one.epochs:
+            known = epochs.setdefault(sums.epoch, EpochSums(sums.epoch))
+            steps = max(sums.steps, known.steps)
+            known.add(sums)
+            known.steps = steps
+    every = max(one.every for one in parts)
+    return Digest(
+        steps=max(one.steps for one in parts),
+        samples=sum(one.samples for one in parts),
+        sums=tuple([sum(lane) & _MASK for lane in zip(*[one.sums for one in parts], strict=True)]),
+        epochs=[epochs[epoch] for epoch in sorted(epochs)],
+        every=every,
+        trail=_added_trails(parts, max(epochs), every),
+        next_step=max(one.next_step for one in parts if one.epochs[-1].epoch == max(epochs)),
+        batch=max(sum(one.batch for one in group) for group in groups),
+    )
+
+
+def _added_trails(parts: list[Digest], epoch: int, every: int) -> list[int]:
+    """The partial sums of an epoch. A part that ended within it has its whole sum from there on."""
+    trails = []
+    for one in parts:
+        marks = one.trail[every // one.every - 1 :: every // one.every]
+        trails.append((marks, one.epochs[-1].ordered if one.epochs[-1].epoch == epoch else 0))
+    length = max(len(marks) for marks, _ in trails)
+    return [
+        sum(marks[at] if at < len(marks) else end for marks, end in trails) & _TRAIL_MASK
+        for at in range(length)
+    ]

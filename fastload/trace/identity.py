@@ -1,0 +1,221 @@
+"""Which samples a loader has, and what holds their order, in a state: so that it is not resumed with others.
+
+    Contents.identify ─▶ the state's "samples": digests ─▶ check_identity: an error, or a warning
+
+Two loaders of the same length may have other samples: another folder, another random split, another list of
+indices. The keys of some samples tell the one, and all indices of a `Subset` or sampler the other. The
+address of the data may change: whoever has moved it is told so, and goes on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import xxhash
+from torch.utils.data import IterableDataset, Subset, SubsetRandomSampler, WeightedRandomSampler
+
+from fastload.datasets.base import StoreDataset
+from fastload.datasets.mixture import sources_of
+from fastload.datasets.wrappers import view_of
+from fastload.errors import ArgumentError
+from fastload.order.order import content_of
+from fastload.order.sampler import known_length
+from fastload.trace.recipe import describe
+
+_KEYS = 64  # of samples that are compared, from all over the dataset
+_DEPTH = 100  # of datasets in datasets
+_LIKE = {
+    "indices": "pass the same indices, as by a split with a seed of its own",
+    "keys": "resume with the dataset of the saved run; its place may have changed, its keys may not",
+}
+
+
+class Contents:
+    """The digests of what a loader holds. Large lists are read once an epoch."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Any, str | None]] = {}
+
+    def forget(self) -> None:
+        """What is held may have been changed in place."""
+        self._read.clear()
+
+    def identify(self, loader: Any) -> dict[str, Any]:
+        """The entry "samples" of the loader's state."""
+        datasets = {name: self._of(dataset) for name, dataset in _datasets(loader.dataset)}
+        return {"sampler": [self._digest(held) for held in _held_by(loader)], "datasets": datasets}
+
+    def _of(self, dataset: Any) -> dict[str, Any]:
+        chosen = [self._digest(subset.indices) for subset in _subsets(dataset)]
+        leaf = _leaf(dataset)
+        listed = None if leaf is None else leaf.listed()
+        return {
+            "class": type(dataset).__qualname__,
+            "indices": chosen,
+            "keys": _keys(dataset),
+            "listing": None if listed is None else list(listed),
+        }
+
+    def _digest(self, held: Any) -> str | None:
+        """None: it has no bytes that are the same in another process."""
+        before, digest = self._read.get(id(held), (None, None))
+        if before is not held:
+            content = content_of(held)
+            digest = None if content is None else xxhash.xxh3_128_hexdigest(content)[:16]
+            self._read[id(held)] = held, digest
+        return digest
+
+
+def check_identity(loader: Any, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Compare the samples of a state with those of the loader that resumes it.
+
+    Args:
+        own: by `Contents.identify`.
+
+    Raises:
+        ArgumentError: it has other samples, or another order of them.
+    """
+    saved = state["samples"]
+    if saved["sampler"] != own["sampler"]:
+        raise ArgumentError(
+            f"state_dict was saved with a {state['samplers'][-1]} of other contents, so the order of the "
+            "samples would differ: pass the same list, indices or weights"
+        )
+    for name in saved["datasets"].keys() & own["datasets"].keys():
+        before, now = saved["datasets"][name], own["datasets"][name]
+        source = f"source {name!r} has" if name else "the dataset has"
+        for what in _LIKE:
+            if None not in (before[what], now[what]) and before[what] != now[what]:
+                _refuse(source, what, changes_since(loader, state, name))
+        if before["class"] != now["class"]:
+            warnings.warn(
+                f"state_dict was saved with a {before['class']}, and this loader has a {now['class']}: the "
+                "batches go on with its samples of the same numbers",
+                stacklevel=4,
+            )
+    if _check_recipe(state["made_from"], describe(loader), changes_since(loader, state)):
+        return
+    for name in saved["datasets"].keys() & own["datasets"].keys():
+        before, now = saved["datasets"][name], own["datasets"][name]
+        if before["class"] == now["class"] and None not in (before["listing"], now["listing"]):
+            _check_listing(name, before["listing"], now["listing"], changes_since(loader, state, name))
+
+
+def _check_listing(name: str, before: list[str], now: list[str], since: str) -> None:
+    """Compare the digests of two listings: other keys are refused, and other versions told."""
+    source = f"source {name!r} has" if name else "the dataset has"
+    if before[0] != now[0]:
+        _refuse(source, "keys", since)
+    if before[1] != now[1]:
+        change = f"{source} objects that were copied or written again since{since}"
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+
+
+def _refuse(source: str, what: str, since: str) -> NoReturn:
+    raise ArgumentError(f"{source} other {what} than in the run that was saved{since}: {_LIKE[what]}")
+
+
+def changes_since(loader: Any, state: Mapping[str, Any], name: str = "") -> str:
+    """Return what has changed in the bucket since a state was made, in brackets; "" if that is not known.
+
+    Args:
+        name: of the source of a mixture.
+    """
+    leaf = _leaf(dict(_datasets(loader.dataset)).get(name))
+    listing = state["samples"]["datasets"].get(name, {}).get("listing")
+    if leaf is None or listing is None:
+        return ""
+    changes = leaf.changes_since(*listing)
+    return f" ({changes})" if changes else ""
+
+
+def _check_recipe(saved: Mapping[str, Any], own: Mapping[str, Any], since: str) -> bool:
+    """Compare datasets that a state describes: what it lists, where, and how its images are cut.
+
+    Return whether both are described.
+    """
+    before, now = saved.get("dataset", {}), own.get("dataset", {})
+    if "why" in before or "why" in now or not (before and now):
+        return False
+    if before["keys"] != now["keys"]:
+        raise ArgumentError(
+            f"state_dict was saved with the samples of {before['url']!r}, and those of {now['url']!r} have "
+            f"other keys or classes{since}: {_LIKE['keys']}"
+        )
+    places = [_place(before), _place(now)]
+    changes = []
+    if places[0] != places[1]:
+        changes.append(f"its samples were read from {places[0]}, and are now read from {places[1]}")
+    elif before["versions"] != now["versions"]:
+        changes.append(f"objects of {now['url']!r} were written again since{since}")
+    if before["transform"] != now["transform"]:
+        texts = _differing(before["transform"] or {}, now["transform"] or {})
+        changes.append(f"its transform had {texts[0]}, and has now {texts[1]}")
+    for change in changes:
+        warnings.warn(f"state_dict is of a run with the same keys, but {change}", stacklevel=5)
+    return True
+
+
+def _place(made: Mapping[str, Any]) -> str:
+    endpoint = made["options"].get("endpoint_url")
+    return repr(made["url"].rstrip("/")) + (f" at {endpoint}" if endpoint else "")
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The arguments of two transforms that are not alike; an empty one is none of fastload's."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    texts = [", ".join(f"{name}={made[name]!r}" for name in names if name in made) for made in (before, now)]
+    return [text or "none of these" for text in texts]
+
+
+def _datasets(dataset: Any) -> list[tuple[str, Any]]:
+    """(name, dataset) of each source of a mixture; else ("", the dataset)."""
+    # In `fastload replay` a range stands for samples that are not there.
+    return [] if isinstance(dataset, IterableDataset | range) else list(sources_of(dataset).items())
+
+
+def _held_by(loader: Any) -> Iterator[Any]:
+    """What the samplers of a loader have been given and draw from."""
+    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for sampler in (outer, getattr(outer, "sampler", None)):
+        if type(sampler) in (list, tuple):
+            yield sampler
+        elif type(sampler) is SubsetRandomSampler:
+            yield sampler.indices
+        elif type(sampler) is WeightedRandomSampler:
+            yield sampler.weights
+
+
+def _leaf(dataset: Any) -> StoreDataset | None:
+    """The dataset that a `Subset` of subsets takes its samples from, if it is one over a store."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset if isinstance(dataset, StoreDataset) else None
+
+
+def _subsets(dataset: Any, depth: int = 0) -> Iterator[Any]:
+    """The `Subset`s that a dataset is made of, at any depth."""
+    if isinstance(dataset, Subset):
+        yield dataset
+    attributes = getattr(dataset, "__dict__", {})  # so that no property of the user's runs
+    parts = attributes.get("datasets", [attributes.get("dataset")])
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        if part is not None and depth < _DEPTH:
+            yield from _subsets(part, depth + 1)
+
+
+def _keys(dataset: Any) -> str | None:
+    """A digest of the keys of some samples; None where they have none, or are not known yet."""
+    length = known_length(dataset)
+    if not length:
+        return None
+    rows, count = view_of(dataset), min(_KEYS, length)
+    try:
+        keys = [rows.key(length * number // count) for number in range(count)]
+    except (TypeError, NotImplementedError):  # shards that are not indexed
+        return None
+    if None in keys:
+        return None
+    return xxhash.xxh3_128_hexdigest("\n".join(map(str, keys)).encode("utf-8", "surrogatepass"))[:16]

@@ -1,0 +1,281 @@
+"""`prove`: whether two runs were handed out the same data, and if not, where they part.
+
+sides     states, logs, or directories of logs, one per rank ──▶ `evidence.Side`
+logs      step by step, then row by row in the first step that differs
+states    epoch by epoch, then by the partial sums of the epoch that ran
+mixed     the log is added up to the step of the state, and is then a state
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from fastload.errors import ArgumentError
+from fastload.trace.digest import Digest, EpochSums
+from fastload.trace.evidence import Place, Row, Side, read_side
+
+
+class Proof(NamedTuple):
+    """What `prove` found. Its truth value is `same`, and its text is `why`.
+
+    Attributes:
+        same: no step that both sides have differs. One side may go on for longer.
+        epoch, step: the first ones that differ; None: not known, or none.
+        rank, row: of the first row that differs in that step, of `b`; of `a` where `b` lacks a row. `row` is
+            its place in the batch.
+        why: the whole answer in one sentence.
+    """
+
+    same: bool
+    why: str
+    epoch: int | None = None
+    step: int | None = None
+    rank: int | None = None
+    row: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def prove(a: Any, b: Any) -> Proof:
+    """Compare what two runs were handed out: from the states of their loaders, or from their sample logs.
+
+    Example::
+
+        from fastload import DataLoader, ImageFolder, RandomResizedCrop, prove
+
+        dataset = ImageFolder("s3://bucket/train", RandomResizedCrop(224))
+
+        def state(workers):
+            loader = DataLoader(dataset, 8, num_workers=workers, seed=1)
+            for images, labels in loader:
+                pass
+            return loader.state_dict()
+
+        print(prove(state(0), state(2)))  # the same data in all 3 steps
+
+    Each side is a state dict, the path of one (a file of `torch.save` or JSON, where it may lie inside a
+    bigger checkpoint), the path of a rank's log or of a directory of logs, or a list of these, one per rank.
+    The two sides may have other numbers of ranks and workers, and other caches. Logs give the first row that
+    differs. States give the range of steps that it is in. Where the global batches have other sizes, whole
+    epochs are compared.
+
+    If one side ends earlier, what both have is compared.
+
+    Raises:
+        ArgumentError: a side is neither a state nor a log, has no digest or no step, or lacks ranks; or
+            nothing of the two can be compared.
+    """
+    left, right = read_side(a, "a"), read_side(b, "b")
+    if left.parts != right.parts:
+        left.check_whole()
+        right.check_whole()
+    for side, other in ((left, right), (right, left)):
+        side.check_begin(other)
+    if left.logged and right.logged:
+        return _compare_logs(left, right)
+    ends = [side.digest(None).steps for side in (left, right) if not side.logged]
+    return _compare_states(left, right, min(ends))
+
+
+# --- logs
+
+
+def _compare_logs(a: Side, b: Side) -> Proof:
+    batch_a, batch_b = (max(step.samples for step in side.steps.values()) for side in (a, b))
+    if batch_a != batch_b:
+        return _compare_epochs(a, b, a.digest(None), b.digest(None))
+    last = min(max(a.steps), max(b.steps))
+    places = sorted(place for place in a.steps.keys() | b.steps.keys() if place <= last)
+    for epoch, step in places:
+        one, other = a.steps.get((epoch, step)), b.steps.get((epoch, step))
+        if one is None or other is None:
+            lacks, has = (a, b) if one is None else (b, a)
+            why = f"{lacks.name} has no step {step} of epoch {epoch}, which {has.name} has"
+            return Proof(False, why, epoch, step)
+        if one.sums != other.sums:
+            return _name_row(a, b, (epoch, step))
+    return _same(len(places), a, b, len(a.steps), len(b.steps))
+
+
+def _name_row(a: Side, b: Side, place: Place) -> Proof:
+    """The first row that stands in this step on one side only."""
+    rows_a, rows_b = a.rows(place), b.rows(place)
+    new, gone = _without(rows_b, rows_a), _without(rows_a, rows_b)
+    epoch, step = place
+    begins = f"the data differs from step {step} of epoch {epoch} on"
+    if not new:
+        row = gone[0]
+        why = f"{begins}: {b.name} lacks sample {row.sample}, in row {row.row} of rank {row.rank} of {a.name}"
+        return Proof(False, why, epoch, step, row.rank, row.row)
+    row = new[0]
+    if any(one.sample == row.sample for one in gone):
+        what = f"sample {row.sample} has another key, version, label, crop or random numbers than in {a.name}"
+    elif gone:
+        at_home = (one for one in gone if (one.rank, one.row) == (row.rank, row.row))
+        what = f"sample {row.sample} stands where {a.name} has sample {next(at_home, gone[0]).sample}"
+    else:
+        what = f"sample {row.sample} is not in that step of {a.name}"
+    why = f"{begins}: in row {row.row} of rank {row.rank} of {b.name}, {what}"
+    elsewhere = next((at for at, one in a.steps.items() if one.sums == b.steps[place].sums), None)
+    if elsewhere is not None:
+        why += f". {b.name}'s step is step {elsewhere[1]} of epoch {elsewhere[0]} of {a.name}"
+    return Proof(False, why, epoch, step, row.rank, row.row)
+
+
+def _without(rows: list[Row], others: list[Row]) -> list[Row]:
+    """The rows that have no equal among the others: of their own rank first, then of any."""
+    of_rank = Counter((row.rank, row.witness) for row in others)
+    left = Counter(row.witness for row in others)
+    rest = []
+    for row in rows:
+        if of_rank[row.rank, row.witness]:
+            of_rank[row.rank, row.witness] -= 1
+            left[row.witness] -= 1
+        else:
+            rest.append(row)
+    found = []
+    for row in rest:
+        left[row.witness] -= 1
+        if left[row.witness] < 0:
+            found.append(row)
+    return found
+
+
+def _same(steps: int, a: Side, b: Side, end_a: int, end_b: int) -> Proof:
+    if end_a == end_b:
+        return Proof(
+            True, "the same data in the only step" if steps == 1 else f"the same data in all {steps:,} steps"
+        )
+    longer = a if end_a > end_b else b
+    counted = "1 step" if steps == 1 else f"{steps:,} steps"
+    return Proof(True, f"the same data as far as both go, {counted}; {longer.name} goes on after that")
+
+
+# --- states
+
+
+def _compare_states(a: Side, b: Side, steps: int) -> Proof:
+    if a.uneven or b.uneven:
+        return _compare_finished(a, b)
+    one, other = a.digest(steps), b.digest(steps)
+    if one.batch != other.batch:
+        return _compare_epochs(a, b, a.digest(None), b.digest(None))
+    if (one.steps, one.sums) == (other.steps, other.sums):
+        return _same(one.steps, a, b, a.digest(None).steps, b.digest(None).steps)
+    ends_a, ends_b = _before(one), _before(other)
+    begun, passed = 0, 0
+    for epoch in sorted(ends_a.keys() & ends_b.keys()):
+        if ends_a[epoch] != ends_b[epoch]:
+            return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
+        begun, passed = epoch, ends_a[epoch].steps
+    return _compare_last(a, b, one, other, begun, passed)
+
+
+def _compare_finished(a: Side, b: Side) -> Proof:
+    """States of which some ranks are ahead: the epochs that all of them have finished can be compared."""
+    one, other = a.digest(None), b.digest(None)
+    if one.sums == other.sums:
+        return _same(one.steps, a, b, one.steps, other.steps)
+    ends_a, ends_b = _before(one), _before(other)
+    begun = 0
+    for epoch in sorted(ends_a.keys() & ends_b.keys()):
+        if any(side.uneven and epoch > side.finished for side in (a, b)):
+            break
+        if ends_a[epoch] != ends_b[epoch]:
+            return _differs_in_epochs(begun, epoch - 1, "a state keeps one sum of a past epoch")
+        begun = epoch
+    name = (a if a.uneven else b).name
+    raise ArgumentError(f"{name} has states of different steps: give those that were saved together")
+
+
+def _before(digest: Digest) -> dict[int, EpochSums]:
+    """Epoch -> the sums over all epochs before it."""
+    whole, found = EpochSums(0), {}
+    for one in digest.epochs:
+        found[one.epoch] = replace(whole)
+        whole.add(one)
+    return found
+
+
+def _differs_in_epochs(first: int, last: int, why: str) -> Proof:
+    if first == last:
+        return Proof(False, f"the data differs in epoch {first} ({why})", first)
+    return Proof(False, f"the data differs in one of the epochs {first} to {last} ({why})")
+
+
+def _compare_last(a: Side, b: Side, one: Digest, other: Digest, epoch: int, passed: int) -> Proof:
+    """The epoch that is the last one in common, by its partial sums."""
+    last_a, last_b = one.epochs[-1].epoch, other.epochs[-1].epoch
+    if last_a == last_b == epoch:
+        marks_a, marks_b = one.partial_sums(), other.partial_sums()
+        agreed = 0
+        for step in sorted(marks_a.keys() & marks_b.keys()):
+            if marks_a[step] != marks_b[step]:
+                return _differs_in_steps(epoch, agreed, step - 1)
+            agreed = step
+        if one.next_step == other.next_step:
+            raise ArgumentError(
+                "a and b cannot be compared: their sums differ, and none of their partial sums does, which "
+                "no run leads to. Give the sample logs"
+            )
+        return _same(passed + agreed, a, b, one.steps, other.steps)
+    sums_a, sums_b = (next(e for e in digest.epochs if e.epoch == epoch) for digest in (one, other))
+    if sums_a.steps == sums_b.steps and sums_a != sums_b:
+        return _differs_in_epochs(epoch, epoch, "a state keeps one sum of a past epoch")
+    passed += sums_a.steps if sums_a == sums_b else 0
+    if not passed:
+        raise ArgumentError(
+            f"a and b cannot be compared: one of them ends within epoch {epoch}, of which the other has the "
+            "sum of all steps only. Give the sample logs, or states of the same step"
+        )
+    return _same(passed, a, b, one.steps, other.steps)
+
+
+def _differs_in_steps(epoch: int, first: int, last: int) -> Proof:
+    if first == last:
+        return Proof(False, f"the data differs from step {first} of epoch {epoch} on", epoch, first)
+    why = f"the data differs from one of the steps {first} to {last} of epoch {epoch} on"
+    return Proof(False, f"{why}: the sample logs have the step and the row", epoch)
+
+
+# --- runs whose global batches have other sizes
+
+
+def _compare_epochs(a: Side, b: Side, one: Digest, other: Digest) -> Proof:
+    sizes = f"the global batches have {one.batch:,} and {other.batch:,} samples, so whole epochs are compared"
+    last = min(digest.epochs[-1].epoch for digest in (one, other))
+    begun = sorted({each.epoch for each in one.epochs} & {each.epoch for each in other.epochs})
+    sums_a, sums_b = (_from_each(begun, last, digest) for digest in (one, other))
+    ends, end = [*begun[1:], last + 1], 0
+    for epoch, next_one in zip(begun, ends, strict=True):
+        x, y = sums_a[epoch], sums_b[epoch]
+        if epoch == begun[-1] and x.samples != y.samples:
+            break  # one of them ends within it
+        if (x.samples, x.unordered) != (y.samples, y.unordered):
+            return _differs_in_epochs(epoch, next_one - 1, sizes)
+        end = next_one
+    if not end:
+        raise ArgumentError(f"{sizes}, and there is no whole epoch that both have")
+    epochs = end - begun[0]
+    counted = "1 epoch" if epochs == 1 else f"{epochs} epochs"
+    return Proof(True, f"the same data in {counted} ({sizes})")
+
+
+def _from_each(begun: list[int], last: int, digest: Digest) -> dict[int, EpochSums]:
+    """Each of these epochs -> the sums from it up to the next one of them, or up to epoch `last`.
+
+    A long run has one sum of several epochs, where a shorter run still has each.
+    """
+    found: dict[int, EpochSums] = {}
+    for one in digest.epochs:
+        if one.epoch in begun:
+            found[one.epoch] = replace(one)
+        elif found and one.epoch <= last:
+            found[max(found)].add(one)
+    return found

@@ -1,0 +1,331 @@
+"""The reading of index batches: announced to a dataset that can prefetch, and read as torch does.
+
+`ReadAhead` announces index batches, and cancels those that are not used. `SampleReader` makes the samples of
+any map-style dataset: as its rows, one by one, by its `__getitems__`, or in threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from fastload.datasets.protocols import Prefetches, RowErrors, RowRequests, current_reader, noted_prefetches
+from fastload.datasets.seeds import SampleSeeds
+from fastload.datasets.views import View
+from fastload.metrics.counters import Counters
+from fastload.workers.on_error import ErrorPolicy
+from fastload.workers.sample_threads import SampleThreads, Task
+
+_log = logging.getLogger("fastload")
+
+_UNUSED = 256  # samples prefetched in vain, after which prefetching stops
+
+_Fill = Callable[[list[Any], RowRequests], RowErrors]
+_T = TypeVar("_T")
+
+
+class _Announced(Generic[_T]):
+    """Index batches that were announced and not made yet, each with what is on its way for it."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[Any, list[_T]]] = deque()
+
+    def add(self, index: Any, coming: list[_T]) -> None:
+        self._batches.append((index, coming))
+
+    def find(self, index: Any) -> list[_T] | None:
+        """What is on its way for an index batch; None where it was not announced."""
+        return next((coming for known, coming in list(self._batches) if known is index), None)
+
+    def take(self, index: Any) -> list[_T]:
+        """What is on its way for an index batch, which is forgotten."""
+        for number, (known, coming) in enumerate(list(self._batches)):
+            if known is index:
+                del self._batches[number]
+                return coming
+        return []
+
+
+class ReadAhead:
+    """Announces index batches, and cancels those that are not used.
+
+    Args:
+        rows: of the dataset, or None where it cannot prefetch.
+        auto_collation: False where an "index batch" is one index.
+        threaded: samples are made before their batch is, so what one batch uses cannot be counted.
+    """
+
+    def __init__(self, rows: View | None, *, auto_collation: bool, threaded: bool) -> None:
+        self._rows = rows
+        self._auto_collation = auto_collation
+        self._threaded = threaded
+        self._reader = object()  # not `self`, which the dataset would keep
+        self._streamed = False
+        self._announced = _Announced[tuple[Any, list[Any]]]()
+        self._counters: dict[int, Counters] = {}  # of the datasets that were told to prefetch
+        self._unused = 0
+        self._warned = False
+        for leaf in () if rows is None else rows.leaves():
+            self._counters[id(leaf)] = leaf.counters
+
+    def start_epoch(self, *, streamed: bool) -> None:
+        """Prefetch again, also where the last epoch did not use it. Ids of streams are not announced."""
+        self._unused = 0
+        self._streamed = streamed
+
+    def announce(self, index: Any) -> None:
+        """Start reading an index batch that will be asked for after those announced before.
+
+        Raises:
+            Exception: any that the dataset raises; then none of the batch is announced.
+        """
+        if self._rows is None or self._unused >= _UNUSED:
+            return
+        notes: Prefetches = []
+        self._announced.add(index, notes)
+        before = current_reader.set(self._reader)
+        try:
+            with noted_prefetches(notes):
+                self._rows.prefetch(self._indices(index))
+        except Exception:
+            self.cancel(index)
+            if self._rows.override is None:
+                raise
+            # The user's `__getitem__` may accept an index that the dataset below has no sample for.
+            self._unused = _UNUSED
+        except BaseException:
+            self.cancel(index)
+            raise
+        finally:
+            current_reader.reset(before)
+        for dataset, _ in notes:
+            self._counters.setdefault(id(dataset), dataset.counters)
+
+    def cancel(self, index: Any) -> None:
+        """An index batch will not be asked for. One that was not announced, or was made, is ignored."""
+        notes = self._announced.take(index)
+        if self._rows is not None and self._streamed:
+            with contextlib.suppress(Exception):
+                self._rows.cancel(self._indices(index))
+        for dataset, indices in notes:
+            with contextlib.suppress(Exception):
+                dataset.cancel(indices)
+
+    def used(self) -> float:
+        """Prefetched samples used so far, as counted by the datasets."""
+        return sum(counters["get.ahead"] for counters in self._counters.values())
+
+    def finish(self, index: Any, samples: int, used: float) -> None:
+        """After a batch was made that used this many prefetched samples: release those that it did not use.
+
+        A `__getitem__` that never asks for its own sample (it returns the key alone, or another sample) makes
+        prefetching useless: it stops after a while.
+        """
+        if self._rows is None:
+            return
+        if self._rows.uses_all:
+            self._announced.take(index)
+            return
+        notes = self._announced.find(index)
+        announced = samples if notes is None else sum(len(indices) for _, indices in notes)
+        if self._threaded or used < announced:
+            self.cancel(index)
+        else:
+            self._announced.take(index)
+        if self._threaded or used or not announced:
+            self._unused = 0
+            return
+        self._unused += samples
+        if self._unused >= _UNUSED and self._rows.override is None and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the last %d samples that prefetch() of the dataset announced were not read by its "
+                "__getitem__: nothing more is read ahead in this epoch",
+                self._unused,
+            )
+
+    def _indices(self, index: Any) -> Any:
+        return index if self._auto_collation else [index]
+
+
+class SampleReader:
+    """Reads the samples of an index batch as torch does.
+
+    Args:
+        dataset: map-style.
+        rows: what is seen of it.
+        auto_collation: False where an "index batch" is one index.
+        seeds: of the loader's `seed`, or None.
+        errors: what happens to bad samples.
+        counters: counts decode.samples and decode.seconds.
+        threads: make the samples of announced index batches; None: this thread makes them.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        rows: View,
+        *,
+        auto_collation: bool,
+        seeds: SampleSeeds | None,
+        errors: ErrorPolicy,
+        counters: Counters,
+        threads: SampleThreads | None,
+    ) -> None:
+        self._dataset = dataset
+        self._rows = rows
+        self._bulk = auto_collation and rows.bulk
+        self._seeds = seeds
+        self._errors = errors
+        self._counters = counters
+        self._threads = threads
+        self._announced = _Announced[Task]()
+
+    def announce(self, index: Any, indices: list[Any]) -> None:
+        """An index batch will be read after those announced before: the threads begin with it."""
+        if self._threads is None or self._by_rows():
+            return
+        if self._bulk and self._seeds is None:
+            tasks = [self._threads.submit(index, partial(self._dataset.__getitems__, index))]
+        else:
+            last = len(indices) - 1
+            tasks = [self._submit(one, last=row == last) for row, one in enumerate(indices)]
+        self._announced.add(index, tasks)
+
+    def cancel(self, index: Any) -> None:
+        """An index batch will not be read, or was read."""
+        tasks = self._announced.take(index)
+        if self._threads is not None:
+            self._threads.cancel(tasks)
+
+    def read(self, index: Any, indices: list[Any], seed: int, epoch: int) -> tuple[Any, list[Any]]:
+        """(samples of an index batch, index of each), where substitutes stand for bad ones.
+
+        Args:
+            index: the index batch itself, which a `__getitems__` receives.
+            indices: its sample indices.
+            seed, epoch: of the randomness of rows.
+        """
+        tasks, before = self._announced.take(index), self._counted()
+        if self._bulk and self._seeds is None:
+            try:
+                with self._counters.timed("decode"):
+                    samples = self._many(index, tasks)
+                self._counters.add("decode.samples", len(indices))
+                return samples, indices
+            except Exception as error:
+                self._errors.raise_uncovered(error)  # else one by one, to find the bad ones
+                tasks = []
+        parts: list[Any] = [None] * len(indices)
+        if self._by_rows():
+            if self._threads is not None:
+                self._threads.cancel(tasks)  # the transform was set after they were announced
+            fill: _Fill = partial(self._fill_from_rows, seed=seed, epoch=epoch)
+        elif self._threads is not None:
+            fill = partial(self._fill_from_threads, tasks=tasks)
+        else:
+            fill = self._fill
+
+        def copy(target: int, source: int) -> None:
+            parts[target] = parts[source]
+
+        settled = self._errors.settle(indices, partial(fill, parts), copy)
+        self._counters.add("decode.samples", max(0, len(parts) - (self._counted() - before)))
+        return [sample for part in parts for sample in part] if self._bulk else parts, settled
+
+    def _by_rows(self) -> bool:
+        """Whether fastload fills rows, from which the samples are made. `__getitems__` gets its own call."""
+        return not self._rows.bulk and self._rows.writes()
+
+    def _counted(self) -> float:
+        """Samples that the datasets count themselves."""
+        return sum(leaf.counters["decode.samples"] for leaf in self._rows.leaves())
+
+    def _many(self, index: Any, tasks: list[Task]) -> Any:
+        if tasks and self._threads is not None:
+            return self._threads.result(tasks[0])
+        return self._dataset.__getitems__(index)
+
+    # --- each fills some rows
+
+    def _fill(self, parts: list[Any], requests: RowRequests) -> RowErrors:
+        errors: RowErrors = []
+        seeds = self._seeds
+        if seeds is not None and requests:
+            seeds.begin_batch(requests[0][1])
+        with self._counters.timed("decode"):
+            for row, index in requests:
+                try:
+                    if seeds is None:
+                        parts[row] = self._sample(index)
+                    elif row != requests[-1][0]:
+                        parts[row] = seeds.call(index, self._sample, index)
+                    else:  # `collate_fn` draws from the state after the last sample
+                        seeds.set(index)
+                        parts[row] = self._sample(index)
+                except Exception as error:
+                    errors.append((row, error))
+                    if self._errors.on_error == "raise":
+                        break
+        return errors
+
+    def _fill_from_rows(self, parts: list[Any], requests: RowRequests, seed: int, epoch: int) -> RowErrors:
+        errors: RowErrors = []
+        with self._seeds or contextlib.nullcontext():
+            made = self._rows.prepare([index for _, index in requests], seed, epoch)
+        with self._counters.timed("decode"):
+            for (row, index), make in zip(requests, made, strict=True):
+                try:
+                    if self._seeds is not None:
+                        # Not `call`, which may make a sample twice: functions may change the row in place.
+                        self._seeds.set(index)
+                    parts[row] = _checked(make, index)
+                except Exception as error:
+                    errors.append((row, error))
+                    if self._errors.on_error == "raise":
+                        break
+        return errors
+
+    def _fill_from_threads(self, parts: list[Any], requests: RowRequests, tasks: list[Task]) -> RowErrors:
+        errors: RowErrors = []
+        assert self._threads is not None
+        if tasks:
+            mine, tasks[:] = tasks[:], []  # substitutes of bad samples are new
+        else:
+            mine = [self._submit(index, last=row == requests[-1][0]) for row, index in requests]
+        try:
+            with self._counters.timed("decode"):
+                for (row, _), task in zip(requests, mine, strict=True):
+                    try:
+                        parts[row] = self._threads.result(task)
+                    except Exception as error:
+                        errors.append((row, error))
+                        if self._errors.on_error == "raise":
+                            break
+        finally:
+            self._threads.cancel(mine)
+        return errors
+
+    # --- one sample
+
+    def _submit(self, index: Any, *, last: bool) -> Task:
+        assert self._threads is not None
+        return self._threads.submit(index, partial(self._sample, index), last=last)
+
+    def _sample(self, index: Any) -> Any:
+        """One sample; a list with it where a `__getitems__` makes the samples."""
+        if self._bulk:
+            return _checked(partial(self._dataset.__getitems__, [index]), index)
+        return _checked(partial(operator.getitem, self._dataset, index), index)
+
+
+def _checked(make: Callable[[], Any], index: Any) -> Any:
+    try:
+        return make()
+    except StopIteration as error:
+        raise RuntimeError(f"the dataset raised StopIteration for sample {index!r}") from error
