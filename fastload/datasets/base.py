@@ -1,6 +1,6 @@
-"""What all datasets over a store share: one prefetcher in each process, one prepare step, the cache.
+"""What all datasets over a store share: one prefetcher in each process, the cache.
 
-    index ─▶ record ─▶ prefetcher (cache, store) ─▶ payload ─▶ prepare step ─▶ sample or row of a batch
+    index ─▶ record ─▶ prefetcher (cache, store) ─▶ payload ─▶ value ─▶ sample or row of a batch
 
 A record is the number of a sample for its source: a position in the listing, or a record of a shard. A
 subclass supplies the source, the record of an index, and the way from a value to a sample.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from fastload.cache import Cache
+from fastload.cache.codecs import Raw
 from fastload.cache.listings import Listings
-from fastload.datasets.cache_choice import AutoChoice
-from fastload.datasets.prepare import LOSSLESS, PrepareStep
+from fastload.datasets.cache_forecast import Forecaster
+from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.protocols import RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.errors import ArgumentError, FastloadError, refuse_class
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
-from fastload.images.dct import Unindexed, with_rows
 from fastload.metrics.counters import Counters
 from fastload.store.allowance import Allowance
 from fastload.store.manifest import Manifest
@@ -57,7 +57,8 @@ class StoreDataset(Dataset[Any]):
     _row_errors: ClassVar[tuple[type[Exception], ...]] = (FastloadError, IndexError)
 
     cache: Cache | None
-    _step: PrepareStep
+    _amount: tuple[int, int | None] = 0, None  # bytes of all samples; their number where it is known
+    _payloads: ObjectPayloads
 
     def __init__(self, url: Any, decode: Callable[..., Any] | None) -> None:
         check_function("decode", decode)
@@ -99,7 +100,7 @@ class StoreDataset(Dataset[Any]):
 
         It raises what `dataset[index]` raises.
         """
-        return kept([self._get(self._record(index))])[0]
+        return settled([self._get(self._record(index))])[0]
 
     def cache_key(self, index: int) -> bytes:
         """The key under which the cache has a sample.
@@ -184,7 +185,7 @@ class StoreDataset(Dataset[Any]):
             if rows:
                 errors += self._fill_rows(batch, rows, records, values, seed, epoch)
             for payload in payloads:
-                _keep(payload)
+                keep(payload)
         self.counters.add("decode.samples", len(todo))
         return errors
 
@@ -250,61 +251,77 @@ class StoreDataset(Dataset[Any]):
 
     @abstractmethod
     def _sample(self, value: Any) -> Any:
-        """What the prepare step restored -> sample."""
+        """A value that `_restore` returned -> sample."""
 
     @abstractmethod
     def _fill_rows(
         self, batch: Any, rows: list[int], records: list[int], values: list[Any], seed: int, epoch: int
     ) -> RowErrors:
-        """Write the results of the prepare step into rows of a batch."""
+        """Write values that `_restore` returned into rows of a batch."""
 
-    # --- cache modes "dct" and "auto"
+    # --- the cache's mode
 
     @property
-    def _steps(self) -> list[PrepareStep]:
-        return [self._step]
+    def _all_payloads(self) -> list[Any]:
+        return [self._payloads]
 
-    def _set_steps(self, steps: list[Any]) -> None:
-        """Replace the prepare steps; called before anything is read."""
-        (self._step,) = steps
+    def _set_payloads(self, payloads: list[Any]) -> None:
+        """Replace what is kept of each object; called before anything is read."""
+        (self._payloads,) = payloads
         self._prefetchers.drop()
 
-    def _settle_mode(self, total_bytes: int) -> None:
-        """The end of a constructor: which way the cache's mode "dct" or "auto" goes for this dataset.
+    def _settle_mode(self, total_bytes: int, count: int | None = None) -> None:
+        """The end of a constructor: whether a mode that is for images applies to this dataset.
 
         A cache that was filled in mode "raw" goes on in that mode under "auto", the default: nothing is read
         again. Without a cache there is nothing to be gained.
+
+        Args:
+            total_bytes: of all samples.
+            count: their number, if it is known.
         """
-        steps = self._steps
-        if not any(step.mode in ("dct", "auto") for step in steps):
-            return
+        self._amount = total_bytes, count
+        payloads = self._all_payloads
         if self.cache is None:
-            self._set_steps([step.as_raw() if step.mode in LOSSLESS else step for step in steps])
-        elif any(step.mode == "auto" for step in steps):
+            self._set_payloads([one.with_codec(Raw()) if one.codec.lossless else one for one in payloads])
+        elif any(one.codec.chooses for one in payloads):
             was_open = self.cache.is_open  # by another dataset, which may be reading
-            kept = self._share_kept()
-            self._set_steps([step.as_raw() for step in steps])
-            kept_raw = self._share_kept()
+            share = self._share_kept()
+            self._set_payloads([one.with_codec(one.codec.without_choice()) for one in payloads])
+            raw_share = self._share_kept()
             if not was_open:
                 self.cache.close()
-            if kept_raw > kept:
-                return
-            choice = ProcessLocal(partial(AutoChoice, self.cache, total_bytes, self._share_kept))
-            for step in steps:
-                step.choice = choice if step.mode == "auto" else None
-            self._set_steps(steps)
+            if raw_share <= share:
+                self._set_payloads(payloads)
+                for one in payloads:
+                    if one.codec.chooses:
+                        one.codec.choose = self._choose_form
+
+    def _choose_form(self, image: Any) -> Any:
+        return self._forecasters.get().encode(image)
+
+    @cached_property
+    def _forecasters(self) -> ProcessLocal[Forecaster]:
+        return ProcessLocal(self._new_forecaster)
+
+    def _new_forecaster(self) -> Forecaster:
+        assert self.cache is not None
+        codecs = [one.codec for one in self._all_payloads]
+        codec = next((codec for codec in codecs if not codec.keeps_bytes), Raw())
+        total_bytes, count = self._amount
+        return Forecaster(self.cache, codec, total_bytes, self._share_kept, count)
 
     def _share_kept(self) -> float:
         """The share of the samples that the cache has, estimated from a few: the same each time."""
         assert self.cache is not None
         if not self.cache.exists():
             return 0.0
-        some = self._some_records()
-        return sum(self.cache.has(self._cache_key(record)) for record in some) / max(1, len(some))
+        keys = self._some_keys()
+        return sum(map(self.cache.has, keys)) / max(1, len(keys))
 
     @abstractmethod
-    def _some_records(self) -> list[int]:
-        """A few records whose cache keys are known."""
+    def _some_keys(self) -> list[bytes]:
+        """The cache keys of a few records: the same each time."""
 
     # --- what the steps are made of
 
@@ -313,7 +330,10 @@ class StoreDataset(Dataset[Any]):
         return ProcessLocal(self._new_prefetcher)
 
     def _new_prefetcher(self) -> Prefetcher:
-        return Prefetcher(self._source(), self.cache, prepare=self._preparer(), counters=self.counters)
+        encode = self._encoder()
+        if self.cache is not None and self._amount[1]:
+            encode = self._forecasters.get().watch(encode)
+        return Prefetcher(self._source(), self.cache, prepare=encode, counters=self.counters)
 
     def _cache_to_fill(self) -> Cache:
         """The cache that `warm` fills.
@@ -328,14 +348,14 @@ class StoreDataset(Dataset[Any]):
             )
         return self.cache
 
-    def _preparer(self) -> Callable[[Any, int], Any] | None:
+    def _encoder(self) -> Callable[[Any, int], Any] | None:
         """(bytes, record) -> what the cache keeps; None if it is the bytes themselves."""
-        prepare = self._step.prepare
-        if prepare is None:
+        encode = self._payloads.encode
+        if encode is None:
             return None
-        if self._step.asks_for_key:
-            return lambda payload, record: prepare(payload, self._name(record))
-        return lambda payload, record: prepare(payload)
+        if self._payloads.asks_for_key:
+            return lambda payload, record: encode(payload, self._name(record))
+        return lambda payload, record: encode(payload)
 
     def _get(self, record: int) -> Any:
         """What the prefetcher has of a record; an error of reading or preparing it carries its name."""
@@ -358,31 +378,18 @@ class StoreDataset(Dataset[Any]):
             self._named(error, record)
             raise
         finally:
-            _keep(payload)
+            keep(payload)
 
     def _restore(self, record: int, payload: Any, *, readonly: bool = False) -> Any:
-        """What the prefetcher hands out -> what the sample is made of; see `PrepareStep.restore`."""
-        key = self._name(record) if self._step.asks_for_key else None
-        return self._step.restore(payload, key, readonly=readonly)
+        """What the prefetcher hands out -> what the sample is made of; see `ObjectPayloads.open`."""
+        key = self._name(record) if self._payloads.asks_for_key else None
+        return self._payloads.open(payload, key, readonly=readonly)
 
     def _named(self, error: Exception, record: int | None) -> Exception:
         """The error, with the name of its record if it has none yet."""
         if isinstance(error, FastloadError) and error.key is None and record is not None:
             error.key = self._name(record)
         return error
-
-
-def kept(payloads: list[Any]) -> list[Any]:
-    """The payloads as the cache keeps them, now that no sample is made of them."""
-    _keep(payloads)
-    return [with_rows(one.data) if isinstance(one, Unindexed) else one for one in payloads]
-
-
-def _keep(payload: Any) -> None:
-    """Write what was waiting for its first decode, of a payload or of those of several objects."""
-    for one in payload if isinstance(payload, list) else [payload]:
-        if isinstance(one, Unindexed):
-            one.keep()
 
 
 def _bytes_of(payload: Any) -> int:

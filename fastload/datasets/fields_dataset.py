@@ -26,8 +26,8 @@ class FieldsDataset(StoreDataset):
     @transform.setter
     def transform(self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None) -> None:
         maker = self._new_maker(transform)
-        if "_step" in self.__dict__:  # not in the constructor, where the step is made for this transform
-            self._step.check_transform(transform)
+        if "_payloads" in self.__dict__:  # not in the constructor, where these are made for this transform
+            self._payloads.check_transform(transform)
         self._maker = maker
         self._transform = transform
 

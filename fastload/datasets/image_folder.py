@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from fastload.cache import Cache
-from fastload.cache.keys import Mode
+from fastload.cache.codecs import Images
 from fastload.datasets.base import check_function
 from fastload.datasets.objects import ObjectDataset
 from fastload.datasets.pairs import images_kept
@@ -224,9 +224,9 @@ class ImageFolder(ObjectDataset):
                     errors.append((row, error))
         return errors
 
-    def _known_images(self, transform: Any) -> tuple[Mode, ...]:
+    def _known_images(self, transform: Any) -> Images:
         # A mask's values are in its file.
-        return () if images_kept(transform) else self._unless_own_samples()
+        return Images.UNKNOWN if images_kept(transform) else self._unless_own_samples()
 
     def _open(self, value: Any) -> Any:
         return value if self._takes_encoded else decode_pil(value)

@@ -13,11 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
-from fastload.cache.keys import Mode
+from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME, StoreDataset, check_function, check_on_change
-from fastload.datasets.cache_forecast import Forecaster
-from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.protocols import Allocate, RowErrors, own_samples
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError
@@ -97,8 +96,8 @@ class ObjectDataset(StoreDataset):
         check_function("transform", transform)
         self.transform = transform
         kept_in = as_cache(cache)
-        self._step = PrepareStep(kept_in, decode, fingerprint, images=self._known_images(transform))
-        self._step.check_transform(transform)
+        self._payloads = ObjectPayloads(kept_in, decode, fingerprint, images=self._known_images(transform))
+        self._payloads.check_transform(transform)
         self._store = open_store(url, **checked_options(storage_options))
         if kept_in is not None and self._store.holds(kept_in.path):
             raise ArgumentError(
@@ -110,17 +109,14 @@ class ObjectDataset(StoreDataset):
         self._listings = Listings.of(kept_in, listing_max_age)
         self._manifest = self._list(given)
         self.cache = None if self._manifest.why_not_cached(self._store) else kept_in  # a warning has said why
-        self._settle_mode(self._manifest.total_bytes)
+        self._settle_mode(self._manifest.total_bytes, len(self._manifest))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "transform" and "_step" in self.__dict__:
-            self._step.check_transform(value)
-            mode = self._step.mode
-            if mode in ("dct", "auto") and mode not in self._known_images(value):
-                raise ArgumentError(
-                    f"a cache in mode {mode!r} keeps these images for transforms that decode them, and "
-                    f"this one takes their files: make a new dataset with transform={value!r}"
-                )
+        if name == "transform" and "_payloads" in self.__dict__:
+            self._payloads.check_transform(value)
+            codec = self._payloads.codec
+            if self._known_images(value) < codec.needs:
+                raise needs_files(codec, value)
         super().__setattr__(name, value)
 
     @property
@@ -155,7 +151,7 @@ class ObjectDataset(StoreDataset):
         """
         cache = self._cache_to_fill()
         source = self._warming_source()
-        prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
+        prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
         records = (self._record(index) for index in indices)
         return warm(records, cache, prefetcher, key=self._cache_key, size=self._manifest.size)
 
@@ -203,13 +199,14 @@ class ObjectDataset(StoreDataset):
     # --- EncodedRows
 
     def keep_raw(self) -> None:
-        if self._step.mode == "auto":
+        codec = self._payloads.codec
+        if codec.chooses:
             self.close()
-            self._step = self._step.as_raw()
+            self._payloads = self._payloads.with_codec(codec.without_choice())
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         assert self._fused is not None
-        return EncodedBatch(self._fused, n, allocate, records=self._step.mode == "dct")
+        return EncodedBatch(self._fused, n, allocate, records="torch" in self._payloads.codec.decoders)
 
     def finish_encoded_batch(self, batch: Any) -> Any:
         return batch.finish()
@@ -229,16 +226,7 @@ class ObjectDataset(StoreDataset):
                 "the device makes RGB by interpolation='bilinear', of RandomResizedCrop and CenterCrop "
                 f"themselves, with Normalize as batch_transform=; found transform={self.transform!r}"
             )
-        if self._step.mode == "decoded":
-            return "a cache in mode 'decoded' keeps pixels: use mode 'raw' or 'shrunk', or decode='cpu'"
-        if decode == "torch" and self._step.mode != "dct":
-            return "torch decodes what a cache in mode 'dct' keeps: use Cache(path, 'dct'), or decode='cpu'"
-        if decode not in ("", "torch") and self._step.mode == "dct":
-            return (
-                "a cache in mode 'dct' keeps what only fastload decodes: use mode 'raw', decode='torch' or "
-                "decode='cpu'"
-            )
-        return None
+        return self._payloads.codec.why_not_on(decode)
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
         """Key -> indices of the samples that have it; keys that no sample has are left out."""
@@ -263,23 +251,14 @@ class ObjectDataset(StoreDataset):
         assert self.cache is not None
         manifest = self._manifest
         version = manifest.version(record) if version is None else version
-        step = self._step
+        payloads = self._payloads
         return self.cache.key(
-            self._store.identity, manifest.key(record), version, *step.key, mode=step.key_mode
+            self._store.identity, manifest.key(record), version, *payloads.key, codec=payloads.codec
         )
 
-    def _some_records(self) -> list[int]:
+    def _some_keys(self) -> list[bytes]:
         n = len(self._manifest)
-        return random.Random(0).sample(range(n), min(SOME, n))
-
-    def _new_prefetcher(self) -> Prefetcher:
-        prepare, manifest = self._preparer(), self._manifest
-        if self.cache is not None and len(manifest):
-            forecaster = Forecaster(
-                self.cache, len(manifest), manifest.total_bytes, self.contains, self._step.mode
-            )
-            prepare = forecaster.watch(prepare)
-        return Prefetcher(self._source(), self.cache, prepare=prepare, counters=self.counters)
+        return [self._cache_key(record) for record in random.Random(0).sample(range(n), min(SOME, n))]
 
     def _sample(self, value: Any) -> Any:
         image = self._open(value)
@@ -307,14 +286,13 @@ class ObjectDataset(StoreDataset):
     def _list(self, keys: list[str] | None) -> Manifest:
         return self._listings.open(self._store, keys=None if keys is None else Keys(keys))
 
-    def _known_images(self, transform: Any) -> tuple[Mode, ...]:
-        """The cache modes, of "dct" and "auto", in which all objects are known to be images."""
+    def _known_images(self, transform: Any) -> Images:
         fused = all(isinstance(one, Crop) and not one.own_values for one in all_transforms(transform))
-        return self._unless_own_samples() if fused and self.decode is None else ()
+        return self._unless_own_samples() if fused and self.decode is None else Images.UNKNOWN
 
-    def _unless_own_samples(self) -> tuple[Mode, ...]:
+    def _unless_own_samples(self) -> Images:
         # A method of the user may want the bytes: "dct" is of someone who knows that it does not.
-        return ("dct", "auto") if own_samples(self) is None else ("dct",)
+        return Images.CROPPED if own_samples(self) is None else Images.OPENED
 
     @property
     def _fused(self) -> Crop | None:
@@ -331,8 +309,8 @@ class ObjectDataset(StoreDataset):
         return batch  # type: ignore[no-any-return]
 
     def _open(self, value: Any) -> Any:
-        """The result of the prepare step -> the input of the transform."""
+        """The value of a payload -> the input of the transform."""
         if isinstance(value, Oriented):
             return value.pixels
-        as_they_are = self.decode is None and self._step.mode != "decoded" and not self._takes_encoded
+        as_they_are = self.decode is None and not self._payloads.codec.packs and not self._takes_encoded
         return bytes(value) if as_they_are else value  # a client's buffer is not what a user expects

@@ -147,7 +147,7 @@ class SampleMaker:
         )
 
     def sample(self, value: Any) -> Any:
-        """The value that `RecordPrepareStep.restore` returns -> sample.
+        """The value that `RecordPayloads.open` returns -> sample.
 
         Raises:
             DecodeError: a field is not what it should be. What the user's functions raise.

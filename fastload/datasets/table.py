@@ -1,7 +1,7 @@
 """A dataset whose samples are the rows of a table: its values, and the objects that it names.
 
     row ─▶ values of the columns, from memory that all workers share ─────────┐
-     └───▶ objects ─▶ prefetcher (cache, store) ─▶ payloads ─▶ prepare steps ─┴─▶ sample or row of a batch
+     └───▶ objects ─▶ prefetcher (cache, store) ─▶ payloads ─▶ values ─┴─▶ sample or row of a batch
 
 An object is a number for the prefetcher: row * files of a sample + file.
 """
@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.base import SOME, check_on_change, kept
-from fastload.datasets.cache_forecast import Forecaster
+from fastload.datasets.base import SOME, check_on_change
 from fastload.datasets.columns import copy_value, ordinary_memory
 from fastload.datasets.fields_dataset import FieldsDataset
-from fastload.datasets.prepare import PrepareStep
-from fastload.datasets.prepare_files import FilePrepareStep, Picture
+from fastload.datasets.payloads import FilePayloads, Picture, settled
 from fastload.datasets.protocols import Allocate, RowErrors, RowRequests, current_reader, note_prefetch
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
@@ -123,9 +121,7 @@ class TableDataset(FieldsDataset):
         kept_in = as_cache(cache)
         self._shape = Shape(fields, (str, File), _name_of)
         self._files = [
-            FileLeaf(
-                name, leaf, FilePrepareStep(kept_in, leaf.decode, leaf.fingerprint, _of(name, transform))
-            )
+            FileLeaf(name, leaf, FilePayloads(kept_in, leaf.decode, leaf.fingerprint, _of(name, transform)))
             for name, leaf in self._shape.leaves.items()
             if isinstance(leaf, File)
         ]
@@ -145,7 +141,7 @@ class TableDataset(FieldsDataset):
         kept = self._files and not self._manifest.why_not_cached(self._store)  # a warning has said why
         self.cache = kept_in if kept else None
         if self._files:
-            self._settle_mode(self._total_bytes)
+            self._settle_mode(self._total_bytes, self._distinct)
 
     def _read(self, table: Any, options: dict[str, Any], listings: Listings) -> None:
         """Read the columns of the table, and look up the objects that it names."""
@@ -202,7 +198,7 @@ class TableDataset(FieldsDataset):
 
     def payload(self, index: int) -> list[Any]:
         """The bytes of a sample's objects as the cache keeps them. It raises what `dataset[index]` raises."""
-        return kept(self._get(self._record(index)))
+        return settled(self._get(self._record(index)))
 
     def cache_key(self, index: int) -> bytes:
         """The key under which the cache has a sample's first object.
@@ -220,7 +216,7 @@ class TableDataset(FieldsDataset):
         """As `ObjectDataset.warm`, with an outcome for each object of a sample."""
         cache = self._cache_to_fill()
         source = ObjectSource(self._store, self._manifest, key=self._object_key)
-        prefetcher = Prefetcher(source, None, prepare=self._preparer(), counters=self.counters)
+        prefetcher = Prefetcher(source, None, prepare=self._encoder(), counters=self.counters)
         objects = (one for index in indices for one in self._objects(self._record(index)))
         outcomes = warm(objects, cache, prefetcher, key=self._object_key, size=self._manifest.size)
         return (outcome._replace(sample=outcome.sample // len(self._files)) for outcome in outcomes)
@@ -321,31 +317,16 @@ class TableDataset(FieldsDataset):
     def _cache_key(self, record: int) -> bytes:
         return self._object_key(self._objects(record)[0])
 
-    def _new_prefetcher(self) -> Prefetcher:
-        prepare, cache = self._preparer(), self.cache
-        if cache is not None:
-            n, distinct = len(self._manifest), self._distinct
-            modes = [leaf.step.mode for leaf in self._files]
-            forecaster = Forecaster(
-                cache,
-                distinct,
-                self._total_bytes,
-                lambda number: cache.has(self._object_key(number * n // distinct)),
-                next((mode for mode in modes if mode != "raw"), "raw"),
-            )
-            prepare = forecaster.watch(prepare)
-        return Prefetcher(self._source(), cache, prepare=prepare, counters=self.counters)
-
-    def _preparer(self) -> Callable[[Any, int], Any] | None:
-        steps = [leaf.step.prepare for leaf in self._files]
-        if not any(steps):
+    def _encoder(self) -> Callable[[Any, int], Any] | None:
+        encoders = [leaf.payloads.encode for leaf in self._files]
+        if not any(encoders):
             return None
 
-        def prepare(payload: Any, one: int) -> Any:
-            step = steps[one % len(steps)]
-            return payload if step is None else step(payload, self._manifest.key(one))
+        def encode(payload: Any, one: int) -> Any:
+            encoder = encoders[one % len(encoders)]
+            return payload if encoder is None else encoder(payload, self._manifest.key(one))
 
-        return prepare
+        return encode
 
     def _get(self, record: int) -> list[Any]:
         """The payloads of a row's objects."""
@@ -369,7 +350,7 @@ class TableDataset(FieldsDataset):
         row = Row({} if self._columns is None else self._columns.row(record))
         for one, leaf, content in zip(self._objects(record), self._files, payload, strict=True):
             try:
-                value = leaf.step.restore(content, self._manifest.key(one), readonly=readonly)
+                value = leaf.payloads.open(content, self._manifest.key(one), readonly=readonly)
             except FastloadError as error:
                 error.key = self._object_name(one)
                 raise
@@ -396,9 +377,11 @@ class TableDataset(FieldsDataset):
     def _object_key(self, one: int, version: str | None = None) -> bytes:
         """The cache key of an object: that of an `ObjectDataset` with the same `url` and `decode`."""
         assert self.cache is not None
-        manifest, step = self._manifest, self._files[one % len(self._files)].step
+        manifest, payloads = self._manifest, self._files[one % len(self._files)].payloads
         version = manifest.version(one) if version is None else version
-        return self.cache.key(self._store.identity, manifest.key(one), version, *step.key, mode=step.key_mode)
+        return self.cache.key(
+            self._store.identity, manifest.key(one), version, *payloads.key, codec=payloads.codec
+        )
 
     @property
     def _total_bytes(self) -> int:
@@ -406,15 +389,17 @@ class TableDataset(FieldsDataset):
         return self._manifest.total_bytes * self._distinct // max(1, len(self._manifest))
 
     @property
-    def _steps(self) -> list[PrepareStep]:
-        return [leaf.step for leaf in self._files]
+    def _all_payloads(self) -> list[Any]:
+        return [leaf.payloads for leaf in self._files]
 
-    def _set_steps(self, steps: list[Any]) -> None:
-        self._files = [leaf._replace(step=step) for leaf, step in zip(self._files, steps, strict=True)]
+    def _set_payloads(self, payloads: list[Any]) -> None:
+        self._files = [leaf._replace(payloads=one) for leaf, one in zip(self._files, payloads, strict=True)]
         self._prefetchers.drop()
 
-    def _some_records(self) -> list[int]:
-        return random.Random(0).sample(range(self._count), min(SOME, self._count))
+    def _some_keys(self) -> list[bytes]:
+        n, distinct = len(self._manifest), self._distinct
+        some = random.Random(0).sample(range(distinct), min(SOME, distinct))
+        return [self._object_key(number * n // distinct) for number in some]
 
     def _object_name(self, one: int) -> str:
         """An object in error messages."""
@@ -449,7 +434,7 @@ class TableDataset(FieldsDataset):
                 f"image, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
             )
         for leaf in self._files:
-            leaf.step.check_transform(_of(leaf.name, transform))
+            leaf.payloads.check_transform(_of(leaf.name, transform))
 
 
 def _name_of(leaf: str | File) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from fastload.datasets.base import check_function
-from fastload.datasets.prepare_files import FilePrepareStep
+from fastload.datasets.payloads import FilePayloads
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil
 
@@ -84,7 +84,7 @@ class FileLeaf(NamedTuple):
 
     name: str
     file: File
-    step: FilePrepareStep
+    payloads: FilePayloads
 
 
 class Row(dict[str, Any]):

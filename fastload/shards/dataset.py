@@ -20,7 +20,7 @@ from fastload.cache.listings import Listings
 from fastload.datasets.base import SOME
 from fastload.datasets.fields import Fields
 from fastload.datasets.fields_dataset import FieldsDataset
-from fastload.datasets.prepare_fields import RecordPrepareStep
+from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.samples import SampleMaker
 from fastload.datasets.shape import Shape
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
@@ -103,7 +103,7 @@ class ShardDataset(FieldsDataset):
         self.transform = transform
         kept_in = as_cache(cache)
         self._form = form
-        self._step = RecordPrepareStep(kept_in, fields, decode, fingerprint, transform)
+        self._payloads = RecordPayloads(kept_in, fields, decode, fingerprint, transform)
         if shards is None:
             assert names is not None
             shards = ShardList(
@@ -199,7 +199,7 @@ class ShardDataset(FieldsDataset):
 
     def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
         """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
-        prefetcher = Prefetcher(self._source(), None, prepare=self._preparer(), counters=self.counters)
+        prefetcher = Prefetcher(self._source(), None, prepare=self._encoder(), counters=self.counters)
         records = (self._record(index) for index in indices)
         return warm(records, self._cache_to_fill(), prefetcher, key=self._cache_key, size=self._source().size)
 
@@ -224,7 +224,7 @@ class ShardDataset(FieldsDataset):
             self._index,
             self._form,
             self._cache_to_fill(),
-            prepare=self._step.prepare,
+            prepare=self._payloads.encode,
             key=self._cache_key_at,
             counters=self.counters,
             blocks=self._blocks(),
@@ -392,20 +392,24 @@ class ShardDataset(FieldsDataset):
                 key,
                 version,
                 self._form.name,
-                *self._step.key,
-                mode=self._step.key_mode,
+                *self._payloads.key,
+                codec=self._payloads.codec,
             )
         return self.cache.key(str(offset), beginning=beginning)
 
-    def _set_steps(self, steps: list[Any]) -> None:
-        super()._set_steps(steps)
+    def _set_payloads(self, payloads: list[Any]) -> None:
+        super()._set_payloads(payloads)
         self._here.drop()
 
-    def _some_records(self) -> list[int]:
-        """The first records of some shards that are indexed."""
+    def _some_keys(self) -> list[bytes]:
+        """The keys of the first records of some shards that are indexed."""
         some = random.Random(0).sample(range(len(self._shards)), min(SOME, len(self._shards)))
         tables = {shard: self._index.get(shard) for shard in some}
-        return [RecordId(shard, 0).pack() for shard, table in tables.items() if table and len(table.offsets)]
+        return [
+            self._cache_key(RecordId(shard, 0).pack())
+            for shard, table in tables.items()
+            if table and len(table.offsets)
+        ]
 
     # --- what a stream hands out
 
@@ -426,7 +430,7 @@ class ShardDataset(FieldsDataset):
         return ProcessLocal(self._new_here)
 
     def _new_here(self) -> _Here:
-        return _Here(PendingRecords(self._step.prepare, self._keep, self.counters), {}, {}, [])
+        return _Here(PendingRecords(self._payloads.encode, self._keep, self.counters), {}, {}, [])
 
     def _opener(self) -> EpochStreams:
         return EpochStreams(
@@ -448,4 +452,4 @@ class ShardDataset(FieldsDataset):
     def _read_again(self, record: int) -> Any:
         """A record that the cache had and lost, as the cache would have it."""
         payload = self._source().read(record, sleep)
-        return payload if self._step.prepare is None else self._step.prepare(payload)
+        return payload if self._payloads.encode is None else self._payloads.encode(payload)

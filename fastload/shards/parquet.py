@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache
-from fastload.datasets.prepare import LOSSLESS
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, FastloadError
 from fastload.formats.pieces import Offsets, Splitter
@@ -241,8 +240,8 @@ class ParquetDataset(ShardDataset):
 
     def _source(self) -> RecordSource:
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
-        cache = self.cache if self._step.mode in LOSSLESS else None
-        return _RowSource(super()._source(), self._groups.get(), cache, self._step.prepare)
+        cache = self.cache if self._payloads.codec.lossless else None
+        return _RowSource(super()._source(), self._groups.get(), cache, self._payloads.encode)
 
     def _blocks(self) -> RecordBlocks:
         return self._groups.get()

@@ -24,7 +24,7 @@ import xxhash
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.base import StoreDataset
-from fastload.datasets.prepare import PrepareStep
+from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.protocols import Allocate, RowErrors
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
@@ -111,8 +111,8 @@ class TokenDataset(StoreDataset):
         check_whole_number("overlap", overlap, 0)
         self.block, self.overlap = block, overlap
         kept_in = as_cache(cache)
-        self._step = PrepareStep(kept_in, None)
-        if kept_in is not None and kept_in.mode not in ("auto", "raw"):
+        self._payloads = ObjectPayloads(kept_in, None)
+        if kept_in is not None and kept_in.codec.wants_images:
             raise ArgumentError(f"cache mode {kept_in.mode!r} is for images: tokens need mode 'raw'")
         shards = ShardList(
             url,

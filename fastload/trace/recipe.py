@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 
+from fastload.cache import Cache
 from fastload.datasets.image_folder import ImageFolder
 from fastload.datasets.objects import ObjectDataset
 from fastload.datasets.protocols import own_samples
@@ -152,7 +153,7 @@ def _unlike(loader: Any) -> tuple[str | None, list[str]]:
     if loader.decode != "cpu":
         notes.append("the run decoded on a device: pixels here are the CPU's, and may differ a little")
     cache = getattr(dataset, "cache", None)
-    if cache is not None and getattr(cache, "mode", "raw") in ("shrunk", "decoded"):
+    if isinstance(cache, Cache) and not cache.codec.lossless:
         notes.append(f"the run's cache kept smaller images (mode {cache.mode!r}): pixels here are finer")
     if getattr(dataset, "target_transform", None) is not None:
         notes.append("labels here are the class indices, which the run's target_transform= gets")
