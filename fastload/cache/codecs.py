@@ -294,3 +294,4 @@ def _smaller_modes(raw_bytes: int, room: int) -> str:
 
 
 CODECS: dict[str, type[CacheCodec]] = {one.mode: one for one in (Auto, Raw, Dct, Shrunk, Decoded)}
+MODES = tuple(mode for mode, codec in CODECS.items() if not codec.chooses)  # those that keep one form

@@ -50,7 +50,6 @@ _OUT = np.empty((1, 3, 224, 224), np.uint8)  # of the crops that are timed, whic
 Prepare = Callable[[Any, int], Any]
 Form = Literal["file", "record"]
 _NAMES = {"file": "files with an index of their rows", "record": "'dct' records"}
-_COUNTERS = {"file": "cache.chose_file", "record": "cache.chose_dct"}
 
 
 class Costs(NamedTuple):
@@ -312,7 +311,10 @@ class Forecaster:
             self._form = "file"
             return
         self._form = choice.form
-        self._cache.counters.add(_COUNTERS[choice.form])
+        if choice.form == "record":
+            self._cache.counters.add("cache.chose_dct")
+        else:
+            self._cache.counters.add("cache.chose_file")
 
     def _decide(self) -> Choice:
         room = room_in(self._cache)

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.base import SOME
-from fastload.datasets.fields import Fields
-from fastload.datasets.fields_dataset import FieldsDataset
+from fastload.datasets.fields import Fields, Transform
 from fastload.datasets.payloads import RecordPayloads
-from fastload.datasets.samples import SampleMaker
+from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.shape import Shape
-from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
+from fastload.datasets.store_dataset import SOME, StoreDataset
+from fastload.datasets.warm import ToRead, Warmed
 from fastload.errors import check_whole_number
-from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, EpochStreams, RecordBlocks, StreamOptions
@@ -63,7 +61,7 @@ class _Here(NamedTuple):
     streams: list[ShuffledStream[int]]
 
 
-class ShardDataset(FieldsDataset):
+class ShardDataset(StoreDataset):
     """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
@@ -127,13 +125,10 @@ class ShardDataset(FieldsDataset):
         if self._knows_keys:
             self._settle_mode(sum(shards[shard].size for shard in range(len(shards))))
 
-    def __fingerprint__(self) -> dict[str, Any]:
-        """No sample depends on the index that reading builds, or on a hint: see `datasets.fingerprint`."""
-        learned = ("_index", "_reads_at_random", "_maker", "_hint")
-        return {name: value for name, value in self.__getstate__().items() if name not in learned}
+    _passing = StoreDataset._passing | {"_index", "_reads_at_random", "_hint"}
 
     @property
-    def allowance(self) -> Allowance | None:
+    def _allowance(self) -> Allowance | None:
         return self._shards.store.allowance
 
     def __len__(self) -> int:
@@ -149,7 +144,7 @@ class ShardDataset(FieldsDataset):
         self._hint = None
         return counted
 
-    def listed(self) -> tuple[str, str]:
+    def _digests(self) -> tuple[str, str]:
         return self._shards.digests
 
     def indexed_length(self) -> int:
@@ -197,22 +192,12 @@ class ShardDataset(FieldsDataset):
         """Take the records of a shard that was read to its end, and keep them in the cache."""
         self._index.add_and_keep(shard, records)
 
-    def warm(self, indices: Iterable[int]) -> Iterator[Warmed]:
-        """Read these samples into the cache by a request each. As `ObjectDataset.warm`."""
-        prefetcher = Prefetcher(self._source(), None, prepare=self._encoder(), counters=self.counters)
-        records = (self._record(index) for index in indices)
-        return warm(records, self._cache_to_fill(), prefetcher, key=self._cache_key, size=self._source().size)
-
     def warm_shards(self, shards: Iterable[int]) -> Iterator[Warmed]:
         """Read these shards into the cache, and index them. As `ObjectDataset.warm`.
 
         What the cache has is read again only where a shard has no index, or is compressed.
         """
         return self._filling().run(shards)
-
-    def left_to_warm(self, indices: Iterable[int]) -> ToRead:
-        """What `warm` has to read for these samples. Raises as `warm`."""
-        return find_missing(map(self._record, indices), self._cache_to_fill(), self._source())
 
     def left_to_warm_shards(self, shards: Iterable[int]) -> ToRead:
         """What `warm_shards` has to read. Raises as `warm`."""
@@ -275,11 +260,11 @@ class ShardDataset(FieldsDataset):
 
     # --- which samples these are
 
-    def records(self, indices: Iterable[int]) -> NDArray[np.int64]:
+    def _records(self, indices: Iterable[int]) -> NDArray[np.int64]:
         # Not `_record`: a record of a stream is not pending any more once it was used.
         return self._index.record_ids(np.fromiter(map(operator.index, indices), np.int64))
 
-    def identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
+    def _identities(self, records: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Of its shard, the shard's version, the number of the record in it, and what that number means."""
         shards, ordinals = records >> 32, records & 0xFFFFFFFF
         form = np.uint64(xxhash.xxh3_64_intdigest(self._numbering().encode()))
@@ -339,14 +324,15 @@ class ShardDataset(FieldsDataset):
     def _cache_key(self, record: int) -> bytes:
         return self._cache_key_at(RecordId.unpack(record).shard, self._index.locate(record)[0])
 
-    def _new_maker(
-        self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
-    ) -> SampleMaker:
-        fields, decoded = self._fields, self.decode is not None
-        if not isinstance(fields, ChosenFields):
-            return SampleMaker(fields, decoded, transform, self._shape)
-        fields.check(transform)
-        return SampleMaker(fields, decoded, transform, self._shape, optional=fields.optional)
+    def _new_builder(self, transform: Transform) -> SampleBuilder:
+        fields = self._fields if self.decode is None else None
+        optional = fields.optional if isinstance(fields, ChosenFields) else frozenset()
+        builder = SampleBuilder(fields, transform, self._shape, optional=optional)
+        if fields is None:
+            builder.transforms.refuse_fields()
+        elif isinstance(fields, ChosenFields):
+            fields.check(builder.transforms)
+        return builder
 
     def _get(self, record: int) -> Any:
         here = self._here.get()

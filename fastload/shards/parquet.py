@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache
 from fastload.datasets.shape import Shape
-from fastload.errors import ArgumentError, FastloadError
+from fastload.errors import FastloadError
 from fastload.formats.pieces import Offsets, Splitter
-from fastload.images.crop import is_fused
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import RecordBlocks
 from fastload.shards.index import RecordId, RecordOffsets
@@ -219,7 +218,8 @@ class ParquetDataset(ShardDataset):
         )
         self._files = ParquetFiles(self._shards, columns.wanted, row_filter, self._shards.kept_in)
         columns.learn(self._files.schema)
-        _check_transform(transform, columns.names, columns.may_be_images)
+        way_out = "name the image's column in fields=, without a function for it in decode="
+        self._builder.transforms.check(columns.names, columns.may_be_images, way_out)
         read = hashlib.blake2b(
             repr(sorted(self._files.columns)).encode("utf-8", "surrogatepass"), digest_size=8
         )
@@ -254,16 +254,3 @@ class ParquetDataset(ShardDataset):
         from fastload.shards.row_groups import RowGroups
 
         return RowGroups(self._shards, self._files, self.counters)
-
-
-def _check_transform(transform: Any, names: list[str], may_be_images: list[str]) -> None:
-    """Raise ArgumentError for a transform that no row can satisfy."""
-    if isinstance(transform, Mapping):
-        unknown = sorted(transform.keys() - set(names))
-        if unknown:
-            raise ArgumentError(f"transform names {unknown[0]!r}, and the fields are {', '.join(names)}")
-    elif is_fused(transform) and not may_be_images:
-        raise ArgumentError(
-            f"transform={transform!r} takes an image, and none of the columns {', '.join(names)} is binary: "
-            "name the image's column in fields=, without a function for it in decode="
-        )

@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from fastload.datasets.fields import FieldTransforms
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape
@@ -23,6 +24,8 @@ from fastload.formats.tar import read_sample
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.crop import is_fused
 from fastload.images.decode import Oriented, decode_pil
+
+_NAME_IT = "name the image's field in fields=, without a function for it in decode="
 
 
 class ExampleFields:
@@ -229,28 +232,9 @@ class ChosenFields:
             {feature: parts.get(name) for name in self._images for feature in self._leaves[name].names}
         )
 
-    def check(self, transform: Any) -> None:
-        """Raise `ArgumentError` unless the transform goes with these fields."""
-        parts = transform if isinstance(transform, Mapping) else {}
-        for name in parts:
-            if name not in self._leaves:
-                raise ArgumentError(
-                    f"transform names {name!r}, and fields= has {', '.join(self._leaves)}: a leaf in a tuple "
-                    "is named by its first alternative, one in a dict by its key"
-                )
-        if is_fused(transform):
-            if len(self._images) != 1:
-                raise ArgumentError(
-                    f"the transform takes one image, and fields= has {', '.join(self._images) or 'none'}: "
-                    "name it, as in transform={'jpg': RandomResizedCrop(224)}"
-                )
-            parts = {self._images[0]: transform}
-        for name, part in parts.items():
-            if name in self.optional and is_fused(part):
-                raise ArgumentError(
-                    f"fields= has {name!r} as optional, and a fused transform writes it into a tensor, which "
-                    "cannot hold None: leave out the '?', or give transform= a function for it"
-                )
+    def check(self, transforms: FieldTransforms) -> None:
+        """Raise `ArgumentError` unless the transforms go with these fields."""
+        transforms.check(list(self._leaves), self._images, _NAME_IT, optional=self.optional)
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         found = self._fields.split(payload)
@@ -418,27 +402,13 @@ class ColumnFields:
         """Names of encoded images: by their kind, or because a fused transform takes them."""
         plain = {name: columns[column] for name, column in self._names.items() if column not in decoders}
         images = [name for name, column in plain.items() if column.image]
+        images = images or (
+            [name for name, column in plain.items() if column.may_be_image] if is_fused(transform) else []
+        )
+        FieldTransforms(transform).check(list(self._names), images, _NAME_IT)
         if isinstance(transform, Mapping):
-            for name in transform:
-                if name not in self._names:
-                    raise ArgumentError(
-                        f"transform names {name!r}, and a sample has {', '.join(self._names)}"
-                    )
-            fused = [name for name, part in transform.items() if is_fused(part)]
-            return images + [name for name in fused if name not in images and name in plain]
-        if not is_fused(transform):
-            return images
-        images = images or [name for name, column in plain.items() if column.may_be_image]
-        if not images:
-            raise ArgumentError(
-                f"transform=... takes an image, and none of the columns {', '.join(self._names)} may be one: "
-                "name the image's column in fields=, without a function for it in decode="
-            )
-        if len(images) > 1:
-            raise ArgumentError(
-                f"the transform takes one image, and several columns may be one: {', '.join(images)}. Name "
-                f"it, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
-            )
+            fused = [name for name, one in transform.items() if is_fused(one)]
+            images = images + [name for name in fused if name not in images and name in plain]
         return images
 
 

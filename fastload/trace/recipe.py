@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, def
 from fastload.cache import Cache
 from fastload.datasets.image_folder import ImageFolder
 from fastload.datasets.objects import ObjectDataset
-from fastload.datasets.protocols import own_samples
+from fastload.datasets.store_dataset import override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.gpu.normalize import Normalize
 from fastload.images.by_epoch import ByEpoch
@@ -164,8 +164,8 @@ def _dataset(dataset: Any) -> _Json:
     kind = type(dataset)
     if kind not in _DATASETS.values():
         return {"why": f"its dataset is a {kind.__qualname__}"}
-    if own_samples(dataset) is not None:
-        return {"why": f"its samples are made by {own_samples(dataset)}"}
+    if override_of(dataset) is not None:
+        return {"why": f"its samples are made by {override_of(dataset)}"}
     if dataset.keys_given:
         return {"why": "its dataset was given keys=, which the state does not contain"}
     listing, store = dataset.listing(), dataset.store()
