@@ -32,8 +32,8 @@ from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.record_fields import ChosenFields
-from fastload.shards.record_source import RECORD_MARK, RecordSource, record_name
-from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
+from fastload.shards.records import RECORD_MARK, PendingRecords, RecordSource, record_name
+from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.store.allowance import Allowance
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import sleep

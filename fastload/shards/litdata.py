@@ -26,11 +26,11 @@ from fastload.formats.litdata import (
 from fastload.formats.packed import parse_table, split_values, table_size
 from fastload.formats.pieces import too_large
 from fastload.images.decode import decode_pil
+from fastload.shards.catalog import index_shards, list_shards, read_head, read_json
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.formats import LITDATA
 from fastload.shards.index import RecordOffsets
-from fastload.shards.own_index import index_shards, list_shards, read_head, read_json
 from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name

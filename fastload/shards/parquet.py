@@ -20,7 +20,7 @@ from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import RecordBlocks, StreamOptions
 from fastload.shards.formats import PARQUET, ShardFormat
 from fastload.shards.index import RecordId, ShardIndex
-from fastload.shards.record_source import RecordSource
+from fastload.shards.records import RecordSource
 from fastload.store.base import Buffer
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import Wait
@@ -173,8 +173,8 @@ class ParquetDataset(ShardDataset):
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
-        from fastload.shards.parquet_fields import ParquetFields
         from fastload.shards.parquet_files import ParquetFiles, RowFilter
+        from fastload.shards.row_groups import ParquetFields
 
         shape = None if fields is None else Shape(fields)
         columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})

@@ -10,14 +10,66 @@ from typing import Any
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.fields import Fields
+from fastload.datasets.pairs import always_fused
 from fastload.errors import ArgumentError
-from fastload.formats.tfrecord import Spec, check_spec
+from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
 from fastload.images.crop import is_fused
+from fastload.images.decode import Oriented
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
 from fastload.shards.formats import TFRECORD
-from fastload.shards.record_fields import ChosenFields, ExampleFields, Leaf, shape_of
+from fastload.shards.record_fields import ChosenFields, Leaf, shape_of
+
+
+class ExampleFields:
+    """Features of a tf.train.Example.
+
+    Args:
+        features: see `Spec`.
+        images: the features that are encoded images; None: the only one of type bytes.
+        lacking: whether an Example may lack any of the features, which its fields then lack too.
+    """
+
+    def __init__(self, features: Spec, images: list[str] | None, *, lacking: bool = False) -> None:
+        check_spec(features)
+        self._features = dict(features)
+        self._lacking = lacking
+        single = [name for name, kind in features.items() if kind is bytes]
+        self._images = images if images is not None else single if len(single) == 1 else []
+        for name in self._images:
+            if self._features.get(name) is not bytes:
+                raise ArgumentError(
+                    f"transform names {name!r} as an image, and features has it as "
+                    f"{self._features.get(name)!r}: write features={{{name!r}: bytes, ...}}"
+                )
+
+    @property
+    def key(self) -> str:
+        return repr((sorted((name, repr(kind)) for name, kind in self._features.items()), self._images))
+
+    def needs_files(self, transform: Any) -> bool:
+        return not always_fused(self._images, transform)  # else a sample has an image's bytes
+
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        return parse_example(payload, self._features, lacking=self._lacking)
+
+    def names(self, payload: memoryview) -> list[str]:
+        return list(read_example(payload))
+
+    def is_image(self, name: str) -> bool:
+        return name in self._images
+
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        return self._images
+
+    def open(self, name: str, value: Any) -> Any:
+        return bytes(value) if isinstance(value, memoryview) else value
+
+    def open_image(self, value: Any) -> Any:
+        if isinstance(value, Oriented):
+            return value.pixels
+        return bytes(value) if isinstance(value, memoryview) else value
 
 
 class TFRecordDataset(ShardDataset):

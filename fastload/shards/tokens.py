@@ -32,7 +32,7 @@ from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import TOKENS
 from fastload.shards.reader import Shard
-from fastload.shards.record_source import record_name
+from fastload.shards.records import record_name
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
