@@ -125,7 +125,6 @@ def first_records(shards: Any, form: Any) -> FirstRecords:
                 form.splitter,
                 ahead=ReadAhead(1 << 20, 1),
                 pool=pool,
-                counters=Counters(),
             )
             while len(records) < _RECORDS and size < _BYTES and (record := reader.next()) is not None:
                 if record.error is not None:

@@ -27,12 +27,19 @@ from fastload.errors import check_whole_number
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, RecordBlocks, StreamOptions
+from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.record_fields import ChosenFields
-from fastload.shards.records import RECORD_MARK, PendingRecords, RecordSource, record_name
+from fastload.shards.records import (
+    RECORD_MARK,
+    IndexedShards,
+    PendingRecords,
+    RecordBlocks,
+    RecordSource,
+    record_name,
+)
 from fastload.shards.stream import ShuffledStream, StreamedRecord
 from fastload.store.allowance import Allowance
 from fastload.store.process import ProcessLocal
@@ -204,14 +211,11 @@ class ShardDataset(FieldsDataset):
 
     def _filling(self) -> ShardFilling:
         return ShardFilling(
-            self._shards,
-            self._index,
-            self._form,
+            self._indexed(),
             self._cache_to_fill(),
             prepare=self._step.prepare,
             key=self._cache_key_at,
             counters=self.counters,
-            blocks=self._blocks(),
         )
 
     # --- StreamDataset
@@ -294,7 +298,10 @@ class ShardDataset(FieldsDataset):
     # --- what `StoreDataset` asks for
 
     def _source(self) -> RecordSource:
-        return RecordSource(self._shards, self._index, self._form, self._cache_key_at)
+        return RecordSource(self._indexed(), self._cache_key_at)
+
+    def _indexed(self) -> IndexedShards:
+        return IndexedShards(self._shards, self._form, self._index, self._blocks())
 
     def _record(self, index: int) -> int:
         """Number of a sample, or id that a stream has handed out -> packed `RecordId`."""
@@ -414,15 +421,12 @@ class ShardDataset(FieldsDataset):
 
     def _opener(self) -> EpochStreams:
         return EpochStreams(
-            self._shards,
-            self._index,
-            self._form,
+            self._indexed(),
             self.cache,
             key=self._cache_key_at,
             read_again=self._read_again,
             options=self._options,
             counters=self.counters,
-            blocks=self._blocks(),
         )
 
     def _blocks(self) -> RecordBlocks | None:

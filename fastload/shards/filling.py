@@ -25,12 +25,10 @@ from fastload.errors import CacheError, DecodeError, NotFoundError, ObjectChange
 from fastload.fetch.limits import process_share
 from fastload.fetch.threads import ReadPool
 from fastload.metrics.counters import Counters
-from fastload.shards.catalog import ShardList
-from fastload.shards.epoch_streams import RecordBlocks, open_shard_reader
 from fastload.shards.formats import ShardFormat
-from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
+from fastload.shards.index import RecordId, RecordOffsets
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
-from fastload.shards.records import record_name
+from fastload.shards.records import IndexedShards, record_name
 from fastload.shards.stream import Interleave, Reader, Span, StreamedRecord
 from fastload.store import Store
 
@@ -55,40 +53,33 @@ class ShardFilling:
     """Puts the records of shards into a cache.
 
     Args:
-        shards, index, form: what to read.
+        shards: what to read.
         cache: filled.
         prepare: payload -> what the cache keeps; None: the payload.
         key: (shard, offset) -> cache key.
         counters: get.* are added here.
-        blocks: that the records are read in; None: each record can be cut out of its shard.
     """
 
     def __init__(
         self,
-        shards: ShardList,
-        index: ShardIndex,
-        form: ShardFormat,
+        shards: IndexedShards,
         cache: Cache,
         *,
         prepare: Callable[[Any], Any] | None,
         key: Callable[[int, int], bytes],
         counters: Counters,
-        blocks: RecordBlocks | None = None,
     ) -> None:
-        self._shards = shards
-        self._index = index
-        self._form = form
+        self._indexed = shards
+        self._shards, self._index, self._blocks = shards.listed, shards.index, shards.blocks
         self._cache = cache
         self._prepare = prepare
         self._key = key
-        self._counters = counters
-        limit, most_bytes = process_share(shards.store)
+        limit, most_bytes = process_share(self._shards.store)
         self._ahead = ReadAhead.of(min(most_bytes, _AHEAD_BYTES), _READERS)
         self._pool = ReadPool(max(1, min(_READERS * self._ahead.pieces, limit.most)), counters)
         self._written: list[_Written] = []
-        self._blocks = blocks
         self._blocks_of: dict[int, list[Span]] = {}  # by shard
-        for block in [] if blocks is None else blocks.spans():
+        for block in [] if self._blocks is None else self._blocks.spans():
             self._blocks_of.setdefault(block.shard, []).append(block)
 
     def run(self, shards: Iterable[int]) -> Iterator[Warmed]:
@@ -169,19 +160,7 @@ class ShardFilling:
                 spans.append(block)
 
     def _open_reader(self, span: Span, ordinal: int, offset: int | None) -> Reader:
-        if self._blocks is not None:
-            return self._blocks.open_reader(span, ordinal, offset or 0, self._pool)
-        return open_shard_reader(
-            self._shards,
-            self._index,
-            self._form,
-            span,
-            ordinal,
-            offset,
-            ahead=self._ahead,
-            pool=self._pool,
-            counters=self._counters,
-        )
+        return self._indexed.open_reader(span, ordinal, offset, self._ahead, self._pool)
 
     def _take(self, found: StreamedRecord) -> Iterator[Warmed]:
         """Hand a record to the cache's writer. Its outcome comes now, or with those of `_confirm`."""
@@ -311,7 +290,6 @@ class Indexing:
             self._form.splitter,
             ahead=self._ahead,
             pool=self._reads,
-            counters=Counters(),
             on_end=found.append,
         )
         try:

@@ -17,10 +17,10 @@ from fastload.errors import ArgumentError, FastloadError
 from fastload.images.crop import is_fused
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.epoch_streams import RecordBlocks, StreamOptions
-from fastload.shards.formats import PARQUET, ShardFormat
-from fastload.shards.index import RecordId, ShardIndex
-from fastload.shards.records import RecordSource
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import PARQUET
+from fastload.shards.index import RecordId
+from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import Wait
@@ -35,7 +35,7 @@ class _RowSource(RecordSource):
     """A sample is a row, read with its row group.
 
     Args:
-        shards, index, form, key: see `RecordSource`.
+        shards, key: see `RecordSource`.
         groups: reads the rows.
         cache: takes the other rows of a row group too, as they are read; or None.
         prepare: a row -> what the cache keeps of it; None: the row.
@@ -43,16 +43,14 @@ class _RowSource(RecordSource):
 
     def __init__(
         self,
-        shards: ShardList,
-        index: ShardIndex,
-        form: ShardFormat,
+        shards: IndexedShards,
         key: Callable[[int, int], bytes],
         *,
         groups: RowGroups,
         cache: Cache | None,
         prepare: Callable[[Any], Any] | None,
     ) -> None:
-        super().__init__(shards, index, form, key)
+        super().__init__(shards, key)
         self._groups = groups
         self._cache = cache
         self._prepare = prepare
@@ -216,9 +214,7 @@ class ParquetDataset(ShardDataset):
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._step.mode in LOSSLESS else None
         return _RowSource(
-            self._shards,
-            self._index,
-            self._form,
+            self._indexed(),
             self._cache_key_at,
             groups=self._groups.get(),
             cache=cache,
@@ -235,7 +231,7 @@ class ParquetDataset(ShardDataset):
     def _new_groups(self) -> RowGroups:
         from fastload.shards.row_groups import RowGroups
 
-        return RowGroups(self._shards, self._files, self.counters)
+        return RowGroups(self._shards, self._files)
 
 
 def _digest(columns: list[str]) -> str:

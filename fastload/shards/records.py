@@ -14,7 +14,8 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import get_worker_info
 
@@ -27,8 +28,8 @@ from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, ShardIndex
-from fastload.shards.reader import PIECES, read_in_turn
-from fastload.shards.stream import StreamedRecord
+from fastload.shards.reader import PIECES, ReadAhead, ShardReader, read_in_turn
+from fastload.shards.stream import Reader, Span, StreamedRecord
 from fastload.store.base import Buffer
 from fastload.store.retry import Wait
 
@@ -44,23 +45,87 @@ class _Where(NamedTuple):
     size: int
 
 
+class RecordBlocks(Protocol):
+    """Records that can only be read in blocks, each as a whole, such as the row groups of Parquet files.
+
+    `key` differs where other records are in the blocks.
+    """
+
+    key: str
+
+    def spans(self) -> list[Span]:
+        """All blocks, as the records of their shards."""
+
+    def size(self, span: Span) -> int:
+        """Bytes to read of a block: at most, about its part of the shard."""
+
+    def most_open(self, most_bytes: int) -> int:
+        """How many blocks a process may have open so that these, and those read ahead, take so many bytes."""
+
+    def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> Reader:
+        """A reader of a block, or of a part of one, from a record on. It starts to read the block at once."""
+
+
+@dataclass(frozen=True)
+class IndexedShards:
+    """The shards of a dataset, how they are read, and where their records lie.
+
+    Attributes:
+        listed: the shards.
+        form: of them.
+        index: as far as there is one.
+        blocks: that the records are read in; None: each record can be cut out of its shard.
+    """
+
+    listed: ShardList
+    form: ShardFormat
+    index: ShardIndex
+    blocks: RecordBlocks | None = None
+
+    def open_reader(
+        self, span: Span, ordinal: int, offset: int | None, ahead: ReadAhead, pool: ReadPool
+    ) -> Reader:
+        """Return a reader of a span out of the store, from a record on.
+
+        It indexes a shard that it reads as a whole.
+
+        Args:
+            offset: of the record; None: as the index says, or 0.
+            ahead, pool: see `ShardReader`.
+        """
+        shard, records, stop = self.listed[span.shard], self.index.get(span.shard), None
+        if records is not None:
+            offset = records.offset_of(ordinal) if offset is None else offset
+            if self.blocks is not None:
+                return self.blocks.open_reader(span, ordinal, offset, pool)
+            shard = shard._replace(compressed=records.compressed)
+            if span.stop is not None:
+                stop = span.stop, int(records.offsets[span.stop - 1].sum())
+        build = records is None and ordinal == 0 and self.index.kept
+        return ShardReader(
+            self.listed.store,
+            shard,
+            functools.partial(self.form.splitter, offsets=None if records is None else records.offsets),
+            ahead=ahead,
+            pool=pool,
+            ordinal=ordinal,
+            offset=offset or 0,
+            stop=stop,
+            on_end=functools.partial(self.index.add_and_keep, span.shard) if build else None,
+        )
+
+
 class RecordSource:
     """A sample is a record, asked for by its `RecordId`, packed.
 
     Args:
-        shards: see `ShardList`.
-        index: of the shards whose records are asked for.
-        form: of the shards.
+        shards: those whose records are asked for are indexed.
         key: (shard, offset) -> cache key.
     """
 
-    def __init__(
-        self, shards: ShardList, index: ShardIndex, form: ShardFormat, key: Callable[[int, int], bytes]
-    ) -> None:
-        self.store = shards.store
-        self._shards = shards
-        self._index = index
-        self._form = form
+    def __init__(self, shards: IndexedShards, key: Callable[[int, int], bytes]) -> None:
+        self._shards, self._form, self._index = shards.listed, shards.form, shards.index
+        self.store = self._shards.store
         self._key = key
 
     def name(self, index: int) -> str:

@@ -30,7 +30,6 @@ from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_
 from fastload.formats.pieces import Record
 from fastload.formats.sample import dump_row, load_row
 from fastload.images.decode import decode_pil, is_image
-from fastload.metrics.counters import Counters
 from fastload.shards.catalog import ShardList
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
@@ -66,14 +65,12 @@ class RowGroups:
 
     Args:
         shards, files: what to read.
-        counters: streams add get.* here.
     """
 
-    def __init__(self, shards: ShardList, files: ParquetFiles, counters: Counters) -> None:
+    def __init__(self, shards: ShardList, files: ParquetFiles) -> None:
         self.key = files.digest
         self._shards = shards
         self._files = files
-        self._counters = counters
         self._footers: dict[int, tuple[Any, int]] = {}  # shard -> metadata, bytes
         self._reading: dict[int, threading.Lock] = {}  # by shard
         self._lock = threading.Lock()  # of both
@@ -97,7 +94,7 @@ class RowGroups:
         return max(1, most_bytes // (4 * max(1, self._files.largest())))
 
     def open_reader(self, span: Span, ordinal: int, offset: int, pool: ReadPool) -> RowGroupReader:
-        return RowGroupReader(self, span, ordinal, offset, pool, self._counters)
+        return RowGroupReader(self, span, ordinal, offset, pool)
 
     def read_one(self, shard: int, ordinal: int, wait: Wait) -> tuple[Rows, bool]:
         """The rows of the row group in which a row lies, and whether they were read now.
@@ -234,8 +231,7 @@ class RowGroupReader:
         groups: reads and decodes.
         span: the samples of the row group, or some of them.
         ordinal, offset: of the first one to give.
-        pool: the threads that read.
-        counters: get.* are added here.
+        pool: the threads that read; get.* are added to its counters.
     """
 
     ready = False
@@ -249,13 +245,11 @@ class RowGroupReader:
         ordinal: int,
         offset: int,
         pool: ReadPool,
-        counters: Counters,
     ) -> None:
         self.ordinal, self.offset = ordinal, offset
         self._groups = groups
         self._shard, self._first, self._stop = span.shard, ordinal, span.stop or 0
         self._pool = pool
-        self._counters = counters
         self._rows: Rows | DecodeError | None = None
         self._done: Future[Rows] = Future()
         self._lock = threading.Lock()
@@ -318,9 +312,9 @@ class RowGroupReader:
             self._decode(group, pieces)
 
     def _read(self, group: int, pieces: list[tuple[int, Any]], number: int, start: int, stop: int) -> None:
-        self._counters.add("get.requests")
+        self._pool.counters.add("get.requests")
         pieces[number] = start, self._groups.read_range(self._shard, self._pool.pause, start, stop)
-        self._counters.add("get.bytes", stop - start)
+        self._pool.counters.add("get.bytes", stop - start)
         with self._lock:
             self._missing -= 1
             last = not self._missing
