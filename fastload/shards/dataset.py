@@ -17,21 +17,19 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
 from fastload.datasets.base import SOME
-from fastload.datasets.fields import Fields
 from fastload.datasets.fields_dataset import FieldsDataset
 from fastload.datasets.prepare_fields import RecordPrepareStep
 from fastload.datasets.samples import SampleMaker
-from fastload.datasets.shape import Shape
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import check_whole_number
 from fastload.fetch.prefetcher import Prefetcher
 from fastload.images.rng import mix_all
 from fastload.shards.catalog import ShardList
 from fastload.shards.epoch_streams import NOT_INDEXED, STREAMED, EpochStreams, StreamOptions
+from fastload.shards.fields import RecordFields
 from fastload.shards.filling import ShardFilling
 from fastload.shards.formats import ShardFormat
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
-from fastload.shards.record_fields import ChosenFields
 from fastload.shards.records import (
     RECORD_MARK,
     IndexedShards,
@@ -84,23 +82,23 @@ class ShardDataset(FieldsDataset):
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         form: ShardFormat,
         shards: ShardList | Callable[[], ShardList],
-        fields: Fields | None,
+        fields: RecordFields | None,
         *,
-        decode: Callable[[Any], Any] | None,
+        decode: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None,
         fingerprint: str | None,
         cache: Cache | None,
         streams: StreamOptions = STREAMED,
         index: str | os.PathLike[str] | bool | None = False,
         num_samples: int | None = None,
-        shape: Shape | None = None,
         read_index: Callable[[ShardList, ShardIndex], None] | None = None,
     ) -> None:
         self._options = streams
         if num_samples is not None:
             check_whole_number("num_samples", num_samples)
+        decode = None if isinstance(decode, Mapping) else decode  # of single fields: see `fields`
         super().__init__(url, decode)
-        self._fields, self._shape = fields, shape
+        self._fields = fields
         self.transform = transform
         self._form = form
         self._step = RecordPrepareStep(cache, fields, decode, fingerprint, transform)
@@ -334,10 +332,10 @@ class ShardDataset(FieldsDataset):
         self, transform: Callable[[Any], Any] | Mapping[str, Callable[[Any], Any]] | None
     ) -> SampleMaker:
         fields, decoded = self._fields, self.decode is not None
-        if not isinstance(fields, ChosenFields):
-            return SampleMaker(fields, decoded, transform, self._shape)
+        if fields is None:
+            return SampleMaker(None, decoded, transform)
         fields.check(transform)
-        return SampleMaker(fields, decoded, transform, self._shape, optional=fields.optional)
+        return SampleMaker(fields, decoded, transform, fields.shape, optional=fields.optional)
 
     def _get(self, record: int) -> Any:
         here = self._here.get()

@@ -13,8 +13,7 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.prepare import LOSSLESS
 from fastload.datasets.shape import Shape
-from fastload.errors import ArgumentError, FastloadError
-from fastload.images.crop import is_fused
+from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
@@ -188,18 +187,16 @@ class ParquetDataset(ShardDataset):
         )
         self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
         columns.learn(self._files.schema)
-        _check_transform(transform, columns.names, columns.may_be_images)
         super().__init__(
             url,
             dataclasses.replace(PARQUET, code=f"{PARQUET.code} {_digest(self._files.columns)}"),
             shards,
             columns,
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
             streams=streams,
             fingerprint=fingerprint,
             cache=kept_in,
-            shape=shape,
             read_index=self._files.index_rows,
         )
 
@@ -237,16 +234,3 @@ class ParquetDataset(ShardDataset):
 def _digest(columns: list[str]) -> str:
     text = repr(sorted(columns)).encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _check_transform(transform: Any, names: list[str], may_be_images: list[str]) -> None:
-    """Raise ArgumentError for a transform that no row can satisfy."""
-    if isinstance(transform, Mapping):
-        unknown = sorted(transform.keys() - set(names))
-        if unknown:
-            raise ArgumentError(f"transform names {unknown[0]!r}, and the fields are {', '.join(names)}")
-    elif is_fused(transform) and not may_be_images:
-        raise ArgumentError(
-            f"transform={transform!r} takes an image, and none of the columns {', '.join(names)} is binary: "
-            "name the image's column in fields=, without a function for it in decode="
-        )

@@ -29,8 +29,9 @@ from fastload.fetch.threads import ReadPool
 from fastload.formats.parquet import Ranges, column_ranges, leaf_columns, parse_footer, read_row_group
 from fastload.formats.pieces import Record
 from fastload.formats.sample import dump_row, load_row
-from fastload.images.decode import decode_pil, is_image
+from fastload.images.decode import is_image
 from fastload.shards.catalog import ShardList
+from fastload.shards.fields import RecordFields, check_transform
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
@@ -354,8 +355,8 @@ def column_values(column: Any) -> list[Any]:
     return values
 
 
-class ParquetFields:
-    """See `Fields`.
+class ParquetFields(RecordFields):
+    """The columns of a row.
 
     Args:
         shape: of the samples; None: a dict of all columns.
@@ -366,22 +367,18 @@ class ParquetFields:
         for name, function in decoders.items():
             refuse_class(f"decode[{name!r}]", function)
         self._decoders = dict(decoders)
+        self.shape = shape
         self._wanted: dict[str, str] | None = None if shape is None else dict(shape.leaves)
         self._columns: dict[str, str] = {}  # name -> column
         self._files: list[str] = []  # columns of encoded files
         self._numeric: set[str] = set()  # columns
         self._sure: set[str] = set()  # names of images, whatever their bytes look like
-        self.may_be_images: list[str] = []
+        self._may_be_images: list[str] = []
 
     @property
     def wanted(self) -> list[str] | None:
         """The wanted columns; None: all."""
         return None if self._wanted is None else list(self._wanted.values())
-
-    @property
-    def names(self) -> list[str]:
-        """Of the fields, once `learn` was called."""
-        return list(self._columns)
 
     def learn(self, schema: Any) -> None:
         """Take the columns and their types from the files.
@@ -399,18 +396,18 @@ class ParquetFields:
         self._files = [column for column, kind in kinds.items() if _is_file(kind)]
         self._numeric = {column for column, kind in kinds.items() if is_numeric(kind)}
         binary = {column for column, kind in kinds.items() if _is_file(kind) or _is_binary(kind)}
-        self.may_be_images = [
+        self._may_be_images = [
             name for name, column in self._columns.items() if column in binary - self._decoders.keys()
         ]
         sure = _hugging_face_images(schema.metadata or {})
-        self._sure = {name for name in self.may_be_images if self._columns[name] in sure}
+        self._sure = {name for name in self._may_be_images if self._columns[name] in sure}
 
     @property
     def key(self) -> str:
         return repr((self._wanted, sorted(self._decoders)))
 
-    def needs_files(self, transform: Any) -> bool:
-        return False
+    def check(self, transform: Any) -> None:
+        check_transform(transform, self._columns, self._may_be_images[:1])  # a row's values say which
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         row = load_row(payload)
@@ -424,7 +421,7 @@ class ParquetFields:
         return {name: row[column] for name, column in self._columns.items()}
 
     def images(self, fields: Mapping[str, Any]) -> list[str]:
-        return [name for name in self.may_be_images if self._is_image(name, fields[name])]
+        return [name for name in self._may_be_images if self._is_image(name, fields[name])]
 
     def open(self, name: str, value: Any) -> Any:
         column = self._columns[name]
@@ -439,9 +436,6 @@ class ParquetFields:
                 "function that makes a number of it}, or leave such rows out with filters="
             )
         return value
-
-    def open_image(self, value: Any) -> Any:
-        return decode_pil(value)
 
     def _is_image(self, name: str, value: Any) -> bool:
         if value is None:

@@ -10,17 +10,16 @@ from typing import Any
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, open_file
-from fastload.errors import ArgumentError, DecodeError, refuse_class
+from fastload.errors import DecodeError, refuse_class
 from fastload.formats.tar import read_sample
-from fastload.images.decode import decode_pil
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.fields import ChosenFields, NamedFields, check_decode
 from fastload.shards.formats import TAR
-from fastload.shards.record_fields import ChosenFields
 
 
-class MemberFields:
+class MemberFields(NamedFields):
     """Members of a tar shard's sample.
 
     Args:
@@ -42,9 +41,6 @@ class MemberFields:
     @property
     def key(self) -> str:
         return repr(sorted(self._decoders))
-
-    def needs_files(self, transform: Any) -> bool:
-        return False
 
     def split(self, payload: memoryview) -> dict[str, Any]:
         key, members = read_sample(payload)
@@ -80,9 +76,6 @@ class MemberFields:
                 f"author of the shards, or decode={{{name!r}: function}}"
             )
         return open_file(kind, value, f"member {name!r}")
-
-    def open_image(self, value: Any) -> Any:
-        return decode_pil(value)
 
     def _decoder(self, name: str) -> Callable[[bytes], Any] | None:
         return self._decoders.get(name) or self._decoders.get(extension_of(name))
@@ -179,11 +172,7 @@ class TarDataset(ShardDataset):
     ) -> None:
         decoders = decode if isinstance(decode, Mapping) else {}
         members = MemberFields(decoders, unsafe=unsafe)
-        if fields is not None and callable(decode):
-            raise ArgumentError(
-                "fields= and a function as decode= both say what a sample is: leave one out, or pass "
-                "decode={extension: function of its bytes}"
-            )
+        check_decode(fields, decode)
         chosen = None if fields is None else ChosenFields(members, fields)
         kept_in = as_cache(cache)
         super().__init__(
@@ -198,9 +187,8 @@ class TarDataset(ShardDataset):
                 storage_options=storage_options or {},
             ),
             members if chosen is None else chosen,
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
-            shape=None if chosen is None else chosen.shape,
             num_samples=num_samples,
             streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,

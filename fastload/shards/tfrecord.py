@@ -9,7 +9,6 @@ from typing import Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.fields import Fields
 from fastload.datasets.pairs import always_fused
 from fastload.errors import ArgumentError
 from fastload.formats.tfrecord import Spec, check_spec, parse_example, read_example
@@ -18,11 +17,11 @@ from fastload.images.decode import Oriented
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
 from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.fields import ChosenFields, Leaf, NamedFields, RecordFields, check_decode, shape_of
 from fastload.shards.formats import TFRECORD
-from fastload.shards.record_fields import ChosenFields, Leaf, shape_of
 
 
-class ExampleFields:
+class ExampleFields(NamedFields):
     """Features of a tf.train.Example.
 
     Args:
@@ -167,7 +166,6 @@ class TFRecordDataset(ShardDataset):
             known,
             decode=decode,
             transform=transform,
-            shape=known.shape if isinstance(known, ChosenFields) else None,
             num_samples=num_samples,
             streams=StreamOptions.of(cycle_length, block_length, shuffle_buffer),
             fingerprint=fingerprint,
@@ -176,7 +174,7 @@ class TFRecordDataset(ShardDataset):
         )
 
 
-def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> Fields | None:
+def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> RecordFields | None:
     """The fields of a record; `chosen`: the user's `fields=`."""
     parts = transform.items() if isinstance(transform, Mapping) else []
     fused = [name for name, part in parts if is_fused(part)]
@@ -184,8 +182,7 @@ def _fields(features: Spec | None, chosen: Any, decode: Any, transform: Any) -> 
         return None if features is None else ExampleFields(features, fused or None)
     if features is None:
         raise ArgumentError("fields= names features: pass features= too, a dict of their names and types")
-    if decode is not None:
-        raise ArgumentError("fields= and decode= both say what a sample is: leave one out")
+    check_decode(chosen, decode)
     check_spec(features)
     leaves = {name: Leaf.parse(text).names for name, text in shape_of(chosen).leaves.items()}
     wanted = {feature: features.get(feature) for names in leaves.values() for feature in names}

@@ -12,13 +12,91 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class
 from fastload.images.crop import is_fused
+from fastload.images.decode import decode_pil
+
+
+class RecordFields(ABC):
+    """The named fields of a record, in one shape for all formats. See `Fields`.
+
+    Attributes:
+        shape: of a sample, which names fields; None: a sample is a dict of them.
+        optional: the names of the fields that may be None.
+    """
+
+    shape: Shape | None = None
+    optional: frozenset[str] = frozenset()
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """A text that differs where other arguments give other fields: part of the cache's keys."""
+
+    @abstractmethod
+    def split(self, payload: memoryview) -> dict[str, Any]:
+        """Return the fields of a record, as they lie in it.
+
+        Raises:
+            DecodeError: it is no record of this format.
+        """
+
+    @abstractmethod
+    def images(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return the names of the fields that are encoded images."""
+
+    @abstractmethod
+    def open(self, name: str, value: Any) -> Any:
+        """Return the value in a sample of a field that is no image.
+
+        Raises:
+            DecodeError: its bytes are not of its kind, or its kind is refused.
+        """
+
+    def open_image(self, value: Any) -> Any:
+        """Return the value of an image, or of (H, W, 3) pixels, in a sample without a fused transform."""
+        return decode_pil(value)
+
+    def needs_files(self, transform: Any) -> bool:
+        """Return whether samples need the files of images, where a cache has records of them."""
+        return False
+
+    @abstractmethod
+    def check(self, transform: Any) -> None:
+        """Raise `ArgumentError` unless the transform goes with these fields."""
+
+
+def check_transform(transform: Any, names: Iterable[str], images: list[str]) -> None:
+    """Raise `ArgumentError` for a transform that no sample with these fields can satisfy.
+
+    Args:
+        names: of the fields.
+        images: those that may be images.
+    """
+    has = ", ".join(names)
+    if isinstance(transform, Mapping):
+        for name in transform:
+            if name not in names:
+                raise ArgumentError(
+                    f"transform names {name!r}, and a sample has {has}: a leaf of fields= in a tuple is "
+                    "named by its first alternative, one in a dict by its key"
+                )
+    elif is_fused(transform) and not images:
+        raise ArgumentError(
+            f"transform= takes an image, and none of {has} may be one: name the image in fields=, without a "
+            "function for it in decode="
+        )
+    elif is_fused(transform) and len(images) > 1:
+        raise ArgumentError(
+            f"transform= takes one image, and {' and '.join(images)} may be one: name it, as in "
+            f"transform={{{images[0]!r}: RandomResizedCrop(224)}}"
+        )
 
 
 class Leaf(NamedTuple):
@@ -55,24 +133,22 @@ def shape_of(chosen: Any) -> Shape:
     return shape
 
 
-class _Splitting(Protocol):
-    """What `ChosenFields` needs beside `Fields`: `ExampleFields` and `MemberFields` have it."""
+class NamedFields(RecordFields):
+    """Fields that a record names itself, of which `fields=` may choose some."""
 
-    @property
-    def key(self) -> str: ...
-    def needs_files(self, transform: Any) -> bool: ...
-    def split(self, payload: memoryview) -> dict[str, Any]: ...
-    def open(self, name: str, value: Any) -> Any: ...
-    def open_image(self, value: Any) -> Any: ...
+    def check(self, transform: Any) -> None:
+        """Check nothing: each record has its own fields."""
 
+    @abstractmethod
     def names(self, payload: memoryview) -> list[str]:
-        """All that a record has, for errors."""
+        """Return the names of all that a record has, for errors."""
 
+    @abstractmethod
     def is_image(self, name: str) -> bool:
-        """Whether a field is an encoded image, by its name."""
+        """Return whether a field is an encoded image, by its name."""
 
 
-class ChosenFields:
+class ChosenFields(RecordFields):
     """The fields that `fields=` names, by the names of its leaves. No other field of a record is opened.
 
     A value is that of the record. Where alternatives are opened in different ways, it is (name, value). Where
@@ -82,15 +158,11 @@ class ChosenFields:
         fields: of the whole record.
         chosen: for `shape_of`.
 
-    Attributes:
-        shape: of a sample.
-        optional: the names of the leaves that may be None.
-
     Raises:
         ArgumentError: as `shape_of`; or a leaf has images and other kinds as alternatives.
     """
 
-    def __init__(self, fields: _Splitting, chosen: Any) -> None:
+    def __init__(self, fields: NamedFields, chosen: Any) -> None:
         self.shape = shape_of(chosen)
         self._fields = fields
         self._leaves = {name: Leaf.parse(text) for name, text in self.shape.leaves.items()}
@@ -108,21 +180,8 @@ class ChosenFields:
         )
 
     def check(self, transform: Any) -> None:
-        """Raise `ArgumentError` unless the transform goes with these fields."""
-        parts = transform if isinstance(transform, Mapping) else {}
-        for name in parts:
-            if name not in self._leaves:
-                raise ArgumentError(
-                    f"transform names {name!r}, and fields= has {', '.join(self._leaves)}: a leaf in a tuple "
-                    "is named by its first alternative, one in a dict by its key"
-                )
-        if is_fused(transform):
-            if len(self._images) != 1:
-                raise ArgumentError(
-                    f"the transform takes one image, and fields= has {', '.join(self._images) or 'none'}: "
-                    "name it, as in transform={'jpg': RandomResizedCrop(224)}"
-                )
-            parts = {self._images[0]: transform}
+        check_transform(transform, self._leaves, self._images)
+        parts = transform if isinstance(transform, Mapping) else dict.fromkeys(self._images, transform)
         for name, part in parts.items():
             if name in self.optional and is_fused(part):
                 raise ArgumentError(
@@ -197,8 +256,8 @@ class Column(NamedTuple):
     may_be_image: bool = False
 
 
-class ColumnFields:
-    """See `Fields`.
+class ColumnFields(RecordFields):
+    """Columns that a dataset knows before it reads a record.
 
     Args:
         columns: name -> column.
@@ -228,6 +287,7 @@ class ColumnFields:
         *,
         opens_files: bool = False,
     ) -> None:
+        self.shape = shape
         self._opens_files = opens_files
         decoders = decode if isinstance(decode, Mapping) else {}
         self._split = split
@@ -242,6 +302,7 @@ class ColumnFields:
         self._openers: dict[str, Callable[[Any], Any]] = {}
         self._decoded = sorted(decoders)
         self._images: list[str] = []
+        self._possible: list[str] | None = None  # those that may be images; None: `decode` makes the sample
         if callable(decode):
             return
         for name, column in self._names.items():
@@ -264,6 +325,10 @@ class ColumnFields:
     @property
     def key(self) -> str:
         return repr((sorted(self._names.items()), self._decoded, self._images))
+
+    def check(self, transform: Any) -> None:
+        if self._possible is not None:
+            check_transform(transform, self._names, self._possible)
 
     def needs_files(self, transform: Any) -> bool:
         return self._opens_files and not always_fused(self._images, transform)
@@ -296,28 +361,11 @@ class ColumnFields:
         """Names of encoded images: by their kind, or because a fused transform takes them."""
         plain = {name: columns[column] for name, column in self._names.items() if column not in decoders}
         images = [name for name, column in plain.items() if column.image]
+        self._possible = images or [name for name, column in plain.items() if column.may_be_image]
         if isinstance(transform, Mapping):
-            for name in transform:
-                if name not in self._names:
-                    raise ArgumentError(
-                        f"transform names {name!r}, and a sample has {', '.join(self._names)}"
-                    )
             fused = [name for name, part in transform.items() if is_fused(part)]
             return images + [name for name in fused if name not in images and name in plain]
-        if not is_fused(transform):
-            return images
-        images = images or [name for name, column in plain.items() if column.may_be_image]
-        if not images:
-            raise ArgumentError(
-                f"transform=... takes an image, and none of the columns {', '.join(self._names)} may be one: "
-                "name the image's column in fields=, without a function for it in decode="
-            )
-        if len(images) > 1:
-            raise ArgumentError(
-                f"the transform takes one image, and several columns may be one: {', '.join(images)}. Name "
-                f"it, as in transform={{{images[0]!r}: RandomResizedCrop(224)}}"
-            )
-        return images
+        return self._possible if is_fused(transform) else images
 
 
 def check_decode(fields: Any, decode: Any) -> None:
@@ -325,5 +373,5 @@ def check_decode(fields: Any, decode: Any) -> None:
     if fields is not None and callable(decode):
         raise ArgumentError(
             "fields= and a function as decode= both say what a sample is: leave one out, or pass "
-            "decode={column: function of its bytes}"
+            "decode={field: function of its bytes}"
         )
