@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from fastload.datasets.pairs import always_fused
@@ -72,7 +72,7 @@ class RecordFields(ABC):
         """Raise `ArgumentError` unless the transform goes with these fields."""
 
 
-def check_transform(transform: Any, names: Iterable[str], images: list[str]) -> None:
+def check_transform(transform: Any, names: Collection[str], images: list[str]) -> None:
     """Raise `ArgumentError` for a transform that no sample with these fields can satisfy.
 
     Args:
