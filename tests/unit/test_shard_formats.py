@@ -13,15 +13,15 @@ import fastload
 from fastload.formats.pieces import Record
 from fastload.shards.catalog import index_name
 from fastload.shards.formats import FORMATS, ShardFormat, format_of, format_of_index, title_of
-from tests.sharddata import FEATURES, shard, write
+from tests.sharddata import FEATURES, IMAGE, shard, write
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data" / "formats"
 KEYS = {
     "tar": ["a/b-000.tar", "x.tar.gz", "x.tgz"],
     "tfrecord": [
-        "x.tfrecord", "a/x.tfrecords", "x.tfrec", "x.tfrecord.gz", "x.tfrecord-00001-of-00010", "x_train.tfrec_1",
-        "a/train-00001-of-01024", "train-00001-of-01024.gz",
+        "x.tfrecord", "a/x.tfrecords", "x.tfrec", "x.tfrecord.gz", "x.tfrecord-00001-of-00010",
+        "x_train.tfrec_1", "a/train-00001-of-01024", "train-00001-of-01024.gz",
     ],
     "parquet": ["a/train-00000-of-00001.parquet", "x.pq"],
     "mds": ["shard.00000.mds", "train/shard.00000.mds.zstd"],
@@ -40,7 +40,7 @@ NONE = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=str)
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_format_has_a_public_dataset_and_a_page(form: ShardFormat) -> None:
     assert form.dataset in fastload.__all__
     for page in ("docs/how-to/data/index.md", "docs/reference/datasets.md"):
@@ -85,9 +85,9 @@ def test_splitter_fields_and_index_file_belong_together(name: str) -> None:
     splitter.feed(memoryview(data))
     splitter.close()
     records: list[Record] = list(iter(splitter.next, None))
-    assert all(
-        b"JFIF" in bytes(form.read_fields(r.payload)["jpg" if name == "tar" else "image"]) for r in records
-    )
+    for record in records:
+        assert record.payload is not None
+        assert b"JFIF" in bytes(form.read_fields(record.payload)[IMAGE[name]])
     file = form.index_files.write([form.index_files.entry(record) for record in records])
     offsets = form.index_files.parse(file, len(data))
     assert np.array_equal(offsets[:, 0], [record.offset for record in records])
