@@ -104,7 +104,7 @@ def probe_shards(
         speed if ceiling else None,
         streaming,
     )
-    scale = mean * len(read.images) / sum(map(len, read.images))  # from the images to whole records
+    scale = mean * len(read.images) / max(1, sum(map(len, read.images)))  # from the images to whole records
     modes = probe_modes(read.images, size, cache, _cache_cpu(read.images), scale)
     return Probe(shards.store.url, data, modes, len(read.sizes), here, others)
 
