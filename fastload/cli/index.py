@@ -117,7 +117,7 @@ class _Files:
         except NotFoundError:
             return False
         try:
-            self.form.parse_index(body, self.shards[shard].size)
+            self.form.index_files.parse(body, self.shards[shard].size)
         except DecodeError as error:
             raise DecodeError(
                 f"{self._name(shard)!r} is not its index, and only --again overwrites it: {error.message}"
@@ -169,7 +169,7 @@ class _Kept:
 def _run(target: _Files | _Kept, output: Output) -> dict[str, Any]:
     """Index the shards that have no index yet."""
     from fastload.cli.measurement import describe_machine
-    from fastload.shards.indexing import Indexing
+    from fastload.shards.filling import Indexing
 
     shards = [target.shards[number] for number in range(len(target.shards))]
     indexing = Indexing(target.shards.store, target.form, target.present, files=target.files)

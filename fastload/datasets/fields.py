@@ -184,13 +184,13 @@ class FieldTransforms:
         if is_fused(self.given):
             if len(images) > 1:
                 raise ArgumentError(
-                    f"transform takes one image, and {', '.join(images)} may be one: name it, as in "
+                    f"transform takes one image, and {' and '.join(images)} may be one: name it, as in "
                     f"transform={{{images[0]!r}: RandomResizedCrop(224)}}"
                 )
             if not images:
                 raise ArgumentError(
-                    f"transform={self.given!r} takes an image, and none of the fields {', '.join(names)} may "
-                    f"be one: {way_out}"
+                    f"transform={self.given!r} takes an image, and none of {', '.join(names)} may be one: "
+                    f"{way_out}"
                 )
             parts = {images[0]: self.given}
         for name, one in parts.items():

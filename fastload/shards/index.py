@@ -60,6 +60,10 @@ class RecordOffsets(NamedTuple):
     doubted: float = 0.0
     heads: NDArray[np.uint8] | None = None
 
+    def offset_of(self, ordinal: int) -> int:
+        """Return where a record begins; 0 at the end of the shard, where there is nothing to read."""
+        return int(self.offsets[ordinal, 0]) if ordinal < len(self.offsets) else 0
+
     def dump(self, shard: str) -> bytes:
         """As bytes; `shard` names the shard, its version and its format."""
         bad = {str(ordinal): fault for ordinal, fault in self.bad.items()}
@@ -125,6 +129,12 @@ class ShardIndex:
             if records is not None:
                 self._shards[shard] = records
         return records
+
+    def records_of(self, shard: int) -> list[int]:
+        """Return the packed ids of a shard's records; none, where it is not indexed."""
+        records = self.get(shard)
+        count = 0 if records is None else len(records.offsets)
+        return [RecordId(shard, ordinal).pack() for ordinal in range(count)]
 
     def complete(self) -> bool:
         """Whether all shards are indexed."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache import Cache
+from fastload.cache import Cache, as_cache
+from fastload.cache.listings import Listings
 from fastload.datasets.shape import Shape
 from fastload.errors import FastloadError
-from fastload.formats.pieces import Offsets, Splitter
+from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset
-from fastload.shards.epoch_streams import RecordBlocks
-from fastload.shards.index import RecordId, RecordOffsets
-from fastload.shards.record_source import RecordSource
-from fastload.shards.urls import Wanted
+from fastload.shards.epoch_streams import StreamOptions
+from fastload.shards.formats import PARQUET
+from fastload.shards.index import RecordId
+from fastload.shards.records import IndexedShards, RecordBlocks, RecordSource
 from fastload.store.base import Buffer
 from fastload.store.process import ProcessLocal
 from fastload.store.retry import Wait
@@ -26,37 +28,12 @@ if TYPE_CHECKING:
 
 _PATIENCE = 1.0  # seconds to wait for the cache's writer: a row that is missing costs a row group later
 
-# The objects below a prefix that are shards.
-_NAMES = Wanted(
-    r".*\.(?:parquet|pq)",
-    "named as Parquet (.parquet, .pq). Read tar shards with fastload.TarDataset, and objects of one sample "
-    "with fastload.ImageFolder (class/file.jpg) or fastload.ObjectDataset",
-)
-
-
-class _Parquet:
-    """See `ShardFormat`. Rows are read by `RowGroups`, and not cut out of bytes by these methods."""
-
-    own_index = None  # ParquetDataset gives it: it depends on the columns and filters
-
-    def __init__(self) -> None:
-        self.name = "parquet-1"  # and the columns, once they are known
-
-    def splitter(self, offset: int, end: int | None, records: RecordOffsets | None = None) -> Splitter:
-        raise NotImplementedError
-
-    def unwrap(self, record: memoryview) -> memoryview:
-        raise NotImplementedError
-
-    def parse_index(self, body: bytes, shard_size: int) -> Offsets:
-        raise NotImplementedError
-
 
 class _RowSource(RecordSource):
     """A sample is a row, read with its row group.
 
     Args:
-        source: of the same dataset.
+        shards, key: see `RecordSource`.
         groups: reads the rows.
         cache: takes the other rows of a row group too, as they are read; or None.
         prepare: a row -> what the cache keeps of it; None: the row.
@@ -64,12 +41,14 @@ class _RowSource(RecordSource):
 
     def __init__(
         self,
-        source: RecordSource,
+        shards: IndexedShards,
+        key: Callable[[int, int], bytes],
+        *,
         groups: RowGroups,
         cache: Cache | None,
         prepare: Callable[[Any], Any] | None,
     ) -> None:
-        vars(self).update(vars(source))
+        super().__init__(shards, key)
         self._groups = groups
         self._cache = cache
         self._prepare = prepare
@@ -172,8 +151,6 @@ class ParquetDataset(ShardDataset):
         NotFoundError, AccessDeniedError, StoreError: within 10 s, before any worker starts.
     """
 
-    _knows_keys = False  # the columns are a part of them
-
     def __init__(
         self,
         url: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -192,48 +169,39 @@ class ParquetDataset(ShardDataset):
     ) -> None:
         # These import pyarrow; the first one says so where it is missing.
         import fastload.datasets.arrow_values  # noqa: F401
-        from fastload.shards.parquet_fields import ParquetFields
         from fastload.shards.parquet_files import ParquetFiles, RowFilter
+        from fastload.shards.row_groups import ParquetFields
 
         shape = None if fields is None else Shape(fields)
         columns = ParquetFields(shape, decode if isinstance(decode, Mapping) else {})
-        form = _Parquet()
         row_filter = None if filters is None else RowFilter(filters)
+        streams = StreamOptions.of(cycle_length, block_length, shuffle_buffer)
+        kept_in = as_cache(cache)
+        shards = ShardList(
+            url,
+            PARQUET,
+            compression="",
+            listings=Listings.of(kept_in, listing_max_age),
+            storage_options=storage_options or {},
+        )
+        self._files = ParquetFiles(shards, columns.wanted, row_filter, shards.kept_in)
+        columns.learn(self._files.schema)
         super().__init__(
             url,
-            form,
+            dataclasses.replace(PARQUET, code=f"{PARQUET.code} {_digest(self._files.columns)}"),
+            shards,
             columns,
-            names=_NAMES,
-            decode=None if isinstance(decode, Mapping) else decode,
+            decode=decode,
             transform=transform,
-            cycle_length=cycle_length,
-            block_length=block_length,
-            shuffle_buffer=shuffle_buffer,
+            streams=streams,
             fingerprint=fingerprint,
-            cache=cache,
-            compression="",
-            storage_options=storage_options,
-            listing_max_age=listing_max_age,
-            shape=shape,
+            cache=kept_in,
+            read_index=self._files.index_rows,
         )
-        self._files = ParquetFiles(self._shards, columns.wanted, row_filter, self._shards.kept_in)
-        columns.learn(self._files.schema)
-        way_out = "name the image's column in fields=, without a function for it in decode="
-        self._builder.transforms.check(columns.names, columns.may_be_images, way_out)
-        read = hashlib.blake2b(
-            repr(sorted(self._files.columns)).encode("utf-8", "surrogatepass"), digest_size=8
-        )
-        form.name += f" {read.hexdigest()}"
-        for shard in range(len(self._shards)):
-            self._index.add(shard, self._files.records(shard))
-        self._settle_mode(self._index.total_bytes())
 
     def close(self) -> None:
         super().close()
         self._groups.drop()
-
-    def _identity(self, shard: int) -> str:
-        return super()._identity(shard) + self._files.digest
 
     def _numbering(self) -> str:
         return super()._numbering() + self._files.digest
@@ -241,7 +209,13 @@ class ParquetDataset(ShardDataset):
     def _source(self) -> RecordSource:
         # Of modes that take more work a row than to read it, the other rows come when they are asked for.
         cache = self.cache if self._payloads.codec.lossless else None
-        return _RowSource(super()._source(), self._groups.get(), cache, self._payloads.encode)
+        return _RowSource(
+            self._indexed(),
+            self._cache_key_at,
+            groups=self._groups.get(),
+            cache=cache,
+            prepare=self._payloads.encode,
+        )
 
     def _blocks(self) -> RecordBlocks:
         return self._groups.get()
@@ -253,4 +227,9 @@ class ParquetDataset(ShardDataset):
     def _new_groups(self) -> RowGroups:
         from fastload.shards.row_groups import RowGroups
 
-        return RowGroups(self._shards, self._files, self.counters)
+        return RowGroups(self._shards, self._files)
+
+
+def _digest(columns: list[str]) -> str:
+    text = repr(sorted(columns)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).hexdigest()

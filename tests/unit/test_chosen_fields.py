@@ -19,7 +19,7 @@ from fastload.datasets.wrappers import view_of
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.tar import TarWriter
 from fastload.formats.tfrecord import TFRecordWriter, encode_example
-from fastload.shards.record_fields import Leaf
+from fastload.shards.fields import Leaf
 from tests.sharddata import CROP, closing, jpeg, loader_of, ordinary, shards, write
 from tests.sharddata import close_all as close_all
 
@@ -266,8 +266,8 @@ def test_leaf_that_is_no_leaf_is_refused(text: str, tmp_path: Path) -> None:
         ({"fields": ()}, "fields must be a str"),
         ({"fields": (1,)}, "must be a str"),
         ({"fields": ("jpg;cls",)}, "some are images"),
-        ({"fields": ("cls",), "transform": CROP}, "fields= has none"),
-        ({"fields": ("jpg", "png"), "transform": CROP}, "fields= has jpg, png: name it"),
+        ({"fields": ("cls",), "transform": CROP}, "none of cls may be one"),
+        ({"fields": ("jpg", "png"), "transform": CROP}, "jpg and png may be one: name it"),
         ({"fields": ("jpg?",), "transform": CROP}, "'jpg' as optional"),
         ({"fields": ("jpg", "png?"), "transform": {"jpg": CROP, "png": CROP}}, "'png' as optional"),
         ({"fields": ("png;jpg",), "transform": {"jpg": CROP}}, "transform names 'jpg', and a sample has png"),

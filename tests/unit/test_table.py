@@ -569,7 +569,7 @@ def test_dataset_that_made_batches_can_be_sent_to_a_worker(table: Any) -> None:
         ("label", {"cache": "/nowhere"}, "cache= is for objects"),
         ("label", {"storage_options": {"key": "k"}}, "storage_options= is for objects"),
         ((IMAGE, "label"), {"url": ""}, r"keys such as 'images/000.jpg': pass what they are relative to"),
-        ((IMAGE, MASK), {"transform": CenterCrop(8)}, r"takes one image, and id, id \(2\) may be one"),
+        ((IMAGE, MASK), {"transform": CenterCrop(8)}, r"takes one image, and id and id \(2\) may be one"),
         (
             "label",
             {"transform": CenterCrop(8)},
