@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Images
-from fastload.datasets.fields import Transform, check_function
+from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.objects import ImageFields, ObjectDataset
 from fastload.datasets.pairs import images_kept
 from fastload.datasets.protocols import Allocate

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.datasets.fields import Transform, check_function
+from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.payloads import ObjectPayloads, needs_files
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.shape import Shape

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
-from fastload.datasets.fields import Fields
+from fastload.datasets.field_transforms import Fields
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped

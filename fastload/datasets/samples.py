@@ -14,7 +14,7 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.fields import ADVICE, FieldTransforms, SampleFields, Transform, name_of
+from fastload.datasets.field_transforms import ADVICE, FieldTransforms, SampleFields, Transform, name_of
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
 from fastload.datasets.seeds import SampleSeeds

@@ -24,7 +24,7 @@ from fastload.cache.codecs import Raw
 from fastload.cache.listings import Listings
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import ordinary_memory
-from fastload.datasets.fields import Transform, check_function
+from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.payloads import ObjectPayloads, keep, settled
 from fastload.datasets.protocols import (
     Allocate,

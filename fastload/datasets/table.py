@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.fields import Transform
+from fastload.datasets.field_transforms import Transform
 from fastload.datasets.payloads import FilePayloads, Picture, settled
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.shape import Shape

@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fastload.datasets.fields import Transform, check_function
+from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.payloads import FilePayloads
 from fastload.errors import ArgumentError
 from fastload.images.decode import decode_pil

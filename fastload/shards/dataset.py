@@ -16,7 +16,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
-from fastload.datasets.fields import Transform
+from fastload.datasets.field_transforms import Transform
 from fastload.datasets.payloads import RecordPayloads
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fastload.datasets.fields import FieldTransforms
+from fastload.datasets.field_transforms import FieldTransforms
 from fastload.datasets.pairs import always_fused
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, refuse_class

@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
-from fastload.datasets.fields import FieldTransforms
+from fastload.datasets.field_transforms import FieldTransforms
 from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
 from fastload.fetch.source import plan_ranges
