@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import xxhash
 
 from fastload.errors import ArgumentError, DecodeError, refuse_class
-from fastload.images.by_epoch import ByEpoch, current_transform
+from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.crop import Crop, is_fused
 
 _log = logging.getLogger("fastload")
@@ -107,6 +107,12 @@ class FieldTransforms:
     def has_fused(self) -> bool:
         """Whether a fused transform is among them, in any epoch."""
         return any(is_fused(one) for _, one in self._parts())
+
+    @property
+    def only_fused(self) -> bool:
+        """Whether all are fused, in all epochs, and write their results into rows."""
+        every = [one for _, part in self._parts() for one in all_transforms(part)]
+        return all(isinstance(one, Crop) and one.fills_rows for one in every)
 
     @property
     def crops(self) -> dict[str, Crop]:

@@ -157,6 +157,11 @@ class SampleBuilder:
         return self.transforms.crop_hash if self.fused else 0
 
     @property
+    def made_by_kernel(self) -> bool:
+        """Whether only fastload's own code makes rows, of one image and values each, in all epochs."""
+        return bool(self._image) and self.transforms.only_fused
+
+    @property
     def structure(self) -> Any:
         """Return what two builders must have in common to fill one batch."""
         return repr(self._shape), self._image, None if self._values is None else tuple(self._values.names)
@@ -270,9 +275,31 @@ class SampleBuilder:
 
     def _other_values(self, batch: RowBatch, record: int) -> dict[str, Any]:
         """Return the values of a sample that are not written for many samples at once."""
-        assert self._values is not None
-        values = self._values.row(record)
+        values = {} if self._values is None else self._values.row(record)
         return {name: value for name, value in values.items() if name not in batch.values}
+
+    def kernel_crop(self, batch: RowBatch) -> Crop | None:
+        """Return the crop by which the kernel makes the image of a row from a record of the cache.
+
+        None: a row is more than an image and values, code of the user has a part in it, or Python has to choose
+        the boxes.
+        """
+        if not self._image or batch.encoded or self.transforms.runs_user_code:
+            return None
+        crop = self.transforms.crop_for(self._image)
+        return crop if crop.box_law is not None else None
+
+    def note_made(self, batch: RowBatch, rows: list[int], records: list[int]) -> None:
+        """Write the rest of samples whose images are in their rows."""
+        only_image = {self._image or "": None}
+        for row, record in zip(rows, records, strict=True):
+            batch.rest[row] = only_image if batch.values else only_image | self._other_values(batch, record)
+        if batch.values:
+            self._fill_values(batch, Todo(rows, records, [], [], []))
+
+    def image_column(self, batch: RowBatch) -> Any:
+        """Return the column of the one image."""
+        return batch.columns[self._image or ""]
 
     def row(self, batch: RowBatch, row: int) -> Any:
         """Return the sample in a row, as `sample` gives it."""

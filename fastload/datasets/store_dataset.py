@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache import Cache
 from fastload.cache.codecs import Raw
+from fastload.cache.keys import KeyTable
 from fastload.cache.listings import Listings
 from fastload.datasets.cache_forecast import Forecaster
 from fastload.datasets.columns import ordinary_memory
@@ -301,6 +302,7 @@ class StoreDataset(Dataset[Any]):
         """Replace what is kept of each object; called before anything is read."""
         (self._payloads,) = payloads
         self._prefetchers.drop()
+        self._keys.drop()
 
     def _settle_mode(self, total_bytes: int, count: int | None = None) -> None:
         """The end of a constructor: whether a mode that is for images applies to this dataset.
@@ -376,6 +378,24 @@ class StoreDataset(Dataset[Any]):
             )
         return self.cache
 
+    @cached_property
+    def _keys(self) -> ProcessLocal[KeyTable]:
+        return ProcessLocal(self._new_keys)
+
+    def _new_keys(self) -> KeyTable:
+        return KeyTable(len(self), self._cache_key)  # type: ignore[arg-type]
+
+    def _numbered(self, todo: RowRequests) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(rows, records) of those requests whose samples there are."""
+        count = len(self)  # type: ignore[arg-type]
+        known = [
+            (row, index % count)
+            for row, index in todo
+            if isinstance(index, int | np.integer) and -count <= index < count
+        ]
+        rows, records = zip(*known, strict=True) if known else ((), ())
+        return np.array(rows, np.int64), np.array(records, np.int64)
+
     def _encoder(self) -> Callable[[Any, int], Any] | None:
         """(bytes, object) -> what the cache keeps; None if it is the bytes themselves."""
         encode = self._payloads.encode
@@ -436,6 +456,9 @@ class StoreView(PlainView):
 
     def start_epoch(self, epoch: int) -> None:
         self.dataset._builder.start_epoch(epoch)
+
+    def made_by_kernel(self) -> bool:
+        return self.override is None and self.dataset._builder.made_by_kernel
 
     def writes(self) -> bool:
         return self.override is None and self.new_batch(1, ordinary_memory) is not None
@@ -500,6 +523,7 @@ class StoreView(PlainView):
         dataset = self.dataset
         errors: RowErrors = []
         dataset.counters.add("decode.samples", len(todo))
+        todo = self._fill_from_cache(batch, todo, seed, epoch)
         builder = dataset._builder
         begun = 0
         while begun < len(todo):
@@ -537,6 +561,32 @@ class StoreView(PlainView):
                 keep(payload)
         return errors
 
+    def _fill_from_cache(self, batch: RowBatch, todo: RowRequests, seed: int, epoch: int) -> RowRequests:
+        """Let the kernel make rows from records of the cache, all in one call; return what is left to do."""
+        dataset, builder = self.dataset, self.dataset._builder
+        crop = builder.kernel_crop(batch)
+        if crop is None or dataset.cache is None:
+            return todo
+        rows, records = dataset._numbered(todo)
+        places = dataset.cache.locate(dataset._keys.get().of(records))
+        here = places.here
+        if not here.any():
+            return todo
+        images, pixels = builder.image_column(batch).numpy(), dataset._payloads.codec.packs
+        seeds = sample_seeds(seed, epoch, records[here])
+        job = crop.begin_rows(images, rows[here], places.table, seeds, pixels=pixels, owner=places)
+        not_made, reading, decoding = job.finish()
+        made = ~np.isin(rows[here], not_made)
+        made_rows, made_records = rows[here][made].tolist(), records[here][made].tolist()
+        builder.note_made(batch, made_rows, made_records)
+        dataset.counters.merge({"cache.seconds": reading, "decode.seconds": decoding})
+        dataset.cache.count_hits(len(made_rows), int(places.table["length"][made].sum()))
+        prefetcher = dataset._prefetchers.peek()
+        if prefetcher is not None:
+            prefetcher.forget_made(made_records)
+        done = set(made_rows)
+        return [request for request in todo if request[0] not in done]
+
     def sample(self, batch: RowBatch, row: int) -> Any:
         return self.dataset._builder.row(batch, row)
 
@@ -559,7 +609,7 @@ class StoreView(PlainView):
         codec = dataset._payloads.codec
         if codec.chooses:
             dataset.close()
-            dataset._payloads = dataset._payloads.with_codec(codec.without_choice())
+            dataset._set_payloads([dataset._payloads.with_codec(codec.without_choice())])
 
     def new_encoded_batch(self, n: int, allocate: Allocate) -> Any:
         records = "torch" in self.dataset._payloads.codec.decoders

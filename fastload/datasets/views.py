@@ -83,6 +83,10 @@ class View(ABC):
         for part in self.parts:
             yield from part.reached(None)
 
+    def made_by_kernel(self) -> bool:
+        """Whether only fastload's own code makes the samples, and none of the user."""
+        return bool(self.parts) and all(part.made_by_kernel() for part in self.parts)
+
     def writes(self) -> bool:
         """Whether there are rows in it that fastload writes, with the transforms that are set now."""
         return any(part.writes() for part in self.parts)
@@ -256,6 +260,9 @@ class OverriddenView(PlainView):
 
     def reached(self, indices: Reach) -> Iterator[tuple[Any, Reach]]:
         return View.reached(self, indices)  # the method may read another sample
+
+    def made_by_kernel(self) -> bool:
+        return False
 
     def writes(self) -> bool:
         return False
