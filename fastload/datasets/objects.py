@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from fastload.cache import Cache, as_cache
 from fastload.cache.codecs import Images
 from fastload.cache.listings import Listings
-from fastload.datasets.field_transforms import Transform, check_function
 from fastload.datasets.payloads import ObjectPayloads, needs_files
+from fastload.datasets.sample_fields import Shape, Transform, check_function
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.shape import Shape
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change, override_of
 from fastload.errors import ArgumentError, FastloadError
 from fastload.fetch.source import ObjectSource

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 from fastload.cache import Cache
 from fastload.cache.codecs import CacheCodec, Images, Raw
-from fastload.datasets.field_transforms import Fields
 from fastload.datasets.file_kinds import IMAGES, PICKLES, extension_of, has_opener, open_file
 from fastload.datasets.fingerprint import describe
 from fastload.datasets.pairs import NO_IMAGES, KeptImages, images_kept, is_cropped
+from fastload.datasets.sample_fields import Fields
 from fastload.errors import ArgumentError, DecodeError
 from fastload.formats.sample import dump, load
 from fastload.images.dct import Unindexed, with_rows

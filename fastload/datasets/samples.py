@@ -14,11 +14,10 @@ from fastload.datasets.columns import (
     ordinary_memory,
     put_value,
 )
-from fastload.datasets.field_transforms import ADVICE, FieldTransforms, SampleFields, Transform, name_of
 from fastload.datasets.pairs import check_cut_alike, fill_together, transform_together
 from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import ADVICE, FieldTransforms, SampleFields, Shape, Transform, name_of
 from fastload.datasets.seeds import SampleSeeds
-from fastload.datasets.shape import Shape
 from fastload.errors import ArgumentError, DecodeError
 from fastload.images.crop import Crop
 from fastload.images.encoded import EncodedBatch
@@ -281,8 +280,8 @@ class SampleBuilder:
     def kernel_crop(self, batch: RowBatch) -> Crop | None:
         """Return the crop by which the kernel makes the image of a row from a record of the cache.
 
-        None: a row is more than an image and values, code of the user has a part in it, or Python has to choose
-        the boxes.
+        None: a row is more than an image and values, code of the user has a part in it, or Python chooses the
+        boxes.
         """
         if not self._image or batch.encoded or self.transforms.runs_user_code:
             return None

@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.field_transforms import Transform
 from fastload.datasets.payloads import FilePayloads, Picture, settled
+from fastload.datasets.sample_fields import Shape, Transform
 from fastload.datasets.samples import SampleBuilder
-from fastload.datasets.shape import Shape
 from fastload.datasets.store_dataset import SOME, StoreDataset, check_on_change
 from fastload.datasets.table_fields import File, FileLeaf, Row, RowFields, transform_of
 from fastload.errors import ArgumentError, FastloadError
@@ -150,9 +149,8 @@ class TableDataset(StoreDataset):
             raise ArgumentError(
                 "TableDataset needs the package pyarrow: pip install 'torch-fastload[parquet]'"
             )
-        from fastload.datasets.table_columns import TableColumns
+        from fastload.datasets.table_columns import TableColumns, object_keys
         from fastload.datasets.table_files import read_table
-        from fastload.datasets.table_keys import object_keys
 
         values = {name: leaf for name, leaf in self._shape.leaves.items() if isinstance(leaf, str)}
         named = {column for leaf in self._files for column in leaf.file.columns}

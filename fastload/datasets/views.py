@@ -1,6 +1,6 @@
 """A dataset as the loader reads it: a `View`, read ahead, and written into the batch where that can be.
 
-    StoreView        one over a store, in `fastload.datasets.store_dataset`: it reads ahead and writes rows
+    StoreView        one over a store, in `fastload.datasets.store_view`: it reads ahead and writes rows
     PlainView        any other dataset: it has only `__getitem__`
     AnnouncedView    one of the user's with a `prefetch(indices)`
     OverriddenView   a wrapper whose subclass makes the samples itself

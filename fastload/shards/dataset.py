@@ -16,8 +16,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from fastload.cache import Cache, Digest
-from fastload.datasets.field_transforms import Transform
 from fastload.datasets.payloads import RecordPayloads
+from fastload.datasets.sample_fields import Transform
 from fastload.datasets.samples import SampleBuilder
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.datasets.warm import ToRead, Warmed

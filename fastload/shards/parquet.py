@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import Shape
 from fastload.errors import FastloadError
 from fastload.shards.catalog import ShardList
 from fastload.shards.dataset import ShardDataset

@@ -22,8 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from fastload.datasets.arrow_values import is_numeric, to_python, why_not_number
-from fastload.datasets.field_transforms import FieldTransforms
-from fastload.datasets.shape import Shape
+from fastload.datasets.sample_fields import FieldTransforms, Shape
 from fastload.errors import ArgumentError, DecodeError, FastloadError, refuse_class
 from fastload.fetch.source import plan_ranges
 from fastload.fetch.threads import ReadPool

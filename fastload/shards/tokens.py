@@ -26,8 +26,8 @@ from fastload.cache import Cache, as_cache
 from fastload.cache.listings import Listings
 from fastload.datasets.payloads import ObjectPayloads
 from fastload.datasets.protocols import Allocate
+from fastload.datasets.sample_fields import Shape
 from fastload.datasets.samples import RowBatch, RowFailures, SampleBuilder, Todo
-from fastload.datasets.shape import Shape
 from fastload.datasets.store_dataset import SOME, StoreDataset
 from fastload.errors import ArgumentError, DecodeError, ObjectChangedError, check_whole_number
 from fastload.formats.tokens import HEAD, TokenHeader, header_of, is_token_type
