@@ -303,7 +303,3 @@ def numbers_of(indices: Sequence[Any]) -> NDArray[np.int64]:
 def reraise(error: Exception) -> NoReturn:
     """Raise an error that was found before."""
     raise error
-
-
-def _as_it_is(sample: Any) -> Any:
-    return sample
