@@ -66,7 +66,7 @@ class _Here(NamedTuple):
 
 
 class ShardDataset(StoreDataset):
-    """A `StreamDataset` and `RowDataset` over shards of one format; see TFRecordDataset and TarDataset.
+    """A `StreamDataset` over shards of one format; see TFRecordDataset and TarDataset.
 
     Args:
         form: of the shards.
@@ -231,7 +231,7 @@ class ShardDataset(StoreDataset):
         used = self._here.get().offsets
         return self._name(index) if index in used else super().key(index)
 
-    # --- RowDataset
+    # --- read ahead
 
     def prefetch(self, indices: Iterable[int]) -> None:
         pending = self._here.get().pending
