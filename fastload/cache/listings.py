@@ -15,7 +15,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,7 @@ from fastload.errors import CacheError, FastloadError, StoreError, address
 from fastload.metrics.units import parse_duration
 from fastload.store.base import Store
 from fastload.store.files import open_kept, open_lock, save_kept
-from fastload.store.keyed_listing import Keys
-from fastload.store.listing import ListingProgress, Selection
+from fastload.store.listing import EVERYTHING, ListingProgress, ListingQuery, list_objects
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -69,17 +68,7 @@ class Listings:
         """No sample depends on where a listing comes from: see `datasets.fingerprint`."""
         return ()
 
-    def open(
-        self,
-        store: Store,
-        *,
-        images_only: bool = False,
-        labels: bool = False,
-        classes: Sequence[str] | None = None,
-        allow_empty: bool = False,
-        selection: Selection | None = None,
-        keys: Keys | None = None,
-    ) -> Manifest:
+    def open(self, store: Store, query: ListingQuery = EVERYTHING) -> Manifest:
         """The objects of a store: those that this job has listed, a kept listing, or a new one.
 
         A listing that cannot tell an old object from a new one, or its place from another, is not kept, and
@@ -87,7 +76,7 @@ class Listings:
 
         Args:
             store: what to list.
-            images_only, labels, selection, keys, classes, allow_empty: see `Manifest.build`.
+            query: which objects of it.
 
         Raises:
             ArgumentError, NotFoundError, AccessDeniedError, StoreError: within 10 s if the store does not
@@ -97,39 +86,26 @@ class Listings:
 
         from fastload.distributed.agreement import find_job  # imports torch, which a pull does without
 
-        def build(progress: ListingProgress) -> Manifest:
-            return Manifest.build(
-                store,
-                images_only=images_only,
-                labels=labels,
-                classes=classes,
-                allow_empty=allow_empty,
-                selection=selection,
-                keys=keys,
-                progress=progress,
-            )
-
         def usable(manifest: Manifest) -> bool:
-            if labels:
-                try:
-                    manifest.check_classes(store.url, classes, allow_empty)
-                except FastloadError:  # of an older listing; the store of today decides
-                    return False
+            try:
+                query.check_classes(store.url, manifest)
+            except FastloadError:  # of an older listing; the store of today decides
+                return False
             return True
 
         with ListingProgress(store.url) as progress:
             if self.directory is None or store.unidentified:
-                manifest = build(progress)
+                manifest = list_objects(store, query, progress)
                 _may_keep(manifest, store)
                 return manifest
-            name = _name(store.identity, images_only, labels, selection, keys)
+            name = f"{blake2b(store.identity.encode(), digest_size=16).hexdigest()}-{query.name()}"
             shelf = _Shelf(self.directory, name, store)
             job = find_job()
             if job is None and not self._max_age:
-                return shelf.keep(build(progress), None)
+                return shelf.keep(list_objects(store, query, progress), None)
             with shelf.listing_alone(progress):
                 found = shelf.find(job, self._max_age, usable)
-                manifest = shelf.keep(build(progress), job) if found is None else found
+                manifest = shelf.keep(list_objects(store, query, progress), job) if found is None else found
         if job is not None:
             digest = _digest(manifest)
             if job.first(f"listing/{name}", digest) != digest:
@@ -321,14 +297,3 @@ def _may_keep(manifest: Manifest, store: Store) -> bool:
 
 def _digest(manifest: Manifest) -> str:
     return "".join(manifest.digests)
-
-
-def _name(
-    identity: str, images_only: bool, labels: bool, selection: Selection | None, keys: Keys | None
-) -> str:
-    taken = "labels" if labels else "images" if images_only else "all"
-    if selection is not None:
-        taken = blake2b(repr(selection).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    if keys is not None:
-        taken = f"{'labels-' if labels else ''}{keys.digest()}"
-    return f"{blake2b(identity.encode(), digest_size=16).hexdigest()}-{taken}"

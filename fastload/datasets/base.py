@@ -28,7 +28,7 @@ from fastload.fetch.prefetcher import Prefetcher
 from fastload.fetch.source import Source
 from fastload.images.dct import Unindexed, with_rows
 from fastload.metrics.counters import Counters
-from fastload.store.allowance import Allowance
+from fastload.store.budget import Allowance
 from fastload.store.manifest import Manifest
 from fastload.store.process import ProcessLocal
 

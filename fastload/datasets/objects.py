@@ -28,9 +28,9 @@ from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
-from fastload.store.allowance import Allowance
 from fastload.store.base import Store
-from fastload.store.keyed_listing import Keys, as_keys
+from fastload.store.budget import Allowance
+from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
 
@@ -305,7 +305,7 @@ class ObjectDataset(StoreDataset):
         return self._listings, self._manifest
 
     def _list(self, keys: list[str] | None) -> Manifest:
-        return self._listings.open(self._store, keys=None if keys is None else Keys(keys))
+        return self._listings.open(self._store, ListingQuery(keys=None if keys is None else Keys(keys)))
 
     def _known_images(self, transform: Any) -> tuple[Mode, ...]:
         """The cache modes, of "dct" and "auto", in which all objects are known to be images."""

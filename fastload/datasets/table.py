@@ -38,8 +38,8 @@ from fastload.fetch.source import ObjectSource
 from fastload.images.crop import is_fused
 from fastload.images.rng import mix_all
 from fastload.store import limited_together, open_store
-from fastload.store.allowance import Allowance
-from fastload.store.keyed_listing import Keys
+from fastload.store.budget import Allowance
+from fastload.store.listing import Keys, ListingQuery
 from fastload.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class TableDataset(FieldsDataset):
             root, keys = object_keys([leaf.file.column for leaf in self._files], found, self.url, read_from)
             self._store = open_store(root, **({} if table_is_remote and "://" not in root else options))
             self._distinct = len(set(keys))
-            self._manifest = listings.open(self._store, keys=Keys(keys))
+            self._manifest = listings.open(self._store, ListingQuery(keys=Keys(keys)))
             self._listings = listings
 
     def _listed(self) -> tuple[Listings, Manifest] | None:

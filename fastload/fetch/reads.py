@@ -26,7 +26,7 @@ from fastload.fetch.source import Source
 from fastload.fetch.threads import ThreadTeam
 from fastload.images.dct import Unindexed
 from fastload.metrics.counters import Counters
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _REFUSED_SECONDS = 5.0  # without requests after the store refused our credentials
 _CHANGES = 3  # of one object while it is being read, under on_change="refresh"

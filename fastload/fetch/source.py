@@ -11,8 +11,8 @@ from fastload.fetch import limits
 from fastload.fetch.limits import ReadSettings
 from fastload.store import ObjectInfo, Store
 from fastload.store.base import Buffer
+from fastload.store.failures import Wait
 from fastload.store.manifest import Manifest
-from fastload.store.retry import Wait
 
 
 class Source(Protocol):

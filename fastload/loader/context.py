@@ -12,7 +12,7 @@ from fastload.loader.left_out import LeftOut
 from fastload.loader.remote_caches import RemoteCaches
 from fastload.loader.resume import LoaderState
 from fastload.metrics.counters import BadSamples, Counters, Meter
-from fastload.store.allowance import Allowance, Asked
+from fastload.store.budget import Allowance, Asked
 from fastload.trace.digest import Digest, find_part
 from fastload.trace.log_writer import LogWriter
 from fastload.workers.autoscale import Autoscaler

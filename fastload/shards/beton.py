@@ -33,7 +33,7 @@ from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import Wanted
 from fastload.store import Store
-from fastload.store.retry import Wait, sleep
+from fastload.store.failures import Wait, sleep
 
 _NAMES = Wanted(
     r".*\.(?:beton|ffcv)",

@@ -23,7 +23,7 @@ from fastload.shards.index import RecordOffsets
 from fastload.shards.reader import Shard
 from fastload.shards.urls import Named, Wanted, is_index, listed_url, resolve
 from fastload.store import Store, limited_together, open_store
-from fastload.store.listing import Selection
+from fastload.store.listing import ListingQuery, Selection
 from fastload.store.manifest import Manifest
 
 _log = logging.getLogger("fastload")
@@ -209,7 +209,7 @@ class ShardList:
         return [shard for shard, head in zip(shards, heads, strict=True) if not is_compressed(head)]
 
     def _list(self, store: Store, named: Named) -> Manifest:
-        return self._listings.open(store, selection=named.selection)
+        return self._listings.open(store, ListingQuery(selection=named.selection))
 
 
 def _through_index(urls: Any, options: dict[str, Any]) -> tuple[Any, dict[str, int | None]]:

@@ -36,9 +36,9 @@ from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
 from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
-from fastload.store.allowance import Allowance
+from fastload.store.budget import Allowance
+from fastload.store.failures import sleep
 from fastload.store.process import ProcessLocal
-from fastload.store.retry import sleep
 
 _OFFSETS_KEPT = 4096  # more than a batch has
 SMALL_RECORD = 32 << 10  # bytes below which a request for each costs more than to stream the shard

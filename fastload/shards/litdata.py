@@ -32,7 +32,7 @@ from fastload.shards.reader import Shard
 from fastload.shards.record_fields import Column, ColumnFields, check_decode
 from fastload.shards.urls import check_name
 from fastload.store import Store, limited_together
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _ARROW = b"LDARW01\0"
 

@@ -19,7 +19,7 @@ from fastload.shards.index import RecordOffsets, ShardIndex
 from fastload.shards.reader import Shard, read_in_turn
 from fastload.shards.urls import Wanted
 from fastload.store import Store, open_store
-from fastload.store.retry import Wait, sleep
+from fastload.store.failures import Wait, sleep
 
 _READS = 64  # at once
 _PIECE = 1 << 20  # bytes of a range of a compressed shard, of which only the beginning is wanted

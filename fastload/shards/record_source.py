@@ -14,7 +14,7 @@ from fastload.shards.catalog import ShardList
 from fastload.shards.index import RecordId, RecordOffsets, ShardIndex
 from fastload.shards.reader import PIECES, Shard, read_in_turn
 from fastload.store.base import Buffer, Store
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 

@@ -28,7 +28,7 @@ from fastload.shards.parquet_fields import column_values
 from fastload.shards.parquet_files import ParquetFiles
 from fastload.shards.reader import PIECES
 from fastload.shards.stream import Span
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 _log = logging.getLogger("fastload")
 

@@ -34,7 +34,7 @@ from fastload.shards.reader import Shard
 from fastload.shards.record_source import record_name
 from fastload.shards.urls import Wanted
 from fastload.store.base import Buffer
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 # The objects below a prefix that hold tokens.
 _NAMES = Wanted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,11 +23,10 @@ from fastload.errors import (
     check_whole_number,
 )
 from fastload.formats.pieces import MAX_INFLATED
-from fastload.store import retry
-from fastload.store.allowance import Allowance
+from fastload.store import failures
+from fastload.store.budget import Allowance
 from fastload.store.client_process import ClientProcess, clients_live_here
-from fastload.store.ranged_file import RangedFile
-from fastload.store.retry import Wait
+from fastload.store.failures import Wait
 
 T = TypeVar("T")
 
@@ -160,13 +160,13 @@ class Store(ABC):
         self._count_lists(1)
         return found
 
-    def head(self, key: str, *, wait: Wait = retry.sleep) -> ObjectInfo:
+    def head(self, key: str, *, wait: Wait = failures.sleep) -> ObjectInfo:
         """Return size and version of one object. `wait` as in `read`."""
         info: ObjectInfo = self._retried(lambda: self._attempt("_head", key), wait)
         return info
 
     def read(
-        self, key: str, version: str | None = None, size: int | None = None, *, wait: Wait = retry.sleep
+        self, key: str, version: str | None = None, size: int | None = None, *, wait: Wait = failures.sleep
     ) -> Buffer:
         """Return one object's bytes; with `version` only of that version, with `size` only that many.
 
@@ -181,7 +181,7 @@ class Store(ABC):
         return body
 
     def read_range(
-        self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = retry.sleep
+        self, key: str, start: int, stop: int, version: str | None = None, *, wait: Wait = failures.sleep
     ) -> Buffer:
         """Return the bytes [start, stop) of one object, all of which must exist. `wait` as in `read`."""
         check_range(key, start, stop)
@@ -229,7 +229,7 @@ class Store(ABC):
         info = self.head(key)
         return io.BufferedReader(RangedFile(self, key, info.size, info.version), buffer_size)
 
-    def write(self, key: str, body: Buffer | Path, *, wait: Wait = retry.sleep) -> None:
+    def write(self, key: str, body: Buffer | Path, *, wait: Wait = failures.sleep) -> None:
         """Put an object there, in place of one that has this key already. `wait` as in `read`.
 
         Readers see it whole or not at all, even if this process is killed. A `Path` is a local file that is
@@ -299,14 +299,103 @@ class Store(ABC):
         """Get new credentials unless they are newer than `since`; False where there can be none."""
         return False
 
-    def _retried(self, attempt: Callable[[], T], wait: Wait = retry.sleep, patient: bool = True) -> T:
-        result = retry.retried(attempt, functools.partial(self._attempts, patient=patient), wait)
+    def _retried(self, attempt: Callable[[], T], wait: Wait = failures.sleep, patient: bool = True) -> T:
+        result = failures.retried(attempt, functools.partial(self._attempts, patient=patient), wait)
         self.reached = True
         return result
 
-    def _attempts(self, start: float, patient: bool = True) -> retry.Attempts:
-        policy = retry.READ if patient else retry.READ._replace(budget=retry.CONTACT_SECONDS)
-        return retry.Attempts(start, policy, functools.partial(self._attempt, "_renew"), self.reached)
+    def _attempts(self, start: float, patient: bool = True) -> failures.Attempts:
+        policy = (
+            failures.READ_POLICY
+            if patient
+            else failures.READ_POLICY._replace(budget=failures.CONTACT_SECONDS)
+        )
+        return failures.Attempts(start, policy, functools.partial(self._attempt, "_renew"), self.reached)
+
+
+class RangedFile(io.RawIOBase):
+    """One version of an object as an unbuffered binary file for reading, without a request to open it.
+
+    Libraries that take an open file (PyAV, soundfile, pyarrow, h5py) then read of a large object only what
+    they ask for. Each read is one request, however small, so it serves callers that read in large pieces.
+    `Store.open` puts a buffer before it. One buffer and not several: a reader that jumps between two places
+    pays a request for each jump, and what a file costs in memory stays known.
+
+    Example::
+
+        import fastload
+        from fastload.store.base import RangedFile
+
+        store = fastload.open_store("s3://bucket/train")
+        info = store.head("cat/0000.jpg")
+        file = RangedFile(store, info.key, info.size, info.version)
+        file.seek(-2, 2)
+        file.read()  # the last two bytes, by one request
+
+    Args:
+        store: reads the ranges, with its retries and errors.
+        key: the object.
+        size: bytes of the object.
+        version: of the object, as listed. Another version is an `ObjectChangedError`. "": any.
+
+    Attributes:
+        name: the key, as files have it: libraries tell formats by it.
+    """
+
+    def __init__(self, store: Store, key: str, size: int, version: str = "") -> None:
+        self.name = key
+        self._store, self._size, self._version = store, size, version
+        self._at = 0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r} of {self._store.url}, {self._size:,} bytes>"
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move, without a request. A place past the end is allowed, as in any file; a read there is empty."""
+        self._check_open()
+        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
+        if whence not in starts:
+            raise ValueError(f"whence must be 0, 1 or 2, found {whence!r}")
+        if starts[whence] + offset < 0:
+            raise ValueError(f"cannot seek to {starts[whence] + offset:,}, before the start of {self.name!r}")
+        self._at = starts[whence] + offset
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """At most `size` bytes from here, by one request; all that follow if it is negative or None."""
+        return bytes(self._take(self._size if size is None or size < 0 else size))
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        body = self._take(len(view))
+        view[: len(body)] = body
+        return len(body)
+
+    def _take(self, size: int) -> memoryview:
+        self._check_open()
+        stop = min(self._at + size, self._size)
+        if stop <= self._at:
+            return memoryview(b"")
+        body = memoryview(self._store.read_range(self.name, self._at, stop, self._version)).cast("B")
+        self._at = stop
+        return body
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.name!r} is closed")
 
 
 def time_version(size: int, modified: datetime | None) -> str:

@@ -40,9 +40,9 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
+from fastload.store.failures import StoreLocation, public_url
 from fastload.store.options import public_options, secret_values
 from fastload.store.process import ProcessLocal
-from fastload.store.translate import StoreLocation, public_url
 
 _PAGE = 1000
 _COPY = 8 << 20

@@ -22,8 +22,8 @@ from fastload.store.base import (
     check_length,
     check_version,
 )
+from fastload.store.failures import StoreLocation
 from fastload.store.files import whole_file
-from fastload.store.translate import StoreLocation
 
 _BROKEN_SCHEME = re.compile(r"(s3a?|gcs|gs|az|abfss?|https?|hf):/*(?=\w)")
 _PAGE = 1000

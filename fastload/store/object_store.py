@@ -29,10 +29,9 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
-from fastload.store.one_pass import Answer, OnePass
+from fastload.store.failures import StoreLocation, as_bucket, public_url
 from fastload.store.process import ProcessLocal
-from fastload.store.slash_keys import SlashKeys
-from fastload.store.translate import StoreLocation, as_bucket, public_url
+from fastload.store.workarounds import Answer, OnePass, SlashKeys
 
 if TYPE_CHECKING:
     from obstore import GetResult, ObjectMeta

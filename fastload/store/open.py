@@ -22,12 +22,12 @@ from fastload.errors import ArgumentError, check_whole_number
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.metrics.machine import need_linux
 from fastload.metrics.units import parse_size
-from fastload.store.allowance import Allowance, Limits
 from fastload.store.base import Reading, Store
+from fastload.store.budget import Allowance, Limits
+from fastload.store.failures import public_url, redacted
 from fastload.store.local import LocalStore
 from fastload.store.object_store import NATIVE_PROTOCOLS, NativeStore
 from fastload.store.options import check_host_part, endpoint_in, public_options, without_endpoint
-from fastload.store.translate import public_url, redacted
 
 # fsspec's chains: "simplecache::s3://...", "zip://*.jpg::s3://...", "zip://inner::archive.zip"
 _CHAIN = re.compile(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from fastload.errors import ArgumentError
-from fastload.store.translate import public_url
+from fastload.store.failures import public_url
 
 _S3_OWN = (
     *("key", "secret", "token", "anon", "profile", "endpoint_url", "region", "client_kwargs"),

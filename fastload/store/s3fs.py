@@ -28,8 +28,8 @@ from fastload.store.base import (
     is_time_version,
     time_version,
 )
+from fastload.store.failures import StoreLocation, public_url
 from fastload.store.process import ProcessLocal
-from fastload.store.translate import StoreLocation, public_url
 
 # s3fs and botocore have deadlines of a minute; a first contact must fail within 10 s.
 _CONTACT_SECONDS = 7.0

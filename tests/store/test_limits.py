@@ -22,7 +22,7 @@ import torch
 from fastload import DataLoader, ObjectDataset
 from fastload.errors import ArgumentError, LimitError
 from fastload.store import limited_together, open_store
-from fastload.store.allowance import Allowance, Limits
+from fastload.store.budget import Allowance, Limits
 from tests.faultserver import Fault, FaultServer
 from tests.patience import wait_until
 

@@ -23,7 +23,7 @@ from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3
 from fastload.errors import NotFoundError
 from fastload.store import Store
-from fastload.store.one_pass import Answer, OnePass
+from fastload.store.workarounds import Answer, OnePass
 from tests.cachedata import fill
 from tests.faultserver import Fault, FaultServer
 

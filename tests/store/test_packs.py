@@ -26,7 +26,7 @@ from fastload.cache.pull import pull
 from fastload.cache.push import push
 from fastload.cli.demo.photos import make_dataset
 from fastload.errors import AccessDeniedError, CacheError, NotFoundError, StoreError
-from fastload.store import retry
+from fastload.store import failures
 from tests.bucketdata import Bucket
 from tests.cachedata import fill, flip, segments
 from tests.faultserver import Fault, FaultServer
@@ -477,7 +477,7 @@ def test_pull_from_where_no_packs_are_says_so(
 def test_refused_write_is_the_stores_error(
     server: FaultServer, open_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "CONTACT_SECONDS", 0.3)
+    monkeypatch.setattr(failures, "CONTACT_SECONDS", 0.3)
     fill(open_cache(), 5)
     store = url_of(server)
     list(store.list())

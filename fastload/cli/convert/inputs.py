@@ -27,6 +27,7 @@ from fastload.metrics.counters import Counters
 from fastload.shards.reader import ReadAhead, Shard, ShardReader
 from fastload.shards.stream import BlockSize, Interleave, ShuffledStream, Span, StreamedRecord
 from fastload.store import ObjectInfo, Store, open_store
+from fastload.store.listing import ListingQuery, list_objects
 from fastload.store.manifest import Manifest
 
 _TAR = (".tar", ".tar.gz", ".tgz")
@@ -119,7 +120,7 @@ class ObjectsInput:
     ) -> None:
         folder = kind == "folder"
         if manifest is None:
-            manifest = Listings(None).open(store, images_only=folder, labels=folder)
+            manifest = Listings(None).open(store, ListingQuery(labels=folder))
         self.manifest = manifest
         self.opened = {"kind": kind, "url": url, "store": store, "shard_size": shard_size, "seed": seed}
         self.kind, self.url, self.identity = kind, url, manifest.identity
@@ -182,7 +183,7 @@ class _ShardsInput:
     shards: int | None = None
 
     def __init__(self, kind: str, store: Store, shard_size: int, seed: int | None) -> None:
-        manifest = Manifest.build(store)
+        manifest = list_objects(store)
         infos = [
             ObjectInfo(manifest.key(i), int(manifest.sizes[i]), manifest.version(i))
             for i in range(len(manifest))
