@@ -39,7 +39,6 @@ from typing import NamedTuple
 import lmdb
 
 from fastload.cache.index import Index, SegmentGoneError, reserve_lock_file
-from fastload.cache.inflight import InflightLocks
 from fastload.cache.segment import (
     FORMAT,
     CorruptRecordError,
@@ -48,7 +47,7 @@ from fastload.cache.segment import (
     SegmentReader,
     is_segment_name,
 )
-from fastload.cache.writer import FULL, Writer
+from fastload.cache.writer import FULL, InflightLocks, Writer
 from fastload.errors import CacheError
 from fastload.store.files import DIR_FLAGS, is_part, make_root, whole_file
 

@@ -1,4 +1,4 @@
-"""Inspect, verify and clear a cache directory as a whole. Unlike reads and writes, these functions raise."""
+"""Inspect, verify, clear and measure a cache directory. Unlike reads and writes, these functions raise."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import contextlib
 import dataclasses
 import fcntl
 import os
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
 from fastload.cache.directory import FOLDER, MANIFESTS, MARKER, PULLING, PUSHING, Directory
-from fastload.cache.inflight import FILES
 from fastload.cache.segment import CorruptRecordError, Entry, record_size
+from fastload.cache.writer import LOCK_FILES
 from fastload.errors import CacheError
 from fastload.store.files import is_ours, is_part, nearest_existing
 
 _INDEX_FILES = {"data.mdb", "lock.mdb"}
 _KEPT = {".manifest", ".listings", ".lock", ".places"}  # endings of files of datasets
 _LOOKED_AT = 64  # records
+_MEASURED_BYTES = 64 << 20
 # The last two were made by earlier versions.
 _ROOT_FILES = {
     MARKER,
     "lock",
     "index",
     "segments",
-    *FILES,
+    *LOCK_FILES,
     PULLING,
     PUSHING,
     f"{MARKER}.tmp",
@@ -239,3 +242,41 @@ def _foreign(directory: Directory) -> list[str]:
     segments = set(directory.segment_names())
     found += [path for path in (root / "segments").iterdir() if path.name not in segments]
     return sorted(str(path.relative_to(parent)) for path in found)
+
+
+class Disk(NamedTuple):
+    """Bytes per second, sequential, without the page cache."""
+
+    write: float
+    read: float
+
+
+def measure_disk(directory: Path) -> Disk:
+    """Write 64 MiB to a file in `directory`, made if absent, and read it back.
+
+    Raises:
+        OSError: the directory is not writable, or the disk is full.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    block = os.urandom(1 << 20)
+    with _scratch_file(directory) as fd:
+        start = time.perf_counter()
+        for _ in range(_MEASURED_BYTES // len(block)):
+            os.write(fd, block)
+        os.fsync(fd)
+        written = time.perf_counter() - start
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for place in range(0, _MEASURED_BYTES, len(block)):
+            os.pread(fd, len(block), place)
+        return Disk(_MEASURED_BYTES / written, _MEASURED_BYTES / (time.perf_counter() - start))
+
+
+@contextlib.contextmanager
+def _scratch_file(directory: Path) -> Iterator[int]:
+    fd, path = tempfile.mkstemp(prefix="fastload-disk-", dir=directory)
+    try:
+        Path(path).unlink()  # now, so that a killed process leaves nothing
+        yield fd
+    finally:
+        os.close(fd)

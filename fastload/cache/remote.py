@@ -37,9 +37,8 @@ from typing import IO, NamedTuple
 
 from fastload.cache.cache import Cache
 from fastload.cache.directory import PULLING, PUSHING, is_readonly
+from fastload.cache.exchange import Pulled, Pushed, pull, push
 from fastload.cache.packs import sources_of
-from fastload.cache.pull import Pulled, pull
-from fastload.cache.push import Pushed, push
 from fastload.errors import CacheError, FastloadError, NotFoundError, address
 from fastload.metrics.counters import Counters
 from fastload.metrics.machine import memory_file

@@ -22,14 +22,14 @@ from fastload.datasets.protocols import Allocate, RowErrors, own_samples
 from fastload.datasets.warm import ToRead, Warmed, find_missing, warm
 from fastload.errors import ArgumentError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.images.by_epoch import ByEpoch, all_transforms, current_transform
 from fastload.images.crop import Crop
 from fastload.images.decode import Oriented
 from fastload.images.encoded import EncodedBatch
 from fastload.images.rng import sample_seed
 from fastload.store.base import Store
-from fastload.store.budget import Allowance
+from fastload.store.budget import RequestBudget
 from fastload.store.listing import Keys, ListingQuery, as_keys
 from fastload.store.manifest import Manifest
 from fastload.store.open import checked_options, open_store
@@ -124,8 +124,8 @@ class ObjectDataset(StoreDataset):
         super().__setattr__(name, value)
 
     @property
-    def allowance(self) -> Allowance | None:
-        return self._store.allowance
+    def budget(self) -> RequestBudget | None:
+        return self._store.budget
 
     def __len__(self) -> int:
         return len(self._manifest)

@@ -21,9 +21,8 @@ from fastload.cache import Cache
 from fastload.errors import StoreError
 from fastload.fetch import limits
 from fastload.fetch.limits import ByteBudget, Hedging, ReadSettings, process_share
-from fastload.fetch.queues import ReaderQueues
-from fastload.fetch.reads import CachedReads, DeferredReads, Part, RangedReads, Read
-from fastload.fetch.source import Source
+from fastload.fetch.queues import DeferredReads, ReaderQueues
+from fastload.fetch.reads import Part, Read, SampleReads, Source
 from fastload.fetch.threads import ThreadTeam, this_thread
 from fastload.metrics.counters import Counters
 
@@ -76,12 +75,8 @@ class Prefetcher:
         self._counters = counters
         self.limiter, most_bytes = process_share(source.store, settings)
         self._hedging = Hedging(settings) if source.store.reading.hedge else None
-        self._cached = CachedReads(
-            RangedReads(source, counters, self._before_retry),
-            source,
-            cache,
-            prepare=prepare,
-            counters=counters,
+        self._samples = SampleReads(
+            source, cache, prepare=prepare, counters=counters, wait=self._before_retry
         )
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # reader threads wait here for parts
@@ -92,7 +87,7 @@ class Prefetcher:
         self._threads = ThreadTeam(self._read_on, "fastload-read")
         self._closing = threading.Event()
         self._deferred = DeferredReads(
-            self._cached, lock, settings.inflight_patience, found=self._settle, put_back=self._put_back
+            self._samples, lock, settings.inflight_patience, found=self._settle, put_back=self._put_back
         )
 
     def request(self, indices: Iterable[int], reader: object = None) -> None:
@@ -106,7 +101,7 @@ class Prefetcher:
                 else:
                     known.wanted += 1
         reads = [self._new_read(index) for index in new]
-        self._cached.look_up(reads)
+        self._samples.look_up(reads)
         parts = [part for read in reads if read.entry is None for part in self._parts(read)]
         with self._work:
             for read in reads:
@@ -120,7 +115,7 @@ class Prefetcher:
             if parts:
                 self._queues.open_with({part.read for part in parts})
             self._wake(len(self._queues))
-        self._cached.drain_counters()
+        self._samples.drain_counters()
 
     def is_here(self, index: int) -> bool:
         """Whether `get` will not wait for the store."""
@@ -147,7 +142,7 @@ class Prefetcher:
         self._counters.add("get.ahead")
         if read.entry is not None:
             self._drop(read)
-            return self._cached.read_now(read)
+            return self._samples.read_now(read)
         if not read.done:
             self._wait(read)
         self._drop(read)
@@ -187,7 +182,7 @@ class Prefetcher:
             self._work.notify_all()
         self._threads.join(_CLOSE_SECONDS)
         self._deferred.join(_CLOSE_SECONDS)
-        self._cached.close()
+        self._samples.close()
 
     # --- for the consumer
 
@@ -195,13 +190,13 @@ class Prefetcher:
         return Read(index, self._source.size(index))
 
     def _parts(self, read: Read) -> list[Part]:
-        return [Part(read, start, stop) for start, stop in self._cached.plan(read)]
+        return [Part(read, start, stop) for start, stop in self._samples.plan(read)]
 
     def _read_now(self, index: int) -> Any:
         """Read a sample that was not announced, in this thread."""
         read = self._new_read(index)
-        self._cached.look_up([read])
-        return self._cached.read_now(read)
+        self._samples.look_up([read])
+        return self._samples.read_now(read)
 
     def _wait(self, read: Read) -> None:
         with self._counters.timed("get"), self._done:
@@ -287,14 +282,14 @@ class Prefetcher:
         read, start = part.read, time.monotonic()
         payload, error = None, None
         try:
-            if self._cached.reserve(read):
-                payload = self._cached.read(*part)
-            elif (payload := self._cached.found_meanwhile([read])[0]) is None:
+            if self._samples.reserve(read):
+                payload = self._samples.read(*part)
+            elif (payload := self._samples.found_meanwhile([read])[0]) is None:
                 self._defer(part)
                 return
         except BaseException as caught:  # a panic of the store's client is no Exception
             error = caught
-            self._cached.release(read)
+            self._samples.release(read)
         self._finish(read, payload, error, time.monotonic() - start)
 
     def _next_part(self) -> Part | None:

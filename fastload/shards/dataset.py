@@ -36,7 +36,7 @@ from fastload.shards.record_fields import ChosenFields
 from fastload.shards.record_source import RECORD_MARK, RecordSource, ShardFormat, record_name
 from fastload.shards.stream import PendingRecords, ShuffledStream, StreamedRecord
 from fastload.shards.urls import Wanted
-from fastload.store.budget import Allowance
+from fastload.store.budget import RequestBudget
 from fastload.store.failures import sleep
 from fastload.store.process import ProcessLocal
 
@@ -133,8 +133,8 @@ class ShardDataset(FieldsDataset):
         return {name: value for name, value in self.__getstate__().items() if name not in learned}
 
     @property
-    def allowance(self) -> Allowance | None:
-        return self._shards.store.allowance
+    def budget(self) -> RequestBudget | None:
+        return self._shards.store.budget
 
     def __len__(self) -> int:
         if not self._index.complete() and self._hint is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from fastload.errors import DecodeError, FastloadError, ObjectChangedError
-from fastload.fetch.source import plan_ranges
+from fastload.fetch.reads import plan_ranges
 from fastload.formats.compression import HEAD, Inflater, is_compressed
 from fastload.formats.pieces import Offsets, Record, Splitter
 from fastload.shards.catalog import ShardList

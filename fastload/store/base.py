@@ -24,7 +24,7 @@ from fastload.errors import (
 )
 from fastload.formats.pieces import MAX_INFLATED
 from fastload.store import failures
-from fastload.store.budget import Allowance
+from fastload.store.budget import RequestBudget
 from fastload.store.client_process import ClientProcess, clients_live_here
 from fastload.store.failures import Wait
 
@@ -58,13 +58,16 @@ class Reading(NamedTuple):
         hedge: request a slow read a second time, if it takes longer than 95 % of the reads, and for at most
             3 % of them.
         max_inflated: bytes that a compressed record, a row group or a table may become in memory.
+        budget: the requests made so far, and their limits; None: they are not counted.
     """
 
     max_requests: int | None = None
     hedge: bool = False
     max_inflated: int = MAX_INFLATED
+    budget: RequestBudget | None = None
 
 
+PLAIN_READING = Reading()
 Page = list[ObjectInfo]  # a name of its own, since `list` is a method below
 
 
@@ -77,7 +80,6 @@ class Store(ABC):
         unidentified: the reason why `identity` may stand for several places, in words, or "". Nothing of such
             a store is cached.
         reading: how a loader reads it.
-        allowance: what was asked of it and may be asked; None: not counted.
         reached: whether it ever answered. A store that never answered fails fast; one that has is retried.
 
     Reads return `bytes` or a read-only buffer of the client. They raise `NotFoundError`,
@@ -86,12 +88,11 @@ class Store(ABC):
     and how long. The first write is given up after seconds. Threads may share it.
     """
 
-    def __init__(self, url: str, identity: str) -> None:
+    def __init__(self, url: str, identity: str, reading: Reading = PLAIN_READING) -> None:
         self.url = url
         self.identity = identity
         self.unidentified = ""
-        self.reading = Reading()
-        self.allowance: Allowance | None = None
+        self.reading = reading
         self.reached = self._written = False
         self._has_ranges: bool | None = None  # not known
         self._server = identity  # that has ranges or not
@@ -99,6 +100,11 @@ class Store(ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
+
+    @property
+    def budget(self) -> RequestBudget | None:
+        """The requests made so far, and their limits; None: they are not counted."""
+        return self.reading.budget
 
     def __fingerprint__(self) -> Any:
         """The place, without whether it ever answered: see `datasets.fingerprint`."""
@@ -118,7 +124,7 @@ class Store(ABC):
 
     def _state(self) -> dict[str, Any]:
         """The state that a copy in another process takes over."""
-        return {"reading": self.reading, "reached": self.reached, "allowance": self.allowance}
+        return {"reached": self.reached}
 
     @property
     def has_ranges(self) -> bool:
@@ -172,12 +178,12 @@ class Store(ABC):
 
         `wait(error, seconds)` is called before the request is made again; it may raise to end that.
         """
-        if size is None and self.allowance is not None and self.allowance.limits.egress is not None:
+        if size is None and self.budget is not None and self.budget.limits.egress is not None:
             info = self.head(key, wait=wait)  # what is asked for must be known before
             size, version = info.size, version or info.version or None
         body = self._retried(lambda: self._attempt("_read", key, version, size), wait)
-        if size is None and self.allowance is not None:
-            self.allowance.count(egress=len(body))
+        if size is None and self.budget is not None:
+            self.budget.count(egress=len(body))
         return body
 
     def read_range(
@@ -258,18 +264,18 @@ class Store(ABC):
 
     def _reserve(self, method: str, *arguments: Any) -> None:
         """Count a request that reads. Never called in a client process, which closes inherited files."""
-        if self.allowance is None:
+        if self.budget is None:
             return
         if method == "_head":
-            self.allowance.reserve(arguments[0], None)
+            self.budget.reserve(arguments[0], None)
         elif method == "_read":
-            self.allowance.reserve(arguments[0], arguments[2] or 0)
+            self.budget.reserve(arguments[0], arguments[2] or 0)
         elif method == "_read_range":
-            self.allowance.reserve(arguments[0], arguments[2] - arguments[1])
+            self.budget.reserve(arguments[0], arguments[2] - arguments[1])
 
     def _count_lists(self, pages: int) -> None:
-        if self.allowance is not None:
-            self.allowance.count(lists=pages)
+        if self.budget is not None:
+            self.budget.count(lists=pages)
 
     # One attempt each.
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from fastload.errors import (
@@ -171,96 +171,158 @@ class StoreLocation:
         raise translated from None
 
     def translate(self, error: BaseException, stage: str, key: str | None) -> FastloadError:
-        """Return the fastload error for a foreign one."""
-        names = {cls.__name__ for cls in type(error).__mro__}
-        whole = (
-            _without_secrets(f"{error}".split("\n\nDebug source")[0], self.secrets) or type(error).__name__
-        )
-        said, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
-        # Types first: the text is the last resort.
-        missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        denied = not missing and not names.isdisjoint(_DENIED_TYPES)
-        if "PreconditionError" in names or _CHANGED.search(text):
-            return ObjectChangedError(
-                "the object changed since it was listed; list the prefix again", stage=stage, key=key
-            )
-        denied = denied or (not missing and bool(_DENIED.search(text)))
-        if denied or (not missing and _METADATA.search(whole)):
-            # If the machine that hands out credentials gave no answer, a later request may succeed.
-            unanswered = not denied and not _MISSING.search(text)
-            none = not missing and bool(_METADATA.search(whole) or _NO_CREDENTIALS.search(text))
-            refused = "renewed" if _REFUSED_CREDENTIALS.search(text) else "never"
-            return _retryable(self._denied(said, stage, key, none), "reachable" if unanswered else refused)
-        if missing or _MISSING.search(text):
-            return self._missing(text, stage, key)
-        if isinstance(error, ModuleNotFoundError):
-            return ArgumentError(f"{self.url!r} needs a package that is not installed: {said}")
-        if isinstance(error, TypeError) and "unexpected keyword" in text:
-            return ArgumentError(f"storage option not known to the file system of {self.url!r}: {said}")
-        if _REDIRECT.search(text):
-            return StoreError(
-                f"{self.bucket} is not in the region of this request: set region=... in storage_options "
-                f"(or AWS_REGION). The store said: {said}",
-                stage=stage,
-                key=key,
-            )
-        where = f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
-        if certificate := _CERTIFICATE.search(f"{error}"):
-            reason = certificate[1] or certificate[2].strip() or "verification failed"
-            return StoreError(
-                f"the certificate of the server{where} is not accepted for {self.url!r}: {reason}. Set "
-                "SSL_CERT_FILE to the PEM file of the authority that signed it (s3://: or pass "
-                "client_kwargs={'verify': 'ca.pem'})",
-                stage=stage,
-                key=key,
-            )
-        if _UNREACHABLE.search(text) or (isinstance(error, OSError) and error.errno in (101, 111, 113)):
-            return _retryable(
-                StoreError(
-                    f"no answer{where} for {self.url!r}: check the endpoint_url, its port, and the network. "
-                    f"The client said: {said}",
-                    stage=stage,
-                    key=key,
-                ),
-                "reachable",
-            )
-        if isinstance(error, TimeoutError) or _TIMEOUT.search(text):
-            return StoreTimeoutError(
-                f"no progress{where} for {self.url!r}: check the endpoint_url and the network. "
-                f"The client said: {said}",
-                stage=stage,
-                key=key,
-            )
-        failed = StoreError(f"{self.url!r} failed{where}: {said}", stage=stage, key=key)
-        return _retryable(failed, _when(error, text))
+        """Return the fastload error for a foreign one, by the first rule that holds."""
+        failure = _describe(error, self.secrets, stage, key)
+        make = next(make for holds, make in _RULES if holds(failure))
+        translated = make(self, failure)
+        if not isinstance(translated, ArgumentError):
+            translated.stage, translated.key = stage, key
+        return translated
 
-    def _denied(self, said: str, stage: str, key: str | None, none: bool) -> AccessDeniedError:
-        """`none`: no credentials were found; the machine, the last source that was asked, has none."""
-        tried, text = self.tried, f"{self.url!r} refused access."
+    # --- what the rules make
+
+    @property
+    def _where(self) -> str:
+        return f" at endpoint_url {self.endpoint!r}" if self.endpoint else ""
+
+    def _changed(self, failure: _Failure) -> FastloadError:
+        return ObjectChangedError("the object changed since it was listed; list the prefix again")
+
+    def _denied(self, failure: _Failure) -> FastloadError:
+        text, asked_machine = failure.text, bool(_METADATA.search(failure.whole))
+        # No credentials were found, and the machine, the last source that was asked, has none.
+        none = asked_machine or bool(_NO_CREDENTIALS.search(text))
+        words = f"{self.url!r} refused access."
         if none:
-            text = f"no credentials found for {self.url!r}."
-        if tried:
-            text += f" Looked for: {tried}." if none else f" Credentials tried: {tried}."
-        return AccessDeniedError(
-            f"{text} {'The last of these' if none and tried else 'The store'} said: {said}",
-            stage=stage,
-            key=key,
-        )
+            words = f"no credentials found for {self.url!r}."
+        if self.tried:
+            words += f" Looked for: {self.tried}." if none else f" Credentials tried: {self.tried}."
+        who = "The last of these" if none and self.tried else "The store"
+        denied = AccessDeniedError(f"{words} {who} said: {failure.said}")
+        if not failure.is_denied and not _MISSING.search(text):
+            denied.retry = "reachable"  # the machine gave no answer, and may give one later
+        elif _REFUSED_CREDENTIALS.search(text):
+            denied.retry = "renewed"
+        return denied
 
-    def _missing(self, text: str, stage: str, key: str | None) -> NotFoundError:
-        if stage != "put" and key is not None and "NoSuchBucket" not in text:
+    def _missing(self, failure: _Failure) -> FastloadError:
+        if failure.stage != "put" and failure.key is not None and "NoSuchBucket" not in failure.text:
             return NotFoundError(
                 f"no such object in {self.url!r}: it may have been deleted since the listing (list again)"
-                f"{self.unread}",
-                stage=stage,
-                key=key,
+                f"{self.unread}"
             )
-        return NotFoundError(
-            f"{self.bucket or self.url} does not exist: check the url {self.url!r}"
-            + (f" and the endpoint_url {self.endpoint!r}" if self.endpoint else ""),
-            stage=stage,
-            key=key,
+        server = f" and the endpoint_url {self.endpoint!r}" if self.endpoint else ""
+        return NotFoundError(f"{self.bucket or self.url} does not exist: check the url {self.url!r}{server}")
+
+    def _no_package(self, failure: _Failure) -> FastloadError:
+        return ArgumentError(f"{self.url!r} needs a package that is not installed: {failure.said}")
+
+    def _unknown_option(self, failure: _Failure) -> FastloadError:
+        return ArgumentError(f"storage option not known to the file system of {self.url!r}: {failure.said}")
+
+    def _other_region(self, failure: _Failure) -> FastloadError:
+        return StoreError(
+            f"{self.bucket} is not in the region of this request: set region=... in storage_options "
+            f"(or AWS_REGION). The store said: {failure.said}"
         )
+
+    def _bad_certificate(self, failure: _Failure) -> FastloadError:
+        certificate = _CERTIFICATE.search(f"{failure.error}")
+        reason = certificate and (certificate[1] or certificate[2].strip())
+        return StoreError(
+            f"the certificate of the server{self._where} is not accepted for {self.url!r}: "
+            f"{reason or 'verification failed'}. Set SSL_CERT_FILE to the PEM file of the authority that "
+            "signed it (s3://: or pass client_kwargs={'verify': 'ca.pem'})"
+        )
+
+    def _unreachable(self, failure: _Failure) -> FastloadError:
+        unreachable = StoreError(
+            f"no answer{self._where} for {self.url!r}: check the endpoint_url, its port, and the network. "
+            f"The client said: {failure.said}"
+        )
+        unreachable.retry = "reachable"
+        return unreachable
+
+    def _timeout(self, failure: _Failure) -> FastloadError:
+        return StoreTimeoutError(
+            f"no progress{self._where} for {self.url!r}: check the endpoint_url and the network. "
+            f"The client said: {failure.said}"
+        )
+
+    def _failed(self, failure: _Failure) -> FastloadError:
+        failed = StoreError(f"{self.url!r} failed{self._where}: {failure.said}")
+        if _SLOWER.search(failure.text):
+            failed.retry = "slower"
+        elif isinstance(failure.error, ConnectionError) or _LATER.search(failure.text):
+            failed.retry = "later"
+        return failed
+
+
+class _Failure(NamedTuple):
+    """A foreign error as the rules see it.
+
+    Args:
+        error: the error itself.
+        types: the names of its classes.
+        whole: its text without secrets.
+        said: `whole` in one line, for a message.
+        text: its type, its status and its words, to be searched; see `_searchable`.
+        stage, key: where it happened.
+    """
+
+    error: BaseException
+    types: frozenset[str]
+    whole: str
+    said: str
+    text: str
+    stage: str
+    key: str | None
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether its type says that there is no such object."""
+        return isinstance(self.error, (FileNotFoundError, NotADirectoryError))
+
+    @property
+    def is_denied(self) -> bool:
+        """Whether the store refused access, by the error's type or words."""
+        by_type = not self.types.isdisjoint(_DENIED_TYPES)
+        return not self.is_missing and (by_type or bool(_DENIED.search(self.text)))
+
+
+def _describe(error: BaseException, secrets: Sequence[str], stage: str, key: str | None) -> _Failure:
+    types = frozenset(cls.__name__ for cls in type(error).__mro__)
+    whole = _without_secrets(f"{error}".split("\n\nDebug source")[0], secrets) or type(error).__name__
+    said, text = _bounded(_XML.sub(_words, whole)), _searchable(error, whole, key)
+    return _Failure(error, types, whole, said, text, stage, key)
+
+
+_NO_ROUTE = (101, 111, 113)  # numbers of system errors: no network, refused, no route
+
+# Rule -> the error that it makes; the first one that holds counts. Types come before words within a rule.
+_RULES: tuple[tuple[Callable[[_Failure], Any], Callable[[StoreLocation, _Failure], FastloadError]], ...] = (
+    (lambda f: "PreconditionError" in f.types or _CHANGED.search(f.text), StoreLocation._changed),
+    (
+        lambda f: f.is_denied or (not f.is_missing and _METADATA.search(f.whole)),
+        StoreLocation._denied,
+    ),
+    (lambda f: f.is_missing or _MISSING.search(f.text), StoreLocation._missing),
+    (lambda f: isinstance(f.error, ModuleNotFoundError), StoreLocation._no_package),
+    (
+        lambda f: isinstance(f.error, TypeError) and "unexpected keyword" in f.text,
+        StoreLocation._unknown_option,
+    ),
+    (lambda f: _REDIRECT.search(f.text), StoreLocation._other_region),
+    (lambda f: _CERTIFICATE.search(f"{f.error}"), StoreLocation._bad_certificate),
+    (
+        lambda f: (
+            _UNREACHABLE.search(f.text) or (isinstance(f.error, OSError) and f.error.errno in _NO_ROUTE)
+        ),
+        StoreLocation._unreachable,
+    ),
+    (lambda f: isinstance(f.error, TimeoutError) or _TIMEOUT.search(f.text), StoreLocation._timeout),
+    (lambda f: True, StoreLocation._failed),
+)
 
 
 def _words(answer: re.Match[str]) -> str:
@@ -282,19 +344,6 @@ def _searchable(error: BaseException, said: str, key: str | None) -> str:
     if not status and (found := _STATUS.search(words)):
         status = found[1]
     return f"{type(error).__name__}: {status} {(_NUMBER if status else _AMOUNT).sub('', words)}"
-
-
-def _retryable(error: StoreError, retry: str) -> StoreError:
-    if retry != "never":
-        error.retry = retry
-    return error
-
-
-def _when(error: BaseException, text: str) -> str:
-    """How a retry may help, after an answer that is not one of the known refusals."""
-    if _SLOWER.search(text):
-        return "slower"
-    return "later" if isinstance(error, ConnectionError) or _LATER.search(text) else "never"
 
 
 def _code(error: BaseException | None) -> str:

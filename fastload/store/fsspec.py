@@ -31,9 +31,11 @@ from fsspec.config import apply_config
 
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_key,
@@ -74,7 +76,9 @@ class FsspecStore(Store):
     has one. Asynchronous file systems serve these calls from fsspec's own loop thread.
     """
 
-    def __init__(self, url: str, protocol: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, url: str, protocol: str, options: Mapping[str, Any], reading: Reading = PLAIN_READING
+    ) -> None:
         self._url, self._protocol, self._options = url, protocol, dict(options)
         cls = fsspec.get_filesystem_class(protocol)
         try:
@@ -91,12 +95,12 @@ class FsspecStore(Store):
             shown, f"the directory of {shown!r}", secrets=secret_values(self._arguments)
         )
         place, why = identity_of(cls, self._arguments)
-        super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}")
+        super().__init__(shown, f"{protocol}|{place}|{_PASSWORD.sub('', self._root)}", reading)
         self.unidentified = why
         self._fs = ProcessLocal(self._build)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._url, self._protocol, self._options), self._state()
+        return type(self), (self._url, self._protocol, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
         return public_options(self._options)

@@ -13,9 +13,11 @@ from typing import Any
 
 from fastload.errors import NotFoundError, ObjectChangedError
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_key,
@@ -35,13 +37,13 @@ class LocalStore(Store):
 
     native = False
 
-    def __init__(self, url: str, root: str) -> None:
+    def __init__(self, url: str, root: str, reading: Reading = PLAIN_READING) -> None:
         self._root = os.path.abspath(root)  # noqa: PTH100 - no link must be resolved
         self._location = StoreLocation(url=url, bucket=f"directory {self._root!r}")
-        super().__init__(url, f"file||{self._root}")
+        super().__init__(url, f"file||{self._root}", reading)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalStore, (self.url, self._root), self._state()
+        return LocalStore, (self.url, self._root, self.reading), self._state()
 
     @property
     def address(self) -> str:

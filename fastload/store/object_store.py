@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 from fastload.errors import ArgumentError, ShortReadError, StoreError
 from fastload.store import options as known_options
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_key,
@@ -103,7 +105,7 @@ class NativeStore(Store):
 
     native = True
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], reading: Reading = PLAIN_READING) -> None:
         self._url, self._options = url, dict(options)
         self._address = _address(url)
         self._connection = _connection(self._address, options)
@@ -112,7 +114,7 @@ class NativeStore(Store):
         self._location = self._described(self._connection)
         where = "/".join(filter(None, (self._connection.endpoint.rstrip("/"), account)))
         identity = public_url(bucket) if kind == "http" else f"{kind}|{where}|{bucket}|{prefix}"
-        super().__init__(public_url(url), identity)
+        super().__init__(public_url(url), identity, reading)
         # Readers are the only ones that most processes need, and building a client takes milliseconds.
         self._reader = ProcessLocal(lambda: self._client(_READER))
         self._lister = ProcessLocal(lambda: self._client(_LISTER))
@@ -124,7 +126,7 @@ class NativeStore(Store):
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NativeStore, (self._url, self._options), self._state()
+        return NativeStore, (self._url, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
         kind, connection = self._address.kind, self._connection
@@ -205,7 +207,7 @@ class NativeStore(Store):
                     else:
                         _keeps_ranges[self._server] = True
                         return _cut(body, key, start, stop, result, version)
-            if self.allowance is not None and any(self.allowance.limits):
+            if self.budget is not None and any(self.budget.limits):
                 raise StoreError(
                     "the server sends whole objects where ranges are asked for, so max_gets and "
                     "max_egress cannot be kept: remove them from the storage options",

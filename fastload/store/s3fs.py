@@ -17,9 +17,11 @@ from fsspec.asyn import sync
 from fastload.errors import ArgumentError, ShortReadError
 from fastload.store import options as known_options
 from fastload.store.base import (
+    PLAIN_READING,
     Buffer,
     ObjectInfo,
     Page,
+    Reading,
     Store,
     check_end,
     check_length,
@@ -41,7 +43,7 @@ class S3fsStore(Store):
 
     native = True
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any], reading: Reading = PLAIN_READING) -> None:
         self._url, self._options = url, dict(options)
         bucket, _, prefix = url.partition("://")[2].partition("/")
         if not bucket:
@@ -57,12 +59,13 @@ class S3fsStore(Store):
             "bucket give anon=True)",
             secrets,
         )
-        super().__init__(public_url(url), f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}")
+        identity = f"s3|{endpoint.rstrip('/')}|{bucket}|{self._prefix.strip('/')}"
+        super().__init__(public_url(url), identity, reading)
         self._fs = ProcessLocal(self._build)
         self._renewing, self._renewed = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return S3fsStore, (self._url, self._options), self._state()
+        return S3fsStore, (self._url, self._options, self.reading), self._state()
 
     def public_options(self) -> tuple[dict[str, Any], list[str]]:
         endpoint = {"endpoint_url": self._location.endpoint} if self._location.endpoint else {}

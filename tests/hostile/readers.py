@@ -25,7 +25,7 @@ import xxhash
 
 import fastload
 from fastload.cache import packs as packs_module
-from fastload.cache.pull import pull
+from fastload.cache.exchange import pull
 from fastload.cache.segment import checksum
 from fastload.errors import DecodeError, FastloadError
 from fastload.formats.compression import zstd

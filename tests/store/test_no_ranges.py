@@ -16,8 +16,7 @@ import pytest
 
 import fastload
 from fastload import Cache, DataLoader, open_store
-from fastload.cache.pull import pull
-from fastload.cache.push import push
+from fastload.cache.exchange import pull, push
 from fastload.cache.remote import close_all
 from fastload.cli.demo.photos import make_dataset
 from fastload.cli.demo.s3_server import delay_proxy, serve_s3

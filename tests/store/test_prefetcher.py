@@ -26,7 +26,7 @@ from fastload.fetch import threads
 from fastload.fetch.limits import ByteBudget, ReadSettings
 from fastload.fetch.prefetcher import Outstanding, Prefetcher
 from fastload.fetch.queues import Part, Read, ReaderQueues
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.images.kernel import active
 from fastload.metrics.counters import Counters

@@ -15,7 +15,7 @@ import pytest
 
 from fastload.errors import AccessDeniedError, ShortReadError, StoreError
 from fastload.fetch.limits import ConcurrencyLimiter, Hedging, ReadSettings, process_share
-from fastload.fetch.source import plan_ranges
+from fastload.fetch.reads import plan_ranges
 from fastload.store import failures, open_store
 from tests.engine_cases import BAD, CASES, OBJECTS, SECRET
 from tests.patience import PATIENCE

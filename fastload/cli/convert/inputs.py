@@ -20,7 +20,7 @@ from fastload.cli.convert.sample_forms import SPLITTERS, Sample, sound_payload, 
 from fastload.cli.kinds import guess_kind
 from fastload.errors import ArgumentError, NotFoundError
 from fastload.fetch.prefetcher import Prefetcher
-from fastload.fetch.source import ObjectSource
+from fastload.fetch.reads import ObjectSource
 from fastload.fetch.threads import ReadPool
 from fastload.formats.tar import read_sample
 from fastload.metrics.counters import Counters
