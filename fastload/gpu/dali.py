@@ -26,7 +26,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fastload.distributed import cores_of_rank, local_ranks
 from fastload.errors import ArgumentError, FastloadError, check_whole_number
-from fastload.gpu.decoders import BaseDecoder
+from fastload.gpu.decoders import ImageDecoder
 from fastload.images.encoded import EncodedImages, render_rows, repeat_rows, to_device
 from fastload.metrics.counters import BadSamples, Counters
 from fastload.metrics.machine import usable_cores
@@ -110,11 +110,11 @@ class _Batch:
         self.error: Exception | None = None
 
 
-class DaliDecoder(BaseDecoder):
-    """An `ImageDecoder`.
+class DaliDecoder(ImageDecoder):
+    """Decodes by DALI's pipeline, and what it refuses by the kernel.
 
     Args:
-        device, on_error, counters, bad: see `BaseDecoder`.
+        device, on_error, counters, bad: see `ImageDecoder`.
         options: None: the defaults.
     """
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from fastload.formats.jpeg_records import DCT_MAGIC
-from fastload.gpu.decoders import BaseDecoder, exact_float32
+from fastload.gpu.decoders import ImageDecoder, exact_float32
 from fastload.images.encoded import EncodedImages, to_device
 
 _TABLES = 20  # offset of a record's quantisation tables
@@ -65,8 +65,8 @@ class _Picture:
     ends: NDArray[np.int64]
 
 
-class TorchDctDecoder(BaseDecoder):
-    """An `ImageDecoder` for batches of records. The kernel decodes what is none, and rare colours."""
+class TorchDctDecoder(ImageDecoder):
+    """Decodes batches of records. The kernel decodes what is none, and rare colours."""
 
     def start(self, encoded: EncodedImages) -> Callable[[], torch.Tensor]:
         with self.counters.timed("decoder"), exact_float32(self._device):
@@ -81,10 +81,6 @@ class TorchDctDecoder(BaseDecoder):
             return self.decode_by_kernel(encoded)[0]  # which says what is wrong with which image
 
         return result
-
-    def rest(self) -> None: ...
-
-    def close(self) -> None: ...
 
     @functools.cached_property  # not of the module: each loader has a stream of its own
     def _matrix(self) -> torch.Tensor:

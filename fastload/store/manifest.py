@@ -19,7 +19,8 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -45,6 +46,24 @@ _HEADER = struct.Struct("<8sIIQ")
 _TABLE = struct.Struct("<Q" + "QQ" * len(_SECTIONS))
 
 
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Texts as bytes, one behind the other, and their edges.
+
+    The n-th one is `data[offsets[n]:offsets[n + 1]]`.
+    """
+
+    data: memoryview
+    offsets: npt.NDArray[np.uint64]
+
+    def __getitem__(self, index: int) -> memoryview:
+        start, stop = self.offsets[index : index + 2].tolist()
+        return self.data[start:stop]
+
+    def between(self, start: int, stop: int) -> Iterator[memoryview]:
+        return (self.data[a:b] for a, b in pairwise(self.offsets[start : stop + 1].tolist()))
+
+
 class Manifest:
     """The objects below a URL: key, size and version of each, and labels if asked for. Immutable.
 
@@ -64,14 +83,13 @@ class Manifest:
     def __init__(self, file: SharedFile) -> None:
         """The manifest in a file with the bytes of `Columns.write`."""
         self._file = file
-        count, *table = _TABLE.unpack_from(file.map, _HEADER.size)
+        _, *table = _TABLE.unpack_from(file.map, _HEADER.size)
         view = memoryview(file.map)
         part = {
             name: view[table[2 * i] : table[2 * i] + table[2 * i + 1]] for i, name in enumerate(_SECTIONS)
         }
-        self._keys, self._versions = part["keys"], part["versions"]
-        self._key_offsets = np.frombuffer(part["key_offsets"], dtype="<u8")
-        self._version_offsets = np.frombuffer(part["version_offsets"], dtype="<u8")
+        self._keys = _Texts(part["keys"], np.frombuffer(part["key_offsets"], dtype="<u8"))
+        self._versions = _Texts(part["versions"], np.frombuffer(part["version_offsets"], dtype="<u8"))
         self.sizes: npt.NDArray[np.int64] = np.frombuffer(part["sizes"], dtype="<i8")
         facts = json.loads(bytes(part["facts"]))
         self.identity: str = facts["identity"]
@@ -81,28 +99,25 @@ class Manifest:
         if self.classes is not None:
             self.labels = np.frombuffer(part["labels"], dtype="<i8")
         self.total_bytes = int(self.sizes.sum())
-        self.unversioned = int(np.count_nonzero(self._version_offsets[1:] == self._version_offsets[:-1]))
-        self._count = int(count)
+        self.unversioned = int(np.count_nonzero(np.diff(self._versions.offsets) == 0))
         # Of objects that were asked for. Forked processes share them, and each is computed once for all.
-        shared = mmap.mmap(-1, max(1, 8 * self._count))
-        self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, self._count)
+        shared = mmap.mmap(-1, max(1, 8 * len(self)))
+        self._identities: npt.NDArray[np.uint64] = np.frombuffer(shared, np.uint64, len(self))
         self._changed: dict[int, int] = {}  # of objects that this process read in another version
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.sizes)
 
     def __repr__(self) -> str:
-        return f"<Manifest of {self._count:,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
+        return f"<Manifest of {len(self):,} objects, {self.total_bytes:,} bytes, listed {self.listed_at}>"
 
     def key(self, index: int) -> str:
         """The key of object `index`, relative to the URL."""
-        start, stop = self._key_offsets[index : index + 2].tolist()
-        return str(self._keys[start:stop], "utf-8", "surrogateescape")
+        return str(self._keys[index], "utf-8", "surrogateescape")
 
     def keys(self, start: int, stop: int) -> list[str]:
         """The keys of the objects [start, stop)."""
-        ends = self._key_offsets[start : stop + 1].tolist()
-        return [str(self._keys[a:b], "utf-8", "surrogateescape") for a, b in pairwise(ends)]
+        return [str(key, "utf-8", "surrogateescape") for key in self._keys.between(start, stop)]
 
     def find(self, keys: Iterable[str]) -> dict[str, list[int]]:
         """Key -> the objects with that key, which may be several; keys without an object are left out.
@@ -114,7 +129,7 @@ class Manifest:
         ends = np.cumsum([len(name) for name in wanted.values()], dtype=np.int64)
         sought = _marks(b"".join(wanted.values()), np.concatenate([[0], ends]))
         found: dict[str, list[int]] = {}
-        for index in np.flatnonzero(np.isin(_marks(self._keys, self._key_offsets), sought)).tolist():
+        for index in np.flatnonzero(np.isin(_marks(self._keys.data, self._keys.offsets), sought)).tolist():
             key = self.key(index)
             if key in wanted:
                 found.setdefault(key, []).append(index)
@@ -122,8 +137,7 @@ class Manifest:
 
     def version(self, index: int) -> str:
         """The version of object `index` when it was listed."""
-        start, stop = self._version_offsets[index : index + 2].tolist()
-        return str(self._versions[start:stop], "utf-8")
+        return str(self._versions[index], "utf-8")
 
     def size(self, index: int) -> int:
         """The size of object `index` in bytes."""
@@ -140,8 +154,7 @@ class Manifest:
         if not found.all():
             for at in np.flatnonzero(found == 0).tolist():
                 index = int(indices[at])
-                start, stop = self._version_offsets[index : index + 2].tolist()
-                found[at] = self._identity(index, self._versions[start:stop])
+                found[at] = self._identity(index, self._versions[index])
             self._identities[indices] = found
         for index, identity in self._changed.items():
             found[indices == index] = identity
@@ -152,8 +165,7 @@ class Manifest:
         self._changed[index] = self._identity(index, version.encode())
 
     def _identity(self, index: int, version: bytes | memoryview) -> int:
-        start, stop = self._key_offsets[index : index + 2].tolist()
-        digest = xxhash.xxh3_64(self._keys[start:stop])
+        digest = xxhash.xxh3_64(self._keys[index])
         digest.update(b"\0")  # no key has it
         digest.update(version)
         return int(digest.intdigest())
@@ -170,11 +182,11 @@ class Manifest:
     @cached_property
     def digests(self) -> tuple[str, str]:
         """Short texts: (the keys in their order, with labels and classes; the versions of the objects)."""
-        keys, versions = xxhash.xxh3_128(self._keys), xxhash.xxh3_128(self._versions)
+        keys, versions = xxhash.xxh3_128(self._keys.data), xxhash.xxh3_128(self._versions.data)
         keys.update(json.dumps(self.classes).encode())
-        for part in (self._key_offsets, self.labels):
+        for part in (self._keys.offsets, self.labels):
             keys.update(b"" if part is None else np.ascontiguousarray(part).data)
-        versions.update(self._version_offsets.data)
+        versions.update(self._versions.offsets.data)
         return keys.hexdigest()[:16], versions.hexdigest()[:16]
 
     def changes_since(self, before: Manifest) -> str:
@@ -222,8 +234,9 @@ class Manifest:
 
     def __fingerprint__(self) -> Any:
         """What it says, without when it was listed: see `datasets.fingerprint`."""
-        arrays = (self._key_offsets, self.sizes, self.labels, self._version_offsets)
-        return self.identity, self.classes, *arrays, bytes(self._keys), bytes(self._versions)
+        keys, versions = self._keys, self._versions
+        arrays = (keys.offsets, self.sizes, self.labels, versions.offsets)
+        return self.identity, self.classes, *arrays, bytes(keys.data), bytes(versions.data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Manifest:
         return self
